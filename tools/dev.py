@@ -5,6 +5,7 @@
     python3 tools/dev.py test [...]       import contracts and the whole test suite (arguments go to pytest)
     python3 tools/dev.py lint             ruff, import contracts, pyright
     python3 tools/dev.py docs [--serve]   the documentation site, built strictly into dist/site, or served
+    python3 tools/dev.py figures [...]    the tables of docs/figures/*.json into the pages that show them
     python3 tools/dev.py bench [package]  the benches of one package, or of all, peers side by side
     python3 tools/dev.py alone PACKAGE    build, install and test one package by itself, with and without native code
     python3 tools/dev.py clients [...]    Accelerate, Trainer, peft, trl and Lightning on dsx (arguments go to pytest)
@@ -98,6 +99,11 @@ def docs(arguments: list[str]) -> int:
     if code == 0 and command == "build":
         say("built: dist/site/index.html (serve the folder, e.g. python3 -m http.server -d dist/site)")
     return code
+
+
+def figures(arguments: list[str]) -> int:
+    """`--check` changes nothing and fails where a page is not up to date."""
+    return ensure().run("tools/figures.py", *arguments, check=False)
 
 
 def demo(arguments: list[str]) -> int:
@@ -206,6 +212,7 @@ VERBS = {
     "test": test,
     "lint": lint,
     "docs": docs,
+    "figures": figures,
     "bench": bench,
     "alone": alone,
     "clients": clients,

@@ -141,9 +141,37 @@ BROWSED = [
     "guides/troubleshooting/",
     "config/",
     "figures/",
+    "figures/monitoring/",
+    "figures/training/",
     "reference/api/dsx_zero/",
     "packages/dsx-zero/",
 ]
+
+
+# Text whose contrast with what lies behind it is below 3 (the least that WCAG 2 allows, for large text).
+UNREADABLE = """(() => {
+    const numbers = colour => (colour.match(/[\\d.]+/g) || []).map(Number);
+    const light = ([r, g, b]) => [r, g, b].map(v => v / 255)
+        .map(v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+        .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+    const over = (top, below) => top.slice(0, 3).map((v, i) => v * (top[3] ?? 1) + below[i] * (1 - (top[3] ?? 1)));
+    const behind = element => {
+        const layers = [];
+        for (let e = element; e; e = e.parentElement) layers.push(numbers(getComputedStyle(e).backgroundColor));
+        return layers.reverse().filter(layer => layer.length >= 3)
+            .reduce((below, layer) => over(layer, below), [255, 255, 255]);
+    };
+    const found = [];
+    for (const element of document.querySelectorAll('article *')) {
+        const text = [...element.childNodes].filter(n => n.nodeType == 3).map(n => n.data).join('').trim();
+        const style = getComputedStyle(element);
+        if (!text || !element.offsetParent || style.opacity == 0 || element.closest('.headerlink, svg')) continue;
+        const ground = behind(element), [a, b] = [light(over(numbers(style.color), ground)), light(ground)];
+        const contrast = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+        if (contrast < 3) found.push([text.slice(0, 40), contrast.toFixed(2)]);
+    }
+    return found.slice(0, 5);
+})()"""
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
@@ -155,8 +183,44 @@ def test_pages_show_on_a_narrow_screen_without_errors(served, browser, dark):
         browser.open(f"{served}/{page}", width=390, dark=dark)
         assert browser.errors == [], page
         assert browser.evaluate("document.scrollingElement.scrollWidth") <= 390, page
+        assert browser.evaluate(UNREADABLE) == [], page
         scheme = browser.evaluate("document.body.getAttribute('data-md-color-scheme')")
         assert scheme == ("slate" if dark else "default"), page
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_every_page_shows_on_a_narrow_screen_without_errors(site, served, browser, dark):
+    browser.open(served)
+    browser.evaluate("localStorage.clear()")
+    bad = {}
+    for page in sorted(path.parent.relative_to(site).as_posix() for path in site.rglob("index.html")):
+        browser.errors.clear()
+        browser.open(f"{served}/{page}/", width=390, dark=dark)
+        wide = browser.evaluate("document.scrollingElement.scrollWidth")
+        found = [*browser.errors, *browser.evaluate(UNREADABLE), *([wide] if wide > 390 else [])]
+        if found:
+            bad[page] = found
+    assert bad == {}
+
+
+def test_pages_ask_nobody_else_for_anything(served, browser):
+    """What the scripts of a page ask for counts as well."""
+    browser.requests.clear()
+    for page in BROWSED:
+        browser.open(f"{served}/{page}")
+    assert len(browser.requests) > len(BROWSED)
+    assert [url for url in browser.requests if not url.startswith((served, "data:", "blob:"))] == []
+
+
+def test_what_a_page_wants_from_the_network_is_an_error(served, browser):
+    """The check above can fail: a page that asks for a script elsewhere is seen."""
+    browser.open(served)
+    browser.errors.clear()
+    browser.requests.clear()
+    browser.evaluate("fetch('http://example.com/x.js').catch(() => null)")
+    assert "http://example.com/x.js" in browser.requests
+    assert any("ERR_NAME_NOT_RESOLVED" in error for error in browser.errors)
 
 
 def test_the_search_finds_a_page(served, browser):
@@ -171,6 +235,23 @@ def test_the_search_finds_a_page(served, browser):
         })()"""
     )
     assert "offload" in browser.evaluate("document.querySelector('.md-search-result__list').textContent").lower()
+    first = browser.evaluate("document.querySelector('.md-search-result__link').href")
+    browser.open(first)
+    assert first.startswith(served)
+    assert "offload" in browser.evaluate("document.querySelector('article').textContent").lower()
+
+
+def test_the_palette_can_be_changed(served, browser):
+    """The button of the header turns the page dark, and the next page stays so."""
+    browser.open(f"{served}/start/install/")
+    browser.evaluate("localStorage.clear()")
+    browser.open(f"{served}/start/install/")
+    browser.evaluate("document.querySelector('label[title=Dark]').click()")
+    scheme = "document.body.getAttribute('data-md-color-scheme')"
+    assert browser.evaluate(scheme) == "slate"
+    browser.open(f"{served}/start/first-run/")
+    assert browser.evaluate(scheme) == "slate"
+    browser.evaluate("localStorage.clear()")
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -62,6 +62,8 @@ def commands(page: Path) -> list[tuple[str, list[str]]]:
             program, rest = [sys.executable, "-m", words[2]], words[3:]
         elif words[:1] == ["dsx-nvme"]:
             program, rest = [sys.executable, "-m", "dsx_nvme"], words[1:]
+        elif words[:1] == ["python"] and words[1].startswith("packages/"):
+            program, rest = [sys.executable, str(ROOT / words[1])], words[2:]
         else:
             continue
         ends = (at for at, word in enumerate(rest) if word.endswith(".py") or word == "--")

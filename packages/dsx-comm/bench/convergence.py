@@ -1,6 +1,7 @@
 """Do the 1-bit optimizers reach the loss of Adam and LAMB? And do the controls that must fail, fail?
 
     python packages/dsx-comm/bench/convergence.py --out results.json [--seconds 90] [--systems adam,onebit_adam]
+        [--json FILE]
 
 A GPT is trained on bytes of the standard library's sources by several ranks over gloo, with every system from the same
 initial values and on the same batches, for several seeds. The result is the loss on held-out files, next to that of the
@@ -33,6 +34,7 @@ import torch.multiprocessing as mp
 from dsx_comm.onebit.arithmetic import batches, move_first, move_second
 from dsx_comm.onebit.average import average_exactly
 from dsx_comm.onebit.schedule import StepKind
+from dsx_testkit.results import Table, add_json_option
 from torch import nn
 from torch.nn import functional as F
 
@@ -246,23 +248,28 @@ def load(path: str) -> dict[str, dict[str, float]]:
     return json.loads(pathlib.Path(path).read_text()) if os.path.exists(path) else {}
 
 
-def table(done: dict[str, dict[str, float]]) -> None:
-    print(f"{'system':<19}{'seeds':>6}{'held-out loss':>15}{'vs exact':>10}{'worst':>9}{'bits/param/step':>17}  goal")
+def table(done: dict[str, dict[str, float]]) -> Table:
+    """A row per system: its losses by seed, and each against that of the exact optimizer of its family."""
+    seeds = sorted({int(key.split("/")[1]) for key in done})
+    loss = {(key.split("/")[0], int(key.split("/")[1])): found["loss"] for key, found in done.items()}
+    found = Table({"system": "", **{f"seed {s}": "{:.4f}" for s in seeds}, "against the exact one": "",
+                   "bits per parameter and step": "{:.2f}", "goal": ""})  # fmt: skip
     for system, family in FAMILY.items():
-        rows = {int(k.split("/")[1]): v for k, v in done.items() if k.split("/")[0] == system}
-        exact = {int(k.split("/")[1]): v for k, v in done.items() if k.split("/")[0] == family}
-        gaps = [rows[s]["loss"] / exact[s]["loss"] - 1 for s in rows if s in exact]
-        if not rows:
+        mine = {s: loss[system, s] for s in seeds if (system, s) in loss}
+        if not mine:
             continue
-        mean = statistics.mean(r["loss"] for r in rows.values())
-        text = f"{statistics.mean(gaps):>+9.2%}{max(gaps, key=abs):>+9.2%}" if gaps else " " * 18
-        goal = (
-            "" if system == family or system in EXPLAIN else "visibly worse" if system in CONTROLS else "within 0.5 %"
+        gaps = {s: value / loss[family, s] - 1 for s, value in mine.items() if (family, s) in loss}
+        exact, control = system == family or system in EXPLAIN, system in CONTROLS
+        text = (
+            "" if system == family else " / ".join(f"{gap:+.1%}" if gap < 10 else "diverged" for gap in gaps.values())
         )
-        print(
-            f"{system:<19}{len(rows):>6}{mean:>15.4f} {text}{statistics.mean(r['bits'] for r in rows.values()):>17.2f} "
-            f" {goal}"
-        )
+        shown = [("diverged" if math.isinf(mine[s]) else mine[s]) if s in mine else None for s in seeds]
+        bits = [done[f"{system}/{s}"]["bits"] for s in mine]
+        mean = None if any(map(math.isnan, bits)) else statistics.mean(bits)
+        found.add(system, *shown, text, mean, "" if exact else "visibly worse" if control else "at most +0.5 %")
+        if gaps and not exact and not control:
+            found.goal(f"{system} at most 0.5 % above", f"{max(gaps.values()):+.1%}", met=max(gaps.values()) <= 0.005)
+    return found
 
 
 def main() -> None:
@@ -286,6 +293,7 @@ def main() -> None:
     parser.add_argument("--clipper", type=int, default=16, help="longest interval of local steps")
     parser.add_argument("--bytes", type=int, default=8 << 20)
     parser.add_argument("--held-batches", type=int, default=16, help="of 32 sequences per rank")
+    add_json_option(parser)
     if parser.parse_known_args()[0].harsh:
         parser.set_defaults(**HARSH)
     args = parser.parse_args()
@@ -294,7 +302,7 @@ def main() -> None:
     if jobs:
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(worker, (args, os.path.join(folder, "store"), jobs), args.ranks)
-    table(load(args.out))
+    table(load(args.out)).save(args.json)
 
 
 if __name__ == "__main__":

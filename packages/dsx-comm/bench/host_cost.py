@@ -25,6 +25,7 @@ from typing import Any
 import dsx_comm
 import torch
 import torch.distributed as dist
+from dsx_testkit.results import Table, add_json_option
 
 NUMEL = 256
 GROUPS = ("fake", "gloo", "dsx")
@@ -111,16 +112,17 @@ def main() -> None:
     parser.add_argument("--groups", default=",".join(GROUPS), help="comma-separated")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--calls", type=int, default=100, help="calls on end per timed sample")
-    parser.add_argument("--json", help="write the figures to this file")
+    add_json_option(parser)
     options = parser.parse_args()
     found = {group: _of(group, options) for group in options.groups.split(",")}
-    print(f"{'group':<8}{'operation':<24}{'torch us':>10}{'dsx_comm us':>13}{'over us':>10}")
+    table = Table({"group": "", "operation": "", "torch us": "{:.1f}", "dsx_comm us": "{:.1f}", "over us": "{:.1f}"})
     for group, rows in found.items():
         for name, (theirs, ours) in rows.items():
-            print(f"{group:<8}{name:<24}{theirs:>10.1f}{ours:>13.1f}{ours - theirs:>10.1f}")
-    if options.json:
-        with open(options.json, "w") as f:
-            json.dump(found, f, indent=1)
+            table.add(group, name, theirs, ours, ours - theirs)
+    if "fake" in found:
+        most = max(ours - theirs for theirs, ours in found["fake"].values())
+        table.goal("a call on the fake group at most 15 us over torch", f"{most:.1f} us at most", met=most <= 15)
+    table.save(options.json)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from typing import Any
 import dsx_comm
 import torch
 import torch.distributed as dist
+from dsx_testkit.results import Table, add_json_option
 
 LIMIT = 5.0
 SIZES = (1, 1000, 70_000, 1_500_000)
@@ -180,6 +181,7 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=50)
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
+    add_json_option(parser)
     args = parser.parse_args()
     outcomes = []
     reader, writer = FORK.Pipe(duplex=False)
@@ -192,10 +194,11 @@ def main() -> int:
             print(f"trial {seed}: {'; '.join(outcomes[-1].problems)}", flush=True)
     failed = sum(bool(o.problems) for o in outcomes)
     seconds = sorted(o.seconds for o in outcomes)
-    print(
-        f"{len(outcomes)} trials of {args.ranks} ranks, {failed} failed; seconds from the kill to the last rank's"
-        f" error: median {statistics.median(seconds):.2f}, longest {seconds[-1]:.2f}"
-    )
+    seen = ("median s to the last rank's error", "longest s to the last rank's error")
+    table = Table({"trials": "", "ranks": "", "failed": "", **dict.fromkeys(seen, "{:.2f}")})
+    table.add(len(outcomes), args.ranks, failed, statistics.median(seconds), seconds[-1])
+    table.goal(f"every rank names the killed one within {LIMIT:.0f} s", f"{failed} trials failed", met=not failed)
+    table.save(args.json)
     return 1 if failed else 0
 
 

@@ -1,7 +1,7 @@
 """Step time of DDP and FSDP2 on a GPT of 19 M parameters: the dsx backend against gloo, in the same processes, step by
 step in turn.
 
-    python packages/dsx-comm/bench/training.py --ranks 2 --steps 9
+    python packages/dsx-comm/bench/training.py --ranks 2 --steps 9 [--json FILE]
 
 Losses must be equal to the last bit where the arithmetic is (2 ranks: a sum of two has one order). Goals: never slower,
 FSDP2 >= 1.15x.
@@ -14,12 +14,14 @@ import dsx_comm  # noqa: F401  (registers the backend)
 import torch
 import torch.distributed as dist
 from dsx_testkit.benches import GPT, batch, spawn_ranks, take_turns
+from dsx_testkit.results import Table, add_json_option
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 LENGTH = 64
+GOALS = {"ddp": 1.0, "fsdp2": 1.15}
 
 
 def build(kind: str, group: dist.ProcessGroup, rank: int, size: int) -> Callable[[int], float]:
@@ -49,16 +51,18 @@ def worker(rank: int, store: str, args: argparse.Namespace) -> None:
     """One rank."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=args.ranks)
     groups = {name: dist.new_group(backend=name) for name in ("dsx", "gloo")}
+    table = Table({"step of a 19 M GPT": "", "dsx ms": "{:.0f}", "gloo ms": "{:.0f}", "ratio": "{:.2f}",
+                   "losses differ by": "{:g}"})  # fmt: skip
     for kind in args.kinds.split(","):
         steps = {name: build(kind, group, rank, args.batch) for name, group in groups.items()}
         found = take_turns(steps, args.steps, warmup=1)
         if rank == 0:
             ours, theirs = found.median("dsx"), found.median("gloo")
-            print(
-                f"{kind:<6} dsx {ours:8.1f} ms  gloo {theirs:8.1f} ms  ratio {theirs / ours:.2f}  losses differ by"
-                f" {found.apart('dsx', 'gloo'):g}",
-                flush=True,
-            )
+            table.add(f"{kind}, batch {args.batch}", ours, theirs, theirs / ours, found.apart("dsx", "gloo"))
+            least = GOALS[kind]
+            table.goal(f"{kind} at least {least}x gloo", f"{theirs / ours:.2f}x", met=theirs / ours >= least)
+    if rank == 0:
+        table.save(args.json)
 
 
 def main() -> None:
@@ -67,6 +71,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--kinds", default="ddp,fsdp2")
+    add_json_option(parser)
     args = parser.parse_args()
     spawn_ranks(worker, args.ranks, args)
 

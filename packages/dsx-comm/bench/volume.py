@@ -1,6 +1,6 @@
 """Bytes that the 1-bit optimizers send, counted on a GPT 4x256, next to the closed forms. Nothing is timed.
 
-    python packages/dsx-comm/bench/volume.py --ranks 2,4
+    python packages/dsx-comm/bench/volume.py --ranks 2,4 [--json FILE]
 
 Every kind of round is counted on a short run with real messages; the long schedules are driven by arithmetic with those
 counts. Goals: 1-bit Adam at 15 % warm-up at least 4.9 times less than fp16 Adam, 0/1 Adam at least 25 times on the
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from dsx_comm.onebit import Rounds, ZeroOnePolicy, onebit_rounds, zero_one_rounds
+from dsx_testkit.results import Table, add_json_option
 
 RUNS = {
     "OneBitAdam": {"freeze_step": 2},
@@ -68,11 +69,12 @@ def worker(rank: int, ranks: int, store: str, out: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="2,4")
+    add_json_option(parser)
     args = parser.parse_args()
-    print(
-        f"{'schedule':<46}{'ranks':>6}{'counted':>10}{'closed form':>13}{'bytes / form':>14}"
-        f"{'goal':>8}{'errors, B/param':>17}"
-    )
+    table = Table({"schedule": "", "ranks": "", "counted, times less than fp16 Adam": "{:.2f}", "closed form": "{:.2f}",
+                   "bytes counted / closed form": "{:.4f}", "goal": "", "errors, bytes per parameter": "{:.2f}",
+                   })  # fmt: skip
+    worst = 0.0
     for ranks in map(int, args.ranks.split(",")):
         with tempfile.TemporaryDirectory() as folder:
             out = os.path.join(folder, "out.json")
@@ -85,10 +87,10 @@ def main() -> None:
             fp16 = sizes["exact"] * rounds.steps
             close = total / rounds.sent_bytes(sizes["numel"], ranks)
             errors = sizes["error_bytes"] / sizes["numel"]
-            print(
-                f"{title:<46}{ranks:>6}{fp16 / total:>9.2f}x{rounds.reduction():>12.2f}x{close:>14.4f}"
-                f"{goal:>7.1f}x{errors:>17.2f}"
-            )
+            table.add(title, ranks, fp16 / total, rounds.reduction(), close, goal, errors)
+            worst = max(worst, abs(close - 1))
+    table.goal("bytes within 0.5 % of the closed form", f"{worst:.2%} at most", met=worst <= 0.005)
+    table.save(args.json)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Step time of one Accelerate program on dsx and on DeepSpeed: the same script, two CPU processes, ZeRO stages 2 and 3.
 
-    python packages/dsx-compat/bench/accelerate_step.py [--layers 6] [--steps 10] [--rounds 3]
+    python packages/dsx-compat/bench/accelerate_step.py [--layers 6] [--steps 10] [--rounds 3] [--json FILE]
 
 Each round starts the program once on each system, one after the other, in the order that changes from round to round.
 The figure is the median over the rounds of the program's own median step, and the ratio DeepSpeed / dsx. The model is
@@ -20,6 +20,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+from dsx_testkit.results import Table, add_json_option
 
 SOURCES = Path(__file__).resolve().parents[1] / "src"
 
@@ -96,17 +98,21 @@ def main() -> None:
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--system", choices=("dsx", "deepspeed"), help="run the program itself")
     parser.add_argument("--stage", type=int)
+    add_json_option(parser)
     args = parser.parse_args()
     if args.system:
         program(args)
         return
+    table = Table({"stage": "", "dsx": "{:.0f} ms", "DeepSpeed": "{:.0f} ms", "ratio": "{:.2f}x"})
     for stage in args.stages:
         found: dict[str, list[float]] = {"dsx": [], "deepspeed": []}
         for round_ in range(args.rounds):
             for system in sorted(found, reverse=round_ % 2 == 1):
                 found[system].append(measure(system, stage, args))
         ours, theirs = (statistics.median(found[system]) for system in ("dsx", "deepspeed"))
-        print(f"stage {stage}: dsx {ours * 1e3:.1f} ms, DeepSpeed {theirs * 1e3:.1f} ms, ratio {theirs / ours:.2f}")
+        table.add(stage, ours * 1e3, theirs * 1e3, theirs / ours)
+        table.goal(f"stage {stage} at least 1.2x DeepSpeed", f"{theirs / ours:.2f}x", met=theirs / ours >= 1.2)
+    table.save(args.json)
 
 
 if __name__ == "__main__":

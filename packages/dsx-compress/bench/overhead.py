@@ -1,6 +1,6 @@
 """What fake quantisation costs in a training step: parametrised weights beside replaced layers.
 
-    python packages/dsx-compress/bench/overhead.py [--width 512] [--rounds 15] [--threads 2]
+    python packages/dsx-compress/bench/overhead.py [--width 512] [--rounds 15] [--threads 2] [--json FILE]
 
 "replaced" is the idea of DeepSpeed's compression library: a layer class of its own whose forward quantises its weight.
 With `deepspeed==0.19.6` installed its own `LinearLayer_Compress` is measured as well. Goal: <= 1.10x of the plain step.
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from dsx_compress import compression_scheduler, init_compression
+from dsx_testkit.results import Table, add_json_option
 from torch import nn
 
 
@@ -96,6 +97,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2)
+    add_json_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
@@ -118,10 +120,14 @@ def main() -> None:
             model(x).square().mean().backward()
             optimizers[name].step()
             times[name].append(time.perf_counter() - start)
-    print("| system | ms per step | against plain | goal |\n|---|---|---|---|")
+    table = Table({"system": "", "ms per step": "{:.1f}", "against plain": "{:.3f}x"})
+    ratios = {}
     for name, measured in times.items():
-        ratio = median(b / a for a, b in zip(times["plain"][2:], measured[2:]))
-        print(f"| {name} | {1e3 * median(measured[2:]):.1f} | {ratio:.3f}x | <= 1.10x |")
+        ratios[name] = median(b / a for a, b in zip(times["plain"][2:], measured[2:]))
+        table.add(name, 1e3 * median(measured[2:]), ratios[name])
+    ours = ratios["dsx-compress"]
+    table.goal("dsx-compress at most 1.10x of the plain step", f"{ours:.3f}x", met=ours <= 1.10)
+    table.save(options.json)
 
 
 if __name__ == "__main__":

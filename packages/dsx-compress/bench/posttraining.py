@@ -1,6 +1,6 @@
 """Time of post-training quantisation with calibration, for a GPT of 85 M parameters. Goal: <= 60 s on two cores.
 
-python packages/dsx-compress/bench/posttraining.py [--width 768] [--layers 12] [--steps 4] [--threads 2]
+python packages/dsx-compress/bench/posttraining.py [--width 768] [--layers 12] [--steps 4] [--threads 2] [--json FILE]
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from dsx_compress import PostTrainingConfig, quantize_post_training
+from dsx_testkit.results import Table, add_json_option
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from text_lab import CONTEXT, Model
@@ -25,6 +26,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--steps", type=int, default=4, help="training steps of each block")
     parser.add_argument("--threads", type=int, default=2)
+    add_json_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
@@ -37,14 +39,12 @@ def main() -> None:
     report = quantize_post_training(model, batches, how)
     seconds = time.perf_counter() - start
     better = sum(block.after < block.before for block in report.blocks)
-    print(
-        "| parameters | layers quantised | steps per block | blocks that got nearer | seconds | goal"
-        " |\n|---|---|---|---|---|---|"
-    )
-    print(
-        f"| {count / 1e6:.1f} M | {len(report.quantized)} | {options.steps} | {better} of {len(report.blocks)} |"
-        f" {seconds:.1f} | <= 60 |"
-    )
+    columns = dict.fromkeys(("layers quantised", "steps per block", "blocks that got nearer"), "")
+    table = Table({"parameters": "{:.1f} M", **columns, "seconds": "{:.1f}"})
+    nearer = f"{better} of {len(report.blocks)}"
+    table.add(count / 1e6, len(report.quantized), options.steps, nearer, seconds)
+    table.goal("at most 60 s for 85 M parameters", f"{seconds:.1f} s", met=seconds <= 60 if count > 80e6 else None)
+    table.save(options.json)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Size on disk with all metadata, against fp32, for matrices of 4096 columns and a scale for each row.
 
-python packages/dsx-compress/bench/sizes.py [--rows 4096]
+python packages/dsx-compress/bench/sizes.py [--rows 4096] [--json FILE]
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from dsx_compress import compression_scheduler, export_model, init_compression
+from dsx_testkit.results import Table, add_json_option
 from safetensors.torch import save_file
 from torch import nn
 
@@ -21,8 +22,9 @@ def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rows", type=int, default=4096)
+    add_json_option(parser)
     options = parser.parse_args()
-    print("| bits | bytes of fp32 | bytes packed | smaller | goal |\n|---|---|---|---|---|")
+    table = Table({"bits": "", "bytes of fp32": "{:,}", "bytes packed": "{:,}", "smaller than fp32": "{:.2f}x"})
     for bits, goal in GOALS.items():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4096, options.rows, bias=False))
@@ -35,7 +37,9 @@ def main() -> None:
             compression_scheduler(init_compression(model, config), config)
             export_model(model, packed, config)
             before, after = dense.stat().st_size, packed.stat().st_size
-        print(f"| {bits} | {before} | {after} | {before / after:.2f}x | >= {goal}x |")
+        table.add(bits, before, after, before / after)
+        table.goal(f"{bits} bits at least {goal}x", f"{before / after:.2f}x", met=before / after >= goal)
+    table.save(options.json)
 
 
 if __name__ == "__main__":

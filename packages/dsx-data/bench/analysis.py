@@ -1,6 +1,6 @@
 """Samples per second of an analysis: this package and DeepSpeed's DataAnalyzer on the same dataset.
 
-    python analysis.py --samples 200000 --deepspeed /path/with/deepspeed
+    python analysis.py --samples 200000 --deepspeed /path/with/deepspeed [--json FILE]
 
 The dataset is a tensor of tokens in memory, so that the time is the analyzer's. `seqlen` is the metric, one process.
 DeepSpeed is run in a process of its own, with the folder given first on its path; without --deepspeed it is left out.
@@ -15,6 +15,7 @@ import tempfile
 import time
 
 import torch
+from dsx_testkit.results import Table, add_json_option
 
 THEIRS = """
 import sys, time, tempfile, torch
@@ -68,16 +69,21 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=200_000)
     parser.add_argument("--batch", type=int, default=1024)
     parser.add_argument("--deepspeed", help="folder that holds the package deepspeed")
+    add_json_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = {"dsx_data": ours(options.samples, options.batch)}
     if options.deepspeed:
         rows["DeepSpeed"] = theirs(options.deepspeed, options.samples, options.batch)
-    print(f"{'':<12}{'map s':>9}{'reduce s':>10}{'samples/s':>12}")
+    table = Table({"system": "", "map s": "{:.2f}", "reduce s": "{:.2f}", "samples per second": "{:,.0f}",
+                   "against DeepSpeed": "{:.1f}x"})  # fmt: skip
     for name, (mapped, reduced) in rows.items():
-        print(f"{name:<12}{mapped:>9.2f}{reduced:>10.2f}{options.samples / (mapped + reduced):>12,.0f}")
-    if options.deepspeed:
-        print(f"ratio {sum(rows['DeepSpeed']) / sum(rows['dsx_data']):.1f}x")
+        ratio = sum(rows["DeepSpeed"]) / (mapped + reduced) if "DeepSpeed" in rows else None
+        table.add(name, mapped, reduced, options.samples / (mapped + reduced), ratio)
+    if "DeepSpeed" in rows:
+        ratio = sum(rows["DeepSpeed"]) / sum(rows["dsx_data"])
+        table.goal("at least 10x DeepSpeed", f"{ratio:.1f}x", met=ratio >= 10)
+    table.save(options.json)
 
 
 if __name__ == "__main__":

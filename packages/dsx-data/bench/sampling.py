@@ -1,6 +1,6 @@
 """Time per draw and memory of a curriculum over two metrics; aim: 10 million samples in at most 200 MB.
 
-    python sampling.py --samples 10000000 --draws 200
+    python sampling.py --samples 10000000 --draws 200 [--json FILE]
 
 Memory is what this process holds beyond what importing torch and dsx_data took: anonymous pages, and the pages of
 mapped files, which the system may take back, apart. Compare the time per draw with the time of a training step.
@@ -18,6 +18,7 @@ from types import SimpleNamespace
 
 import numpy as np
 from dsx_data import CurriculumSampler, IndexWriter
+from dsx_testkit.results import Table, add_json_option
 
 
 def resident() -> dict[str, float]:
@@ -39,6 +40,7 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=200)
     parser.add_argument("--batch", type=int, default=256, help="samples per draw")
     parser.add_argument("--write", nargs=2, help=argparse.SUPPRESS)
+    add_json_option(parser)
     options = parser.parse_args()
     if options.write:
         write_order(Path(options.write[0]), options.samples, int(options.write[1]))
@@ -67,10 +69,16 @@ def main() -> None:
         after = resident()
         rises = sorted(times)[-len(sampler.state_dict()["clusters"]) :]
         print(f"{options.samples:,} samples, {options.draws} draws of {options.batch}")
-        print(f"draw: median {np.median(times) * 1e3:.2f} ms, mean {np.mean(times) * 1e3:.2f} ms,"
-              f" slowest (a rise of the difficulty) {max(rises) * 1e3:.0f} ms")  # fmt: skip
-        print(f"memory: {after['RssAnon'] - before['RssAnon']:.0f} MB held, {peak - before['RssAnon']:.0f} MB at most"
-              f" after a draw, {after['RssFile'] - before['RssFile']:.0f} MB of mapped files")  # fmt: skip
+        held = after["RssAnon"] - before["RssAnon"]
+        table = Table({"what": "", "measured": "{:.2f}", "unit": ""})
+        table.add("a draw, median", float(np.median(times)) * 1e3, "ms")
+        table.add("a draw, mean", float(np.mean(times)) * 1e3, "ms")
+        table.add("the slowest draw, a rise of the difficulty", max(rises) * 1e3, "ms")
+        table.add("memory held", held, "MB")
+        table.add("most memory after a draw", peak - before["RssAnon"], "MB")
+        table.add("mapped files", after["RssFile"] - before["RssFile"], "MB")
+        table.goal("at most 200 MB held for 10 million samples", f"{held:.0f} MB", met=held <= 200)
+        table.save(options.json)
 
 
 if __name__ == "__main__":

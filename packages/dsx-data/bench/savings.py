@@ -1,6 +1,6 @@
 """Realised against theoretical saving of random-LTD and of layer dropping, and the share of gather and scatter.
 
-    python savings.py --layers 12 --width 256 --length 512 --kept 128 --repeats 5
+    python savings.py --layers 12 --width 256 --length 512 --kept 128 --repeats 5 [--json FILE]
 
 Forward and backward of the model with and without the technique, alternating, medians. Theory: the layers'
 floating-point operations, 24 s w^2 + 4 s^2 w per sample and layer with s tokens and width w (twice that in backward);
@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from dsx_data import ProgressiveLayerDrop, RandomLTDScheduler, TokenDrop, convert_to_layer_drop, convert_to_random_ltd
 from dsx_data.routing.tokens import draw_indices, gather_tokens, scatter_tokens
+from dsx_testkit.results import Table, add_json_option
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from train_text import Block, Model
@@ -44,10 +45,12 @@ def medians(runs: list[Callable[[], float]], repeats: int) -> list[float]:
     return [statistics.median(times) for times in zip(*turns)]
 
 
-def report(name: str, plain: float, changed: float, outside: float, theory: float) -> None:
+def report(table: Table, name: str, seconds: tuple[float, float, float], theory: float, least: float) -> None:
+    """A row, and its goal; `seconds`: plain, with the technique, outside of the layers."""
+    plain, changed, outside = seconds
     realised = 1 - (changed - outside) / (plain - outside)
-    print(f"{name:<12} plain {plain * 1e3:.1f} ms, with it {changed * 1e3:.1f} ms: saving in the layers {realised:.1%},"
-          f" in theory {theory:.1%}: {realised / theory:.3f} of it")  # fmt: skip
+    table.add(name, plain * 1e3, changed * 1e3, 100 * realised, 100 * theory, realised / theory)
+    table.goal(f"{name} at least {least} of theory", f"{realised / theory:.3f}", met=realised / theory >= least)
 
 
 def main() -> None:
@@ -56,6 +59,7 @@ def main() -> None:
     for name, value in (("layers", 12), ("width", 256), ("heads", 4), ("length", 512), ("batch", 4), ("kept", 128),
                         ("repeats", 5)):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
+    add_json_option(parser)
     options = parser.parse_args()
     ids = torch.randint(0, 256, (options.batch, options.length))
     batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(options.length).expand_as(ids)}
@@ -78,9 +82,11 @@ def main() -> None:
     )
     one = operations(options.length, options.width)
     share = len(middle) / options.layers * (1 - operations(options.kept, options.width) / one)
-    report("random-LTD", whole, tokens_dropped, outside, share)
+    table = Table({"technique": "", "plain ms": "{:.1f}", "with it ms": "{:.1f}", "saving in the layers": "{:.1f} %",
+                   "in theory": "{:.1f} %", "realised / theoretical": "{:.3f}"})  # fmt: skip
+    report(table, "random-LTD", (whole, tokens_dropped, outside), share, 0.95)
     kept = sum(drop.keeps(i) for i in range(options.layers))
-    report("layer drop", whole, layers_dropped, outside, 1 - kept / options.layers)
+    report(table, "layer dropping", (whole, layers_dropped, outside), 1 - kept / options.layers, 0.98)
     hidden = torch.randn(options.batch, options.length, options.width, requires_grad=True)
 
     def gather_and_scatter() -> float:
@@ -90,7 +96,9 @@ def main() -> None:
         return time.perf_counter() - begin
 
     spent = medians([gather_and_scatter], options.repeats)[0] * len(middle)
-    print(f"gather and scatter of {len(middle)} layers: {spent * 1e3:.2f} ms, {spent / whole:.1%} of a plain step")
+    text = f"gather and scatter of {len(middle)} layers at most 2 % of a plain step"
+    table.goal(text, f"{spent * 1e3:.2f} ms, {spent / whole:.1%}", met=spent / whole <= 0.02)
+    table.save(options.json)
 
 
 if __name__ == "__main__":

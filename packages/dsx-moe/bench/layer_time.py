@@ -1,6 +1,6 @@
 """Forward and backward of one layer: dsx-moe, a dense feed-forward layer of equal active flops, DeepSpeed's layer.
 
-    python packages/dsx-moe/bench/layer_time.py [--tokens 4096 --hidden 512 --experts 8 --repeats 15]
+    python packages/dsx-moe/bench/layer_time.py [--tokens 4096 --hidden 512 --experts 8 --repeats 15 --json FILE]
 
 Dense has k times the inner size, so that both multiply equally much per token. All systems take turns in one process;
 the figure is the median, and the ratio of medians. DeepSpeed is measured where it can be imported, with capacity factor
@@ -18,7 +18,11 @@ from collections.abc import Callable
 import dsx_comm
 import torch
 from dsx_moe import MoE, PackedExperts
+from dsx_testkit.results import Table, add_json_option
 from torch import nn
+
+GOALS = {1: 1.08, 2: 1.10}
+"""By k: the most that a dropless layer may take of dense."""
 
 
 def feed_forward(hidden: int, inner: int) -> nn.Module:
@@ -62,12 +66,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     for name, value in {"tokens": 4096, "hidden": 512, "experts": 8, "repeats": 15}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
+    add_json_option(parser)
     args = parser.parse_args()
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_PORT", "29581")
     dsx_comm.init_distributed(dist_backend="gloo")
-    print("| k | layer | median ms | / dense |\n|---|---|---|---|")
+    table = Table({"k": "", "layer": "", "median ms": "{:.1f}", "/ dense": "{:.3f}"})
     for k in (1, 2):
         found = systems(args, k)
         x = torch.randn(1, args.tokens, args.hidden, requires_grad=True)
@@ -80,7 +85,15 @@ def main() -> None:
                     times[name].append(time.perf_counter() - began)
         dense = statistics.median(times["dense"])
         for name, spent in times.items():
-            print(f"| {k} | {name} | {statistics.median(spent) * 1e3:.1f} | {statistics.median(spent) / dense:.3f} |")
+            table.add(k, name, statistics.median(spent) * 1e3, statistics.median(spent) / dense)
+        most = GOALS[k]
+        for name in (name for name in times if name.startswith("dsx-moe") and name.endswith("dropless")):
+            ratio = statistics.median(times[name]) / dense
+            table.goal(f"{name}, k = {k}, at most {most} of dense", f"{ratio:.3f}", met=ratio <= most)
+        if "DeepSpeed, capacity 1" in times:
+            ratio = statistics.median(times["DeepSpeed, capacity 1"]) / statistics.median(times["dsx-moe, capacity 1"])
+            table.goal(f"k = {k}: at least 1.5x DeepSpeed's layer", f"{ratio:.2f}x", met=ratio >= 1.5)
+    table.save(args.json)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How much of the all-to-all is exposed, with a link of known speed and experts that sleep.
 
-    python packages/dsx-moe/bench/overlap.py [--chunks 1 2 4 8]
+    python packages/dsx-moe/bench/overlap.py [--chunks 1 2 4 8] [--json FILE]
 
 One process: rows come back to it over a `PacedLink`, and each expert sleeps as long as its rows deserve. The two take
 equally long in all, so a perfect overlap would hide all but the first and the last chunk. Exposed is the time of
@@ -17,6 +17,7 @@ import torch
 from dsx_moe.dispatch import RankReport, run_exchanged
 from dsx_moe.gating import top1_gating
 from dsx_testkit import PacedLink, PacedTransfer
+from dsx_testkit.results import Table, add_json_option
 
 EXPERTS, TOKENS, HIDDEN = 16, 4096, 64
 
@@ -88,11 +89,16 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--chunks", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--seconds", type=float, default=0.4, help="the experts' time in a forward")
+    add_json_option(parser)
     args = parser.parse_args()
-    print("| chunks | exposed ms | of the link's time |\n|---|---|---|")
+    table = Table({"chunks": "", "exposed ms": "{:.0f}", "of the link's time": "{:.1f} %"})
+    least = float("inf")
     for chunks in args.chunks:
         exposed, busy = min(measure(chunks, args.seconds) for _ in range(3))
-        print(f"| {chunks} | {exposed * 1e3:.0f} | {exposed / busy:.1%} |")
+        table.add(chunks, exposed * 1e3, 100 * exposed / busy)
+        least = min(least, exposed / busy)
+    table.goal("at most 15 % exposed", f"{least:.1%} at least", met=least <= 0.15)
+    table.save(args.json)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Dense against a mixture of experts at equal active flops on real text: loss, and steps to the dense model's loss.
 
-    python packages/dsx-moe/bench/steps_to_loss.py [--train-iters 600 --seeds 0 1 2] [flags of examples/gpt_moe.py]
+    python packages/dsx-moe/bench/steps_to_loss.py [--train-iters 600 --seeds 0 1 2 --json FILE] [flags of gpt_moe.py]
 
 Top-1 experts of the dense layer's size multiply as much per token as the dense layer. Steps to the dense model's last
 held-out loss are interpolated between evaluations; the text is Python's library.
@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import dsx_comm
+from dsx_testkit.results import Table, add_json_option
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import gpt_moe
@@ -34,9 +35,11 @@ def main() -> None:
     """Train both models from each seed and print a table."""
     parser = gpt_moe.parser()
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    add_json_option(parser)
     args = parser.parse_args()
     dsx_comm.init_distributed()
-    print("| seed | dense, bits per byte | MoE | steps of dense / steps of MoE to dense's loss |\n|---|---|---|---|")
+    columns = {"seed": "", "dense, bits per byte": "{:.3f}", "MoE": "{:.3f}"}
+    table = Table({**columns, "steps of dense / steps of MoE to dense's loss": "{:.2f}"})
     ratios = []
     for seed in args.seeds:
         curves = []
@@ -45,8 +48,10 @@ def main() -> None:
             curves.append(gpt_moe.train(gpt_moe.build(mine), mine))
         dense, mixed = curves
         ratios.append(args.train_iters / steps_to(mixed, dense[-1], args.eval_interval))
-        print(f"| {seed} | {dense[-1]:.3f} | {mixed[-1]:.3f} | {ratios[-1]:.2f} |", flush=True)
-    print(f"median ratio {statistics.median(ratios):.2f}")
+        table.add(seed, dense[-1], mixed[-1], ratios[-1])
+    median = statistics.median(ratios)
+    table.goal("at least 1.3x fewer steps in the median", f"{median:.2f}x", met=median >= 1.3)
+    table.save(args.json)
 
 
 if __name__ == "__main__":

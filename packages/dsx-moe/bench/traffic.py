@@ -1,6 +1,6 @@
 """Bytes that expert parallelism sends on skewed routing, counted: dropless, exact, and what a capacity of 1.25 pads to.
 
-    python packages/dsx-moe/bench/traffic.py [--ranks 4 --tokens 4096 --hidden 512 --experts 8 --k 1]
+    python packages/dsx-moe/bench/traffic.py [--ranks 4 --tokens 4096 --hidden 512 --experts 8 --k 1 --json FILE]
 
 Nothing is timed. "Exact" are the routed rows that have to leave their rank, both ways. A padded layer sends its whole
 buffer of [experts, capacity] rows, whatever is in it.
@@ -14,6 +14,7 @@ import dsx_comm
 import torch
 from dsx_moe import MoE, expert_capacity
 from dsx_testkit import run_ranks
+from dsx_testkit.results import Table, add_json_option
 from torch import nn
 
 
@@ -36,8 +37,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     for name, value in {"ranks": 4, "tokens": 4096, "hidden": 512, "experts": 8, "k": 1}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
+    add_json_option(parser)
     args = parser.parse_args()
-    print("| skew | largest share of a rank | sent MB | / exact | / capacity 1.25 |\n|---|---|---|---|---|")
+    table = Table({"skew": "", "largest share of a rank": "{:.2f}", "sent MB": "{:.2f}", "/ exact": "{:.4f}",
+                   "/ capacity 1.25": "{:.3f}"})  # fmt: skip
+    worst = least = 0.0
     for skew in (0.0, 0.001, 0.003, 0.01):
         results = run_ranks(forward, args.ranks, args, skew, timeout=300)
         row = args.hidden * 4
@@ -48,7 +52,11 @@ def main() -> None:
         share = max(sum(rows[d] for _, rows in results) for d in range(args.ranks)) / (
             args.ranks * args.tokens * args.k
         )
-        print(f"| {skew} | {share:.2f} | {sent / 1e6:.2f} | {sent / exact:.4f} | {sent / padded:.3f} |")
+        table.add(skew, share, sent / 1e6, sent / exact, sent / padded)
+        worst, least = max(worst, sent / exact), max(least, sent / padded)
+    table.goal("at most 1.01 of the exact bytes", f"{worst:.4f}", met=worst <= 1.01)
+    table.goal("at least 19 % fewer than a capacity of 1.25", f"{1 - least:.0%}", met=least <= 0.81)
+    table.save(args.json)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Multiply-accumulates of whole models: closed form, dsx, torch's FlopCounterMode, DeepSpeed's profiler.
 
-    python packages/dsx-monitor/bench/flops_models.py [--hf]
+    python packages/dsx-monitor/bench/flops_models.py [--hf] [--json FILE]
 
 Small models of twelve kinds in plain PyTorch (tests/monitor_zoo.py); with --hf also architectures of `transformers`
 with random weights. Nothing is timed. torch counts flops, two per multiply-accumulate; DeepSpeed assumes that backward
@@ -22,6 +22,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
 from dsx_monitor import FlopsProfiler
+from dsx_testkit.results import Table, add_json_option
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -74,11 +75,11 @@ def output(result: Any) -> torch.Tensor:
     return result
 
 
-def off(value: int | str, exact: int) -> str:
-    return f"{100 * (value - exact) / exact:+.2f} %" if isinstance(value, int) else value
+def off(value: int | str, exact: int) -> float | str:
+    return 100 * (value - exact) / exact if isinstance(value, int) else value
 
 
-def row(name: str, build: Any, forward: int, backward: int) -> None:
+def row(table: Table, name: str, build: Any, forward: int, backward: int) -> None:
     torch.manual_seed(0)
     model, args, *rest = build()
     kwargs = rest[0] if rest else {}
@@ -86,13 +87,12 @@ def row(name: str, build: Any, forward: int, backward: int) -> None:
     mine, mine_back = by_dsx(model, args, kwargs)
     torchs, torch_back = by_torch(model, args, kwargs)
     peer = by_deepspeed(build()[0], args, kwargs)
-    print(
-        f"| {name} | {forward:,} | {off(mine, forward)} | {off(torchs, forward)} | {off(peer, forward)} "
-        f"| {backward:,} | {off(mine_back, backward)} | {off(torch_back, backward)} | {off(2 * forward, backward)} |"
-    )
+    ahead = (off(mine, forward), off(torchs, forward), off(peer, forward))
+    back = (off(mine_back, backward), off(torch_back, backward), off(2 * forward, backward))
+    table.add(name, forward, *ahead, backward, *back)
 
 
-def transformers_rows() -> None:
+def transformers_rows(table: Table) -> None:
     import transformers as hf
 
     zoo = sys.modules["monitor_zoo"]
@@ -103,7 +103,8 @@ def transformers_rows() -> None:
     common = {"vocab_size": v, "attn_implementation": "sdpa"}
 
     gpt = {"n_embd": d, "n_head": h, "n_layer": layers, "n_inner": f, "n_positions": t, "attn_pdrop": 0.0}
-    row("GPT-2 (HF)", lambda: (hf.GPT2LMHeadModel(hf.GPT2Config(**gpt, **common)), (tokens,), {"use_cache": False}),
+    row(table, "GPT-2 (HF)",
+        lambda: (hf.GPT2LMHeadModel(hf.GPT2Config(**gpt, **common)), (tokens,), {"use_cache": False}),
         project + dense + head + both, zoo.trained(project + dense + head, both))  # fmt: skip
 
     sizes = {"hidden_size": d, "num_attention_heads": h, "num_hidden_layers": layers, "intermediate_size": f}
@@ -111,12 +112,13 @@ def transformers_rows() -> None:
     llama = {**sizes, "num_key_value_heads": 2, "max_position_embeddings": t}
     products = grouped + dense * 3 // 2 + head
     rotary = (d // h // 2) * t  # the angles are a product of positions and frequencies
-    row("Llama (HF)", lambda: (hf.LlamaForCausalLM(hf.LlamaConfig(**llama, **common)), (tokens,), {"use_cache": False}),
+    row(table, "Llama (HF)",
+        lambda: (hf.LlamaForCausalLM(hf.LlamaConfig(**llama, **common)), (tokens,), {"use_cache": False}),
         products + both + rotary, zoo.trained(products, both))  # fmt: skip
 
     bert = {**sizes, "max_position_embeddings": t, "attention_probs_dropout_prob": 0.0}
     products = project + dense + b * t * d * d + head  # the head transforms before it decides
-    row("BERT (HF)", lambda: (hf.BertForMaskedLM(hf.BertConfig(**bert, **common)), (tokens,)),
+    row(table, "BERT (HF)", lambda: (hf.BertForMaskedLM(hf.BertConfig(**bert, **common)), (tokens,)),
         products + both, zoo.trained(products, both))  # fmt: skip
 
     vit = {**sizes, "image_size": 32, "patch_size": 8, "num_labels": 10, "attn_implementation": "sdpa"}
@@ -125,22 +127,27 @@ def transformers_rows() -> None:
     products = layers * (zoo.attention(b, n, d, h) + b * n * 2 * d * f) + b * d * 10 + patches
     scores = layers * zoo.scores(b, n, d)
     image = torch.randn(b, 3, 32, 32)
-    row("ViT (HF)", lambda: (hf.ViTForImageClassification(hf.ViTConfig(**vit)), (image,)),
+    row(table, "ViT (HF)", lambda: (hf.ViTForImageClassification(hf.ViTConfig(**vit)), (image,)),
         products + scores, zoo.trained(products, scores, from_data=patches))  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hf", action="store_true", help="also architectures of transformers")
+    add_json_option(parser)
     options = parser.parse_args()
     zoo = load("monitor_zoo", Path(__file__).parent.parent / "tests" / "monitor_zoo.py")
     print("multiply-accumulates; dsx, torch and DeepSpeed as difference from the closed form\n")
-    print("| model | forward | dsx | torch | DeepSpeed | backward | dsx | torch | 2 x forward |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    apart = "{:+.2f} %"
+    table = Table({"model": "", "forward": "{:,}", "dsx": apart, "torch": apart, "DeepSpeed": apart, "backward": "{:,}",
+                   "dsx, backward": apart, "torch, backward": apart, "2 x forward": apart})  # fmt: skip
     for case in zoo.CASES:
-        row(case.name, case.build, case.forward, case.backward)
+        row(table, case.name, case.build, case.forward, case.backward)
     if options.hf:
-        transformers_rows()
+        transformers_rows(table)
+    worst = max(abs(float(found[column] or 0)) for found in table.rows for column in ("dsx", "dsx, backward"))
+    table.goal("dsx at most 0.1 % from the closed form", f"{worst:.2f} %", met=worst <= 0.1)
+    table.save(options.json)
 
 
 if __name__ == "__main__":

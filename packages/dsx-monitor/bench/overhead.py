@@ -1,6 +1,6 @@
 """What watching costs: events without a backend, with all local ones, the profiled step, the import.
 
-    python packages/dsx-monitor/bench/overhead.py [events|writers|comet|wandb|profile|import ...]
+    python packages/dsx-monitor/bench/overhead.py [events|writers|comet|wandb|profile|import ...] [--json FILE]
 
 Costs are CPU time of the process (all threads), medians of interleaved rounds, so that a busy machine disturbs them
 little. Each line has its goal beside it.
@@ -8,6 +8,7 @@ little. Each line has its goal beside it.
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -19,12 +20,9 @@ from statistics import median
 from typing import Any
 
 import torch
+from dsx_testkit.results import Table, add_json_option
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "dsx" / "examples"))
-
-
-def line(what: str, value: str, goal: str) -> None:
-    print(f"| {what} | {value} | {goal} |", flush=True)
 
 
 def engine(**changes: Any) -> Any:
@@ -73,7 +71,7 @@ def observing(built: Any, steps: int = 2000) -> float:
     return median(rounds)
 
 
-def events() -> None:
+def events(table: Table) -> None:
     from dsx_monitor import MonitorMaster
 
     monitor = MonitorMaster({}, rank=0)
@@ -84,24 +82,26 @@ def events() -> None:
         for _ in range(20000):
             monitor.write_events(batch)
         rounds.append((time.process_time() - start) / 20000 * 1e6)
-    line("write_events of 12 events, no backend", f"{median(rounds):.2f} us", "<= 20 us")
-    line("engine: all hooks and observers of a step, nothing configured", f"{observing(engine()):.2f} us", "<= 20 us")
+    table.add("write_events of 12 events, no backend", f"{median(rounds):.2f} us", "<= 20 us")
+    table.add(
+        "engine: all hooks and observers of a step, nothing configured", f"{observing(engine()):.2f} us", "<= 20 us"
+    )
     breakdown = observing(engine(wall_clock_breakdown=True))
-    line("engine: with wall_clock_breakdown, no backend", f"{breakdown:.2f} us", "<= 20 us")
+    table.add("engine: with wall_clock_breakdown, no backend", f"{breakdown:.2f} us", "<= 20 us")
 
 
-def writers() -> None:
+def writers(table: Table) -> None:
     """Steps that sleep 50 ms, with 16 events each: the rest of the process' CPU time is the writing, all threads."""
     for names in (("jsonl",), ("csv_monitor",), ("tensorboard",), ("tensorboard", "csv_monitor", "jsonl")):
         quiet, _ = _sleeping((), 60)
         spent, held = _sleeping(names, 100)
         share = 100 * (spent - quiet) / 0.050
-        line(f"16 events a step to {', '.join(names)}: CPU time of all threads, share of a step of 50 ms",
-             f"{share:.2f} % ({(spent - quiet) * 1e6:.0f} us; write_events returns after {held * 1e6:.0f} us)",
-             "<= 1 %")  # fmt: skip
+        table.add(f"16 events a step to {', '.join(names)}: CPU time of all threads, share of a step of 50 ms",
+                  f"{share:.2f} % ({(spent - quiet) * 1e6:.0f} us; write_events returns after {held * 1e6:.0f} us)",
+                  "<= 1 %")  # fmt: skip
 
 
-def comet() -> None:
+def comet(table: Table) -> None:
     """The same to Comet's offline archive: every value, and with the default of one value per label in 100 samples."""
     for interval, what in ((1, "every value sent"), (100, "a label once in 100 samples, the default")):
         with tempfile.TemporaryDirectory() as folder:
@@ -111,17 +111,17 @@ def comet() -> None:
             # Comet describes the machine and its packages when an experiment begins: half a second once, not per step.
             spent, _ = _sleeping((), 100, {"comet": section}, settle=6.0)
         share = 100 * (spent - quiet) / 0.050
-        line(f"16 events a step to Comet, offline, {what}",
-             f"{share:.2f} % ({(spent - quiet) / 16 * 1e6:.0f} us per event)", "<= 1 %")  # fmt: skip
+        table.add(f"16 events a step to Comet, offline, {what}",
+                  f"{share:.2f} % ({(spent - quiet) / 16 * 1e6:.0f} us per event)", "<= 1 %")  # fmt: skip
 
 
-def wandb() -> None:
+def wandb(table: Table) -> None:
     """The same to W&B's offline run. Its service writes in a process of its own, which is not counted."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ.update(WANDB_MODE="offline", WANDB_DIR=folder, WANDB_SILENT="true")
         quiet, _ = _sleeping((), 60)
         spent, _ = _sleeping((), 100, {"wandb": {"enabled": True, "project": "overhead"}}, settle=6.0)
-    line(
+    table.add(
         "16 events a step to W&B, offline, without its service process",
         f"{100 * (spent - quiet) / 0.050:.2f} %",
         "<= 1 %",
@@ -190,7 +190,7 @@ def _bare(step: Callable[[], None], rounds: int) -> tuple[float, int]:
     return _paired(watched, watched, rounds)[0], operators
 
 
-def profile() -> None:
+def profile(table: Table) -> None:
     from dsx_monitor import FlopsProfiler
     from gpt import GPT, GPTConfig
 
@@ -217,25 +217,27 @@ def profile() -> None:
         profiled()
         rounds = {2: 60, 8: 7, 4: 5}[batch]
         plain, watched = _paired(step, profiled, rounds=rounds)
-        line(f"profiled step, {name}", f"{watched / plain:.2f}x of {plain * 1e3:.0f} ms", "<= 1.5x")
+        table.add(f"profiled step, {name}", f"{watched / plain:.2f}x of {plain * 1e3:.0f} ms", "<= 1.5x")
         if batch == 2:
             bare, operators = _bare(step, rounds)
-            line(f"the same under a dispatch mode that does nothing, {operators} operators", f"{bare / plain:.2f}x", "")
+            table.add(
+                f"the same under a dispatch mode that does nothing, {operators} operators", f"{bare / plain:.2f}x", ""
+            )
     hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
-    line("profiler off: hooks and modes left", str(hooks), "0")
+    table.add("profiler off: hooks and modes left", str(hooks), "0")
 
 
-def imports() -> None:
+def imports(table: Table) -> None:
     rounds: list[float] = []
     code = "import time; s = time.process_time(); import dsx_monitor; print(time.process_time() - s)"
     for _ in range(15):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         rounds.append(float(done.stdout) * 1e3)
-    line("import dsx_monitor", f"{median(rounds):.1f} ms", "< 30 ms")
+    table.add("import dsx_monitor", f"{median(rounds):.1f} ms", "< 30 ms")
 
 
 def main() -> None:
-    parts = {
+    parts: dict[str, Callable[[Table], None]] = {
         "events": events,
         "writers": writers,
         "comet": comet,
@@ -243,9 +245,17 @@ def main() -> None:
         "profile": profile,
         "import": imports,
     }
-    print("| what | cost | goal |\n|---|---|---|")
-    for name in sys.argv[1:] or parts:
-        parts[name]()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(parts)} (default: all)")
+    add_json_option(parser)
+    options = parser.parse_args()
+    unknown = [name for name in options.parts if name not in parts]
+    if unknown:
+        parser.error(f"got the part {unknown[0]!r}, expected some of {', '.join(parts)}")
+    table = Table({"what": "", "cost": "", "goal": ""})
+    for name in options.parts or parts:
+        parts[name](table)
+    table.save(options.json)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Is the right rank blamed, for the right phase, and nobody when all are equal?
 
-    python packages/dsx-monitor/bench/stragglers.py [ranks]
+    python packages/dsx-monitor/bench/stragglers.py [ranks] [--json FILE]
 
 Each trial lets one rank sleep 30 ms per step, in its data loader or in its forward, and compares the ranks after 8
 steps; then 200 steps in which all are equal, compared every 10. The goals: 20 of 20, and no false alarm.
@@ -8,14 +8,15 @@ steps; then 200 steps in which all are equal, compared every 10. The goals: 20 o
 
 from __future__ import annotations
 
+import argparse
 import random
-import sys
 import tempfile
 import time
 from typing import Any
 
 import torch
 from dsx_testkit import run_ranks
+from dsx_testkit.results import Table, add_json_option
 
 TRIALS, STEPS, CALM, EVERY = 20, 8, 200, 10
 PHASES = ("outside", "forward")
@@ -75,16 +76,22 @@ def train(rank: int, steps: int, every: int, guilty: int | None, phase: str) -> 
 
 
 def main() -> None:
-    world = int(sys.argv[1]) if len(sys.argv) > 1 else 2
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ranks", nargs="?", type=int, default=2)
+    add_json_option(parser)
+    options = parser.parse_args()
+    world = options.ranks
     with tempfile.TemporaryDirectory() as folder:
         found, alarms = run_ranks(session, world, folder, timeout=280)[0]
     right = sum(truth == verdict for truth, verdict, _ in found)
     for truth, verdict, trial in found:
         if truth != verdict:
             print(f"trial {trial}: {truth} was slow, {verdict} was blamed")
-    print("| what | found | goal |\n|---|---|---|")
-    print(f"| the slow one of {world} ranks and its phase | {right} of {TRIALS} | {TRIALS} of {TRIALS} |")
-    print(f"| false alarms in {CALM} calm steps ({CALM // EVERY} comparisons) | {alarms} | 0 |")
+    table = Table({"ranks": "", "slow rank and its phase named": "", f"false alarms in {CALM} calm steps": ""})
+    table.add(world, f"{right} of {TRIALS}", alarms)
+    table.goal("every slow rank named with its phase", f"{right} of {TRIALS}", met=right == TRIALS)
+    table.goal("no false alarm", f"{alarms} in {CALM // EVERY} comparisons", met=not alarms)
+    table.save(options.json)
 
 
 if __name__ == "__main__":

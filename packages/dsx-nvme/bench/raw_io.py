@@ -21,11 +21,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import dsx_nvme
 import torch
+from dsx_testkit.results import Table, add_json_option
 
 BLOCK, DEPTH = 1 << 20, 32
 
@@ -133,32 +134,39 @@ def measure(found: dict[str, Run], rounds: int) -> dict[str, dict[str, list[Meas
     return results
 
 
-def report(results: dict[str, dict[str, list[Measured]]]) -> list[dict[str, object]]:
-    """Print a table; return its rows."""
-    rows: list[dict[str, object]] = []
-    print(f"{'':6} {'contender':20} {'GB/s':>6} {'CPU s/GB':>9} {'/ fio best':>11} {'/ deepspeed':>12} {'CPU / ds':>9}")
+def median_of(values: Iterable[float | None]) -> float | None:
+    """The median of what is there; None if nothing is."""
+    there = [value for value in values if value is not None]
+    return statistics.median(there) if there else None
+
+
+def report(results: dict[str, dict[str, list[Measured]]]) -> Table:
+    """The table of the medians, with the goals."""
+    ratio = "{:.2f}"
+    table = Table({"operation": "", "contender": "", "GB/s": ratio, "CPU s/GB": "{:.3f}", "/ fio best": ratio,
+                   "/ deepspeed": ratio, "CPU / deepspeed": ratio})  # fmt: skip
     for op, by_name in results.items():
         count = len(next(iter(by_name.values())))
         best = [max((m[i].speed for n, m in by_name.items() if n.startswith("fio")), default=0.0) for i in range(count)]
         for name, runs in by_name.items():
-            peer = by_name.get(name.replace("dsx", "deepspeed")) if name.startswith("dsx") else None
-            row: dict[str, object] = {"op": op, "contender": name, "gbps": statistics.median(r.speed for r in runs)}
-            row["cpu_s_per_gb"] = statistics.median(r.cpu for r in runs if r.cpu is not None)
-            row["vs_fio_best"] = statistics.median(r.speed / b for r, b in zip(runs, best)) if all(best) else None
-            if peer:
-                row["vs_deepspeed"] = statistics.median(r.speed / p.speed for r, p in zip(runs, peer))
-                row["cpu_vs_deepspeed"] = statistics.median((r.cpu or 0) / (p.cpu or 1) for r, p in zip(runs, peer))
-            rows.append(row)
-            text = [
-                f"{row[k]:.2f}" if row.get(k) is not None else ""
-                for k in ("vs_fio_best", "vs_deepspeed", "cpu_vs_deepspeed")
-            ]
-            print(
-                f"{op:6} {name:20} {row['gbps']:6.2f} {row['cpu_s_per_gb']:9.3f} "
-                f"{text[0]:>11} {text[1]:>12} {text[2]:>9}"
-            )
-    print("goals: dsx / fio best >= 0.95; dsx / deepspeed >= 1.0 pinned, >= 1.2 unpinned; CPU / ds <= 0.5")
-    return rows
+            peers = by_name.get(name.replace("dsx", "deepspeed"), []) if name.startswith("dsx") else []
+            against_fio = median_of(r.speed / b for r, b in zip(runs, best) if b)
+            against_peer = median_of(r.speed / p.speed for r, p in zip(runs, peers))
+            effort = median_of((r.cpu or 0) / (p.cpu or 1) for r, p in zip(runs, peers))
+            speed, cpu = median_of(r.speed for r in runs), median_of(r.cpu for r in runs)
+            table.add(op, name, speed, cpu, against_fio, against_peer, effort)
+            if name.startswith("dsx"):
+                least = 1.0 if name.endswith(" pinned") else 1.2
+                judge(table, f"{op}, {name}: at least 0.95 of fio's best", against_fio, 0.95)
+                judge(table, f"{op}, {name}: at least {least}x DeepSpeed", against_peer, least)
+                judge(table, f"{op}, {name}: at most half of DeepSpeed's CPU", effort, 0.5, most=True)
+    return table
+
+
+def judge(table: Table, text: str, found: float | None, bound: float, *, most: bool = False) -> None:
+    """A goal; nothing where the peer did not run."""
+    if found is not None:
+        table.goal(text, f"{found:.2f}", met=found <= bound if most else found >= bound)
 
 
 def main() -> int:
@@ -167,17 +175,14 @@ def main() -> int:
     parser.add_argument("--folder", default=None, help="where the file goes (default: a temporary folder)")
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", default=None)
+    add_json_option(parser)
     args = parser.parse_args()
     nbytes = int(args.gib * 2**30) // BLOCK * BLOCK
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="dsx-nvme-bench-") as folder:
         path = os.path.join(folder, "file")
         print(dsx_nvme.explain(folder))
         found = contenders(path, nbytes)
-        rows = report(measure(found, args.rounds))
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(rows, file, indent=1)
+        report(measure(found, args.rounds)).save(args.json)
     return 0
 
 

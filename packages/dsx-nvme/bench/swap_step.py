@@ -12,7 +12,6 @@ disk's time for these bytes); the step with Adam; the Adam computation alone. Gr
 from __future__ import annotations
 
 import argparse
-import json
 import resource
 import statistics
 import sys
@@ -23,6 +22,7 @@ import dsx_nvme
 import torch
 from dsx_nvme import OptimizerSwapper
 from dsx_nvme.swap import Visit
+from dsx_testkit.results import Table, add_json_option
 
 MIB = 1 << 20
 
@@ -102,13 +102,16 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--adam", choices=ADAMS, default="dsx-ops", help="whose arithmetic")
     parser.add_argument("--folder", default=None)
-    parser.add_argument("--json", default=None)
+    add_json_option(parser)
     args = parser.parse_args()
     ADAMS[args.adam](torch.zeros(1))  # what its libraries take is not counted
     base = resident()
     grads = torch.zeros(args.parameters, dtype=torch.bfloat16).uniform_(-1, 1)
     adam = ADAMS[args.adam](grads)
     rows: list[dict[str, float]] = []
+    table = Table({"round": "", "step s": "{:.3f}", "disk s": "{:.3f}", "compute s": "{:.3f}", "step / disk": "{:.3f}",
+                   "waiting s": "{:.3f}", "updating s": "{:.3f}", "GB/s": "{:.2f}", "resident MiB": "{:.0f}",
+                   })  # fmt: skip
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="dsx-nvme-swap-") as folder:
         print(dsx_nvme.explain(folder))
         with OptimizerSwapper(
@@ -135,18 +138,19 @@ def main() -> int:
                     "waiting_s": reading + writing,
                     "updating_s": updating, "gbps": gb / whole, "rss_mib": resident() - base,
                 })  # fmt: skip
-                print({k: round(v, 3) for k, v in rows[-1].items()})
+                table.add(number + 1, *rows[-1].values())
     median = {k: statistics.median(r[k] for r in rows) for k in rows[0]}
     hidden = 1 - (median["step_s"] - median["disk_s"]) / median["compute_s"]
     limit = args.budget_mib + grads.numel() * 2 / MIB + (3 * piece + adam.scratch.numel()) * 4 / MIB
-    print(f"step / disk time = {median['ratio']:.3f} (goal <= 1.10); {hidden:.0%} of the computation is hidden")
-    print(
-        f"resident {median['rss_mib']:.0f} MiB over the start; buffers, gradients and what the bench itself keeps of a "
-        f"piece allow {limit:.0f} MiB"
+    table.add("median", *median.values())
+    text = "a step at most 1.10 of the time of the same bytes without computation"
+    table.goal(text, f"{median['ratio']:.3f}, {hidden:.0%} of the computation hidden", met=median["ratio"] <= 1.10)
+    table.goal(
+        "resident over the start at most what buffers, gradients and the bench's own pieces take",
+        f"{median['rss_mib']:.0f} of {limit:.0f} MiB",
+        met=median["rss_mib"] <= limit,
     )
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump({"rounds": rows, "median": median, "hidden": hidden}, file, indent=1)
+    table.save(args.json)
     return 0
 
 

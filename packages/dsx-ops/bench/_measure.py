@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import random
 import statistics
 import time
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import dsx_ops
 import torch
 from dsx_ops import native
+from dsx_testkit.results import Table, add_json_option
 
 TOUCH = 7  # native/include/dsx_ops/kernels.h
 Step = Callable[[], object]
@@ -100,17 +99,15 @@ def measure(contenders: list[Contender], rounds: int) -> dict[str, float]:
     return {name: statistics.median(t) for name, t in times.items()}
 
 
-def judge(goal: Goal, job: Job, medians: dict[str, float]) -> str | None:
-    """One line: the goal, what was measured, met or not; None when one of the two did not run."""
+def judge(table: Table, goal: Goal, nbytes: dict[str, float], medians: dict[str, float]) -> None:
+    """The goal, what was measured, met or not; nothing when one of the two did not run."""
     if goal.ours not in medians or goal.peer not in medians:
-        return None
+        return
     ratio = medians[goal.peer] / medians[goal.ours]
     if goal.rate:
-        nbytes = {c.name: c.nbytes for c in job.contenders}
         ratio *= nbytes[goal.ours] / nbytes[goal.peer]
     kind = "the bandwidth of" if goal.rate else "the speed of"
-    word = "met" if ratio >= goal.times else "NOT MET"
-    return f"- {goal.ours}: {ratio:.2f}x {kind} {goal.peer}, goal {goal.times:.2f}: {word}"
+    table.goal(f"{goal.ours} at least {goal.times:.2f}x {kind} {goal.peer}", f"{ratio:.2f}x", met=ratio >= goal.times)
 
 
 def run_jobs(jobs: dict[str, Callable[[int], Job]], description: str | None, elements: int) -> int:
@@ -120,24 +117,23 @@ def run_jobs(jobs: dict[str, Callable[[int], Job]], description: str | None, ele
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--jobs", nargs="*", choices=list(jobs), default=list(jobs), help="which (default: all)")
-    parser.add_argument("--json", type=Path)
+    add_json_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     isa = dsx_ops.native_status()["isa"]
     print(f"torch {torch.__version__}, {options.threads} threads, isa {isa}, {options.elements} elements, "
           f"median of {options.rounds}")  # fmt: skip
-    print("\n| job | contender | ms | GB/s |\n|---|---|---|---|")
-    results, lines = {}, []
+    table = Table({"job": "", "contender": "", "ms": "{:.2f}", "GB/s": "{:.1f}"})
+    judged: list[tuple[Goal, dict[str, float], dict[str, float]]] = []
     for name in options.jobs:
         job = jobs[name](options.elements)
         medians = measure(job.contenders, options.rounds)
         for c in job.contenders:
-            ms, rate = medians[c.name] * 1e3, c.nbytes / medians[c.name] / 1e9
-            print(f"| {name} | {c.name} | {ms:.2f} | {rate:.1f} |", flush=True)
-            results[f"{name}/{c.name}"] = {"ms": ms, "gb_per_s": rate}
-        lines += [line for g in job.goals if (line := judge(g, job, medians))]
-        del job
-    print("\n" + "\n".join(lines))
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1))
+            table.add(name, c.name, medians[c.name] * 1e3, c.nbytes / medians[c.name] / 1e9)
+        nbytes = {c.name: c.nbytes for c in job.contenders}
+        judged += [(goal, nbytes, medians) for goal in job.goals]
+        del job  # its tensors go before the next job's come
+    for goal, nbytes, medians in judged:
+        judge(table, goal, nbytes, medians)
+    table.save(options.json)
     return 0

@@ -10,17 +10,16 @@ a CUDA device it says so and measures nothing.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import dsx_ops
 import torch
 from dsx_ops.cuda import loader
+from dsx_testkit.results import Table, add_json_option
 
 Step = Callable[[], object]
 
@@ -164,7 +163,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--elements", type=int, default=1 << 27)
     parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--json", type=Path)
+    add_json_option(parser)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("no CUDA device here: nothing measured")
@@ -172,11 +171,9 @@ def main() -> int:
     n = options.elements
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {n} parameters; {loader.status()}")
     copy_rate = copy_bandwidth(n, options.rounds)
-    print(
-        f"\ncopy bandwidth {copy_rate / 1e9:.0f} GB/s\n\n| job | contender | ms | GB/s | of copy bandwidth | against"
-        " the job's first |"
-    )
-    print("|---|---|---|---|---|---|")
+    print(f"\ncopy bandwidth {copy_rate / 1e9:.0f} GB/s")
+    table = Table({"job": "", "contender": "", "ms": "{:.3f}", "GB/s": "{:.0f}", "of copy bandwidth": "{:.2f}",
+                   "against the job's first": "{:.2f}x"})  # fmt: skip
     results: dict[str, float] = {}
     for job, make in JOBS.items():
         contenders = make(n)
@@ -184,15 +181,15 @@ def main() -> int:
         for c in contenders:
             took = medians[c.name]
             share, ratio = c.nbytes / took / copy_rate, medians[contenders[0].name] / took
-            print(f"| {job} | {c.name} | {took * 1e3:.3f} | {c.nbytes / took / 1e9:.0f} | {share:.2f} | {ratio:.2f}x |")
+            table.add(job, c.name, took * 1e3, c.nbytes / took / 1e9, share, ratio)
             results[f"{job}/{c.name}"] = took
         del contenders
         torch.cuda.empty_cache()
     step = results["one tensor/dsx FusedAdam"]
-    print(f"\n- FusedAdam: {28.0 * n / step / copy_rate:.2f} of copy bandwidth, goal 0.90")
-    print(f"- FusedAdam: {results['one tensor/torch AdamW fused'] / step:.2f}x torch fused, goal 1.00")
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1))
+    share, ratio = 28.0 * n / step / copy_rate, results["one tensor/torch AdamW fused"] / step
+    table.goal("FusedAdam at least 0.90 of the copy bandwidth", f"{share:.2f}", met=share >= 0.90)
+    table.goal("FusedAdam at least 1.00x torch fused", f"{ratio:.2f}x", met=ratio >= 1.0)
+    table.save(options.json)
     return 0
 
 

@@ -1,7 +1,7 @@
 """How much the 8-bit states cost in loss: a byte-level language model on the standard library's sources, trained with
 both.
 
-    python packages/dsx-ops/bench/loss_gap.py [--steps 600] [--seeds 2]
+    python packages/dsx-ops/bench/loss_gap.py [--steps 600] [--seeds 2] [--json FILE]
 
 Same model, data and seeds for torch's AdamW and for `Adam8bit`; the validation losses at the end are compared (goal: at
 most 0.3 % apart).
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import dsx_ops
 import torch
+from dsx_testkit.results import Table, add_json_option
 from torch import Tensor, nn
 
 CONTEXT, WIDTH, LAYERS = 64, 96, 2
@@ -75,16 +76,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seeds", type=int, default=2)
+    add_json_option(parser)
     options = parser.parse_args()
     data, gaps = corpus(), []
-    print("| seed | AdamW | Adam8bit | gap |\n|---|---|---|---|")
+    table = Table({"seed": "", "AdamW": "{:.4f}", "Adam8bit": "{:.4f}", "gap": "{:+.2f} %"})
     for seed in range(options.seeds):
         exact = train(torch.optim.AdamW, data, options.steps, seed)
         coarse = train(dsx_ops.Adam8bit, data, options.steps, seed)
         gaps.append(coarse / exact - 1)
-        print(f"| {seed} | {exact:.4f} | {coarse:.4f} | {gaps[-1]:+.2%} |", flush=True)
+        table.add(seed, exact, coarse, 100 * gaps[-1])
     mean = sum(gaps) / len(gaps)
-    print(f"\n- mean gap {mean:+.2%}, goal at most +0.30 %: {'met' if mean <= 0.003 else 'NOT MET'}")
+    table.goal("a mean gap of at most +0.30 %", f"{mean:+.2%}", met=mean <= 0.003)
+    table.save(options.json)
     return 0
 
 

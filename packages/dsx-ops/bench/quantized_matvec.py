@@ -1,6 +1,7 @@
 """Matrix-vector products over int8 and int4 codes beside fp32, over more memory than the caches hold.
 
     python packages/dsx-ops/bench/quantized_matvec.py [--size 4096] [--megabytes 512] [--threads 2] [--rounds 60]
+        [--json FILE]
 
 Goals: int8 >= 3.0x, int4 >= 5x of fp32 in one run. Medians of interleaved rounds; each round takes the next matrix of a
 set that is larger than the last-level cache.
@@ -15,6 +16,7 @@ from statistics import median
 import torch
 from dsx_ops import native
 from dsx_ops.quantized_matvec import available, matvec
+from dsx_testkit.results import Table, add_json_option
 
 
 def main() -> None:
@@ -24,6 +26,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=512, help="of each set of matrices, at most 64 of them")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=60)
+    add_json_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     size = options.size
@@ -45,11 +48,14 @@ def main() -> None:
             times[name].append(time.perf_counter() - start)
     module = native.module()
     print(f"kernels: {module.isa() if available() and module else 'none, the reference is measured'}")
-    print("| system | matrices | ms | against fp32 | goal |\n|---|---|---|---|---|")
-    sets, goals = {"fp32": dense, "int8": int8, "int4": int4}, {"fp32": "", "int8": ">= 3.0x", "int4": ">= 5x"}
+    table = Table({"codes": "", "matrices": "", "ms": "{:.3f}", "against fp32": "{:.2f}x"})
+    sets, goals = {"fp32": dense, "int8": int8, "int4": int4}, {"int8": 3.0, "int4": 5.0}
     for name, measured in times.items():
         ratio = median(times["fp32"]) / median(measured)
-        print(f"| {name} | {len(sets[name])} | {1e3 * median(measured):.3f} | {ratio:.2f}x | {goals[name]} |")
+        table.add(name, len(sets[name]), 1e3 * median(measured), ratio)
+        if name in goals:
+            table.goal(f"{name} at least {goals[name]}x of fp32", f"{ratio:.2f}x", met=ratio >= goals[name])
+    table.save(options.json)
 
 
 if __name__ == "__main__":

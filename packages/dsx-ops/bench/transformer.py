@@ -2,7 +2,7 @@
 time and bytes kept.
 
     python packages/dsx-ops/bench/transformer.py [--batch 4] [--sequence 128] [--hidden 768] [--rounds 9]
-        [--jobs dropped kept bytes]
+        [--jobs dropped kept bytes] [--json FILE]
 
 fp32, on the CPU or on the first GPU. Every round runs every contender once, in a new order; medians. "kept": without
 dropout, "dropped": 0.1 in all three places. "bytes": what autograd keeps between forward and backward, parameters
@@ -20,6 +20,7 @@ from collections.abc import Callable
 
 import dsx_ops
 import torch
+from dsx_testkit.results import Table, add_json_option
 from torch import Tensor, nn
 
 Make = Callable[[float], nn.Module]
@@ -111,6 +112,7 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--jobs", nargs="*", choices=["dropped", "kept", "bytes"], default=["dropped", "kept", "bytes"])
+    add_json_option(parser)
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = (options.batch, options.sequence, options.hidden)
@@ -125,17 +127,18 @@ def main() -> int:
         first = next(iter(layers))
         if job == "bytes":
             sizes = {name: kept_bytes(layer, x) for name, layer in layers.items()}
-            print("\n| layer, dropout 0.1 | MiB kept for backward | against ours |\n|---|---|---|")
+            title = {"layer, dropout 0.1": "", "MiB kept for backward": "{:.1f}", "against ours": "{:.2f}x"}
+            table = Table(title, job)
             for name, size in sizes.items():
-                print(f"| {name} | {size / 2**20:.1f} | {size / sizes[first]:.2f}x |")
+                table.add(name, size / 2**20, size / sizes[first])
+            table.save(options.json)
             continue
         medians = measure(layers, x, options.rounds)
-        print(
-            f"\n| layer, dropout {0.0 if job == 'kept' else 0.1} | ms, forward and backward | against ours"
-            " |\n|---|---|---|"
-        )
+        title = f"layer, dropout {0.0 if job == 'kept' else 0.1}"
+        table = Table({title: "", "ms, forward and backward": "{:.1f}", "against ours": "{:.2f}x"}, job)
         for name, took in medians.items():
-            print(f"| {name} | {took * 1e3:.1f} | {took / medians[first]:.2f}x |", flush=True)
+            table.add(name, took * 1e3, took / medians[first])
+        table.save(options.json)
     return 0
 
 

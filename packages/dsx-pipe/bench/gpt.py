@@ -1,8 +1,8 @@
 """One step of an 8-layer GPT of 19 M parameters: one process, dsx-pipe, torch's pipelining, DeepSpeed.
 
-    python bench/gpt.py                                   # all of them, on 2 processes
-    python bench/gpt.py --peers "one dsx-1f1b torch-1f1b" --steps 5
-    python bench/gpt.py --deepspeed-path FOLDER           # where `import deepspeed` is found
+    python packages/dsx-pipe/bench/gpt.py [--json FILE]                     # all of them, on 2 processes
+    python packages/dsx-pipe/bench/gpt.py --peers "one dsx-1f1b torch-1f1b" --steps 5
+    python packages/dsx-pipe/bench/gpt.py --deepspeed-path FOLDER           # where `import deepspeed` is found
 
 Each peer runs in fresh processes with one thread each. For dsx-pipe the ideal is printed too: the schedule simulated
 with the stage times of the same step. Wanted on a quiet machine: 1F1B and ZB-H1 within 1.03 of their ideals, at least
@@ -11,6 +11,7 @@ as fast as torch's same schedule, and 1F1B at least 1.2 times as fast as DeepSpe
 
 import argparse
 import itertools
+import json
 import os
 import statistics
 import subprocess
@@ -19,6 +20,7 @@ import time
 
 import torch
 from dsx_testkit.benches import Block
+from dsx_testkit.results import Table, add_json_option
 from torch import nn
 
 WIDTH, HEADS, LAYERS, VOCAB, SEQUENCE, MICRO = 448, 7, 8, 256, 256, 8
@@ -65,7 +67,7 @@ def one(arguments):
         for a, b in zip(x.chunk(MICRO), y.chunk(MICRO)):
             (loss_fn(model(a), b) / MICRO).backward()
 
-    return step, model.parameters(), lambda: ""
+    return step, model.parameters(), dict
 
 
 def dsx(arguments, name):
@@ -86,8 +88,7 @@ def dsx(arguments, name):
     def note():
         report = pipe.report()
         ratios.append(report.over_ideal)
-        last, ideal = 1e3 * report.measured.length, 1e3 * report.ideal.length
-        return f"last step {last:.0f} ms, ideal {ideal:.0f} ms, ratio {report.over_ideal:.3f}"
+        return {"ideal": 1e3 * report.ideal.length, "ratio": report.over_ideal}
 
     return step, [p for s in mine for p in s.parameters()], note
 
@@ -115,7 +116,7 @@ def torch_pipelining(arguments, name):
         schedule.step(*inputs, **({"target": y} if last else {}))
         dist.barrier()
 
-    return step, [p for s in mine for p in modules[s].parameters()], lambda: ""
+    return step, [p for s in mine for p in modules[s].parameters()], dict
 
 
 def deepspeed(arguments):
@@ -140,7 +141,7 @@ def deepspeed(arguments):
     def step():
         engine.train_batch(iter(list(zip(x.chunk(MICRO), y.chunk(MICRO)))))
 
-    return step, [], lambda: ""
+    return step, [], dict
 
 
 def worker(arguments):
@@ -155,19 +156,18 @@ def worker(arguments):
     else:
         step, parameters, note = deepspeed(arguments)
     parameters = list(parameters)
-    times, text = [], ""
+    times, noted = [], {}
     for _ in range(arguments.steps + 1):
         start = time.perf_counter()
         step()
         times.append(time.perf_counter() - start)
-        text = note()
+        noted = note()
         for p in parameters:
             p.grad = None
     if os.environ.get("RANK", "0") == "0":
         sys.stderr.flush()
-        print(
-            f"RESULT {1e3 * statistics.median(times[1:]):.0f} ms (least {1e3 * min(times[1:]):.0f})  {text}", flush=True
-        )
+        found = {"ms": 1e3 * statistics.median(times[1:]), "least": 1e3 * min(times[1:]), **noted}
+        print(f"RESULT {json.dumps(found)}", flush=True)
 
 
 def main():
@@ -177,10 +177,14 @@ def main():
     parser.add_argument("--rows", type=int, default=1, help="sequences per micro-batch")
     parser.add_argument("--deepspeed-path")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
+    add_json_option(parser)
     arguments = parser.parse_args()
     if arguments.worker:
         return worker(arguments)
     print(f"{sum(p.numel() for x in layers() for p in x.parameters()) / 1e6:.1f} M parameters, {MICRO} micro-batches")
+    table = Table({"system": "", "ms per step": "{:.0f}", "least": "{:.0f}", "ideal of the last step, ms": "{:.0f}",
+                   "measured / ideal": "{:.3f}"})  # fmt: skip
+    by_peer = {}
     for peer in arguments.peers.split():
         command = [sys.executable]
         if peer != "one":
@@ -190,7 +194,20 @@ def main():
             command += ["--deepspeed-path", arguments.deepspeed_path]
         done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         found = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-        print(f"{peer:<12} {found[0] if found else 'failed: ' + done.stderr.strip()[-500:]}", flush=True)
+        if not found:
+            print(f"{peer} failed: {done.stderr.strip()[-500:]}", flush=True)
+            continue
+        by_peer[peer] = row = json.loads(found[0])
+        table.add(peer, row["ms"], row["least"], row.get("ideal"), row.get("ratio"))
+    for name in ("dsx-1f1b", "dsx-zb-h1"):
+        if name in by_peer:
+            ratio = by_peer[name]["ratio"]
+            table.goal(f"{name} within 1.03 of its ideal", f"{ratio:.3f}", met=ratio <= 1.03)
+    for ours, peer, least in (("1f1b", "torch-1f1b", 1.0), ("zbv", "torch-zbv", 1.0), ("1f1b", "deepspeed", 1.2)):
+        if {f"dsx-{ours}", peer} <= by_peer.keys():
+            ratio = by_peer[peer]["ms"] / by_peer[f"dsx-{ours}"]["ms"]
+            table.goal(f"dsx-{ours} at least {least}x {peer}", f"{ratio:.2f}x", met=ratio >= least)
+    table.save(arguments.json)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The planner's choice against an exhaustive sweep of measured steps, with sleeping compute.
 
-    torchrun --nproc-per-node 4 bench/planner_sweep.py
+    torchrun --nproc-per-node 4 packages/dsx-pipe/bench/planner_sweep.py [--json FILE]
 
 The planner sees layer costs measured with `measure_layers` (four timed passes over the layers). Wanted: its choice is
 within 3 % of the best of the sweep, which has at least 40 points.
@@ -12,6 +12,7 @@ import itertools
 import dsx_comm
 import dsx_pipe
 import torch
+from dsx_testkit.results import Table, add_json_option
 from sleepers import Sleeper
 from torch import nn
 
@@ -47,6 +48,7 @@ def main():
     parser.add_argument("--milliseconds", type=float, default=4.0, help="of the lightest layer per sample")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--points", type=int, default=10**6, help="most points of the sweep")
+    add_json_option(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     dsx_comm.init_distributed()
@@ -73,11 +75,13 @@ def main():
     own = measured(choice.build(world), choice.parts, layers, rank, arguments.batch, arguments.steps)
     if rank == 0:
         best = min(found)
-        print(f"{len(found)} points; best {best[0]:.3f} s: {best[1]}, {best[2]} micro-batches, split {best[3]}")
-        print(
-            f"planner: {choice.schedule}, {choice.micro_batches} micro-batches, split {choice.parts}: predicted "
-            f"{choice.seconds:.3f} s, measured {own:.3f} s, {own / best[0]:.3f} of the best"
-        )
+        table = Table({"choice": "", "schedule": "", "micro-batches": "", "split": "", "predicted s": "{:.3f}",
+                       "measured s": "{:.3f}"})  # fmt: skip
+        table.add(f"best of {len(found)} points", best[1], best[2], str(best[3]), None, best[0])
+        split = str(tuple(choice.parts))
+        table.add("the planner's", choice.schedule, choice.micro_batches, split, choice.seconds, own)
+        table.goal("at most 1.03 of the best", f"{own / best[0]:.3f}", met=own / best[0] <= 1.03)
+        table.save(arguments.json)
     dsx_comm.destroy_process_group()
 
 

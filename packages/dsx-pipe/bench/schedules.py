@@ -1,7 +1,7 @@
 """Every schedule with sleeping compute: measured step over theoretical step, bubbles, activations kept.
 
-    torchrun --nproc-per-node 8 bench/schedules.py
-    torchrun --nproc-per-node 8 bench/schedules.py --micro-batches 16 --milliseconds 20 --steps 3
+    torchrun --nproc-per-node 8 packages/dsx-pipe/bench/schedules.py [--json FILE]
+    torchrun --nproc-per-node 8 packages/dsx-pipe/bench/schedules.py --micro-batches 16 --milliseconds 20 --steps 3
 
 The theoretical step is the simulation with the asked-for times and no communication. Wanted: measured / theoretical
 <= 1.02 for every schedule; the zero-bubble bubbles <= 0.36 of 1F1B's at <= 1.0 of its activations.
@@ -12,6 +12,7 @@ import argparse
 import dsx_comm
 import dsx_pipe
 import torch
+from dsx_testkit.results import Table, add_json_option
 from sleepers import Sleeper
 
 
@@ -21,6 +22,7 @@ def main():
     parser.add_argument("--milliseconds", type=float, default=20.0, help="of the shortest pass")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--charts", help="folder for charts of the measured steps")
+    add_json_option(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     dsx_comm.init_distributed()
@@ -30,10 +32,8 @@ def main():
     base_bubble, base_kept = 0.0, 1.0
     if rank == 0:
         print(f"{world} ranks, {m} micro-batches, passes of {arguments.milliseconds} ms (whole rank: 2 chunks' worth)")
-        print(
-            f"{'schedule':<14} {'theory s':>9} {'measured s':>10} {'ratio':>6} {'bubble s':>9} {'/ 1f1b':>6} "
-            f"{'kept':>5} {'/ 1f1b':>6}"
-        )
+    table = Table({"schedule": "", "theory s": "{:.3f}", "measured s": "{:.3f}", "ratio": "{:.3f}",
+                   "bubble / 1F1B's": "{:.3f}", "activations / 1F1B's": "{:.2f}"})  # fmt: skip
     for name in names:
         plan = dsx_pipe.build(name, world, m)
         chunks = plan.stages // world
@@ -53,13 +53,16 @@ def main():
         if name == "1f1b":
             base_bubble, base_kept = bubble, kept
         if rank == 0:
-            over = (f"{bubble / base_bubble:.3f}", f"{kept / base_kept:.2f}") if base_bubble else ("", "")
-            print(
-                f"{name:<14} {theory:>9.3f} {measured:>10.3f} {measured / theory:>6.3f} {bubble:>9.3f} {over[0]:>6} "
-                f"{kept:>5.1f} {over[1]:>6}"
-            )
+            over = (bubble / base_bubble, kept / base_kept) if base_bubble else ()
+            table.add(name, theory, measured, measured / theory, *over)
+            table.goal(f"{name} within 1.02 of theory", f"{measured / theory:.3f}", met=measured / theory <= 1.02)
+            if name.startswith("zb"):
+                least = bubble / base_bubble
+                table.goal(f"{name}: a bubble of at most 0.36 of 1F1B's", f"{least:.3f}", met=least <= 0.36)
             if arguments.charts:
                 dsx_pipe.save_chart(report.measured, f"{arguments.charts}/{name}.svg")
+    if rank == 0:
+        table.save(arguments.json)
     dsx_comm.destroy_process_group()
 
 

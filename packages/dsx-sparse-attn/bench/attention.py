@@ -12,7 +12,6 @@ order each round; medians are compared.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import multiprocessing
 import random
@@ -26,6 +25,7 @@ import torch
 from dsx_sparse_attn import BigBirdSparsityConfig, Layout, block_sparse_attention, native
 from dsx_sparse_attn.attention import Options, checked
 from dsx_sparse_attn.backends import flex, native_cpu
+from dsx_testkit.results import Table, add_json_option
 from torch.nn.functional import scaled_dot_product_attention
 
 Run = Callable[[], object]
@@ -70,17 +70,16 @@ def trains(attend: Callable[..., torch.Tensor], q, k, v, dout) -> Run:
     return lambda: torch.autograd.grad(attend(q, k, v), (q, k, v), dout)
 
 
-class Report:
-    """Lines on the screen, and all of them as data."""
+class Report(Table):
+    """The table: one figure a row, with its goal beside it."""
 
     def __init__(self) -> None:
-        self.rows: list[dict[str, object]] = []
+        super().__init__({"what": "", "measured": "{:.3f}", "unit": "", "goal": ""})
 
     def line(self, what: str, value: float, unit: str, goal: str = "", met: bool | None = None) -> None:
         """One figure, with its goal."""
-        mark = "" if met is None else ("met" if met else "NOT MET")
-        self.rows.append({"what": what, "value": value, "unit": unit, "goal": goal, "met": met})
-        print(f"{what:<66} {value:>9.3f} {unit:<6} {goal:<26} {mark}", flush=True)
+        mark = "" if met is None else (": met" if met else ": missed")
+        self.add(what, value, unit, goal.removeprefix("goal ") + mark)
 
 
 def kernels(heads: int, seq: int, layout: Layout, threads: int) -> dict[str, Run]:
@@ -286,7 +285,7 @@ def main() -> int:
     parser.add_argument("--part", nargs="*", choices=PARTS, default=list(PARTS))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", help="write the figures to this file")
+    add_json_option(parser)
     arguments = parser.parse_args()
     if native.module() is None:
         print(f"the native kernels are not there: {native.missing()}", file=sys.stderr)
@@ -295,8 +294,7 @@ def main() -> int:
     for part in arguments.part:
         torch.set_num_threads(arguments.threads)
         PARTS[part](report, arguments.rounds, arguments.threads)
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(report.rows, indent=1))
+    report.save(arguments.json)
     return 0
 
 

@@ -1,11 +1,11 @@
 """Memory and traffic of the ZeRO stages, counted, beside their formulas.
 
-    python packages/dsx-zero/bench/accounting.py [--backend gloo|dsx] [--tiers]
+    python packages/dsx-zero/bench/accounting.py [--backend gloo|dsx] [--tiers] [--json FILE]
 
 Nothing is timed: bytes of model state are counted on unique storages (with gradients present, after a step), bytes sent
 in wire dtype by dsx_comm, on 1 to 4 ranks, accumulation 1 and 4. Psi is the number of parameters, N of ranks, a the
-accumulation. Prints the two tables of docs/figures.md as markdown, one row a case, with measured / formula. `--tiers`:
-bytes by tier of every stage with offload instead.
+accumulation. Two tables, one row a case, with measured / formula. `--tiers`: bytes by tier of every stage with offload
+instead.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import dsx_comm  # registers the dsx backend
 import torch
 from dsx_testkit import run_ranks
+from dsx_testkit.results import Table, add_json_option
 from torch import nn
 
+MEASURED = {"bytes per parameter": "{:.3f}", "formula": "{:.3f}", "measured / formula": "{:.4f}"}
 STAGES, WORLDS, ACCUMULATIONS = (0, 1, 2, 3), (1, 2, 3, 4), (1, 4)
 
 
@@ -132,65 +135,61 @@ def tier_formula(stage: int, n: int, where: str) -> dict[str, float]:
     return {"device": 4.0, where: 12 / n}
 
 
-def print_tiers() -> None:
+def tiers() -> Table:
     """The table of `--tiers`."""
-    print(
-        "| stage | ranks | offload to | tier | bytes per parameter | formula | measured / formula |\n"
-        + "|---" * 7
-        + "|"
-    )
+    table = Table({"stage": "", "ranks": "", "offload to": "", "tier": "", **MEASURED}, "tiers")
     for stage, world, where in itertools.product((1, 2, 3), (1, 2), ("host", "disk")):
         rows = run_ranks(measure_tiers, world, stage, where)
         for tier, formula in tier_formula(stage, world, where).items():
             per = max(row["tiers"].get(tier, 0) for row in rows) / rows[0]["psi"]
-            print(
-                f"| {stage} | {world} | {where} | {tier} | {per:.3f} | {formula:.3f} | {per / formula:.4f} |",
-                flush=True,
-            )
+            table.add(stage, world, where, tier, per, formula, per / formula)
+    return table
 
 
-def main() -> None:
-    """Print both tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", default="gloo", choices=("gloo", "dsx"), help="dsx: buffers lie in shared memory")
-    parser.add_argument("--tiers", action="store_true", help="bytes by tier, with offload")
-    arguments = parser.parse_args()
-    if arguments.tiers:
-        print_tiers()
-        return
-    run = functools.partial(run_ranks, backend=arguments.backend)
-    torch.set_num_threads(1)
-    print(
-        "| stage | ranks | dtype | bytes per parameter | formula | measured / formula | and message buffers"
-        " |\n|---|---|---|---|---|---|---|"
-    )
+def memory(run: Callable[..., list[dict[str, Any]]]) -> Table:
+    """Bytes of model state."""
+    table = Table({"stage": "", "ranks": "", "dtype": "", **MEASURED, "and message buffers": "{:.2f}"}, "memory")
+    worst = 0.0
     for low, stage, world in itertools.product((False, True), STAGES, WORLDS):
         rows = run(measure, world, stage, 1, False, low)
         per, formula = max(r["bytes"] for r in rows) / rows[0]["psi"], memory_formula(stage, world, low)
-        cells = [
-            str(stage),
-            str(world),
-            "bf16" if low else "fp32",
-            f"{per:.3f}",
-            f"{formula:.3f}",
-            f"{per / formula:.4f}",
-            f"{max(r['buffers'] for r in rows) / rows[0]['psi']:.2f}",
-        ]
-        print(f"| {' | '.join(cells)} |", flush=True)
-    print(
-        "\n| stage | ranks | a | keep full gradients | elements sent per parameter | formula | measured / formula"
-        " |\n|---|---|---|---|---|---|---|"
-    )
+        buffers = max(r["buffers"] for r in rows) / rows[0]["psi"]
+        table.add(stage, world, "bf16" if low else "fp32", per, formula, per / formula, buffers)
+        worst = max(worst, abs(per / formula - 1))
+    table.goal("within 2 % of the formula", f"{worst:.2%} at most", met=worst <= 0.02)
+    return table
+
+
+def traffic(run: Callable[..., list[dict[str, Any]]]) -> Table:
+    """Elements sent in a step."""
+    columns = {"elements sent per parameter": "{:.4f}", "formula": "{:.4f}", "measured / formula": "{:.4f}"}
+    table = Table({"stage": "", "ranks": "", "a": "", "keep full gradients": "", **columns}, "traffic")
+    worst = 0.0
     for stage, world, a, keep in itertools.product(STAGES, WORLDS[1:], ACCUMULATIONS, (False, True)):
         if keep and stage < 2:
             continue
         rows = run(measure, world, stage, a, keep, False)
         per, formula = max(r["sent"] for r in rows) / 4 / rows[0]["psi"], traffic_formula(stage, world, a, keep)
-        print(
-            f"| {stage} | {world} | {a} | {'yes' if keep else 'no'} | {per:.4f} | {formula:.4f} |"
-            f" {per / formula:.4f} |",
-            flush=True,
-        )
+        table.add(stage, world, a, "yes" if keep else "no", per, formula, per / formula)
+        worst = max(worst, abs(per / formula - 1))
+    table.goal("within 1 % of the formula", f"{worst:.2%} at most", met=worst <= 0.01)
+    return table
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", default="gloo", choices=("gloo", "dsx"), help="dsx: buffers lie in shared memory")
+    parser.add_argument("--tiers", action="store_true", help="bytes by tier, with offload")
+    add_json_option(parser)
+    arguments = parser.parse_args()
+    if arguments.tiers:
+        tiers().save(arguments.json)
+        return
+    run = functools.partial(run_ranks, backend=arguments.backend)
+    torch.set_num_threads(1)
+    for table in (memory, traffic):
+        table(run).save(arguments.json)
 
 
 if __name__ == "__main__":

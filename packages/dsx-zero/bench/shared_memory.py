@@ -1,7 +1,7 @@
 """Step time over the "dsx" backend with flat buffers in memory that the ranks share, against the same in ordinary
 memory.
 
-    python packages/dsx-zero/bench/shared_memory.py [--stages 0,1,2,3] [--steps 60]
+    python packages/dsx-zero/bench/shared_memory.py [--stages 0,1,2,3] [--steps 60] [--json FILE]
 
 Both models train in the same processes, one step of each in turn (GPT 6 x 512, 19 M parameters, fp32, batch 1 x 64,
 AdamW), so that a disturbance meets both. What is kept between backwards are pages for gradients (ordinary memory goes
@@ -18,6 +18,7 @@ import dsx_comm
 import dsx_zero
 import torch
 from dsx_testkit.benches import GPT, batch, spawn_ranks, take_turns
+from dsx_testkit.results import Table, add_json_option
 from dsx_zero.params.memory import OrdinaryMemory
 
 
@@ -45,17 +46,19 @@ def build(stage: int, shared: bool, rank: int) -> tuple[Callable[[int], float], 
 def worker(rank: int, store: str, args: argparse.Namespace) -> None:
     """One rank."""
     dsx_comm.init_distributed("dsx", init_method=f"file://{store}", rank=rank, world_size=args.ranks)
+    table = Table({"stage": "", "shared ms": "{:.1f}", "ordinary ms": "{:.1f}", "ratio": "{:.3f}",
+                   "losses differ by": "{:g}", "kept between backwards, MiB per rank": "{:.1f}"})  # fmt: skip
     for stage in map(int, args.stages.split(",")):
         built = {name: build(stage, name == "shared", rank) for name in ("shared", "ordinary")}
         found = take_turns({name: step for name, (step, _) in built.items()}, args.steps)
         if rank == 0:
             kept = built["shared"][1].state_bytes()["buffers"] / 2**20
-            print(
-                f"stage {stage}: shared {found.median('shared'):.1f} ms, ordinary {found.median('ordinary'):.1f} ms,"
-                f" median of paired ratios {found.ratio('shared', 'ordinary'):.3f}, losses differ by"
-                f" {found.apart('shared', 'ordinary'):g}, kept between backwards {kept:.1f} MiB",
-                flush=True,
-            )
+            ratio, apart = found.ratio("shared", "ordinary"), found.apart("shared", "ordinary")
+            table.add(stage, found.median("shared"), found.median("ordinary"), ratio, apart, kept)
+    if rank == 0:
+        slowest = min(row["ratio"] for row in table.rows)  # pyright: ignore[reportArgumentType]
+        table.goal("not slower at any stage", f"{slowest:.3f} at least", met=slowest >= 1)
+        table.save(args.json)
 
 
 def main() -> None:
@@ -64,6 +67,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--stages", default="0,1,2,3")
+    add_json_option(parser)
     args = parser.parse_args()
     spawn_ranks(worker, args.ranks, args)
 

@@ -38,7 +38,7 @@ def train(rank: int, world: int, folder: str, layers: int, width: int) -> None:
     """Train six steps, of which the last but one is traced."""
     import dsx
     import torch
-    from _gpt import GPT, batch
+    from dsx_testkit.benches import GPT, batch
 
     torch.set_num_threads(1)
     place = {"device": "nvme", "nvme_path": os.path.join(folder, "swap")}

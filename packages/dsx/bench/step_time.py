@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import socket
 import statistics
 import subprocess
@@ -25,6 +24,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
+
+from dsx_testkit.results import Table, add_json_option  # noqa: E402
 
 
 def worker(name: str, steps: int, out: str) -> None:
@@ -89,22 +90,30 @@ def run(name: str, world: int, steps: int) -> dict[str, float] | None:
         return json.loads(Path(out).read_text())
 
 
-def table(results: dict[str, list[dict[str, float]]]) -> str:
-    """The figures as markdown."""
+def table(results: dict[str, list[dict[str, float]]]) -> Table:
+    """The figures, printed."""
     from _systems import SYSTEMS
 
     median = {n: statistics.median(r["ms"] for r in rows) for n, rows in results.items() if rows}
-    lines = ["| system | ms/step | vs FSDP2 | vs deepspeed, same stage | loss |", "|---|---|---|---|---|"]
+    found = Table({"system": "", "ms/step": "{:.0f}", "vs FSDP2": "{:.2f}x", "vs deepspeed, same stage": "{:.2f}x",
+                   "loss": "{:.4f}"})  # fmt: skip
+    least: dict[str, list[float]] = {"FSDP2": [], "deepspeed": []}
     for name, ms in median.items():
         ours = name.startswith("dsx") and SYSTEMS[name].processes > 1
         where = ", host optimizer" if name.endswith("host optimizer") else ""
         peer = median.get(f"deepspeed stage {SYSTEMS[name].stage}{where}") if ours else None
         fsdp = median.get("torch FSDP2") if SYSTEMS[name].processes > 1 else None
-        cells = [f"{fsdp / ms:.2f}x" if fsdp else "", f"{peer / ms:.2f}x" if peer else ""]
-        lines.append(f"| {name} | {ms:.0f} | {' | '.join(cells)} | {results[name][-1]['loss']:.4f} |")
+        found.add(name, ms, fsdp / ms if fsdp else None, peer / ms if peer else None, results[name][-1]["loss"])
+        least["FSDP2"] += [fsdp / ms] if ours and fsdp else []
+        least["deepspeed"] += [peer / ms] if peer else []
+    for peer, ratios, wanted in (("FSDP2", least["FSDP2"], 1.0), ("DeepSpeed's same stage", least["deepspeed"], 1.2)):
+        if ratios:
+            text = f"every stage at least {wanted:.1f}x {peer}"
+            found.goal(text, f"{min(ratios):.2f}x at least", met=min(ratios) >= wanted)
     if {"raw, 1 process", "dsx stage 0, 1 process"} <= median.keys():
-        lines.append(f"\none process, dsx / raw: {median['dsx stage 0, 1 process'] / median['raw, 1 process']:.3f}")
-    return "\n".join(lines)
+        ratio = median["dsx stage 0, 1 process"] / median["raw, 1 process"]
+        found.goal("one process at most 1.02x a raw loop", f"{ratio:.3f}", met=ratio <= 1.02)
+    return found
 
 
 def main() -> None:
@@ -113,7 +122,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--only", default="", help="systems whose name contains this text")
-    parser.add_argument("--json", type=Path)
+    add_json_option(parser)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -129,13 +138,8 @@ def main() -> None:
             if done:
                 results[name].append(done)
                 print(f"  round {r + 1}: {name}: {done['ms']:.0f} ms", flush=True)
-    print(
-        f"\n{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}, {os.cpu_count()} cores, medians"
-        f" of {args.rounds} rounds\n"
-    )
-    print(table(results))
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=1))
+    print(f"\nmedians of {args.rounds} rounds")
+    table(results).save(args.json)
 
 
 if __name__ == "__main__":

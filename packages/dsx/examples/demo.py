@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -74,7 +75,8 @@ def main() -> int:
     launch(1, "--resume", str(out), "--stage", "3", "--generate", "300", "--seconds", seconds, *common)
     after = validation(out)[len(before) :]
 
-    table = Table("", "samples", "validation, bits per byte", title="one run, two ways of sharding it")
+    title = "one run, two ways of sharding it"
+    table = Table("", "samples", "validation, bits per byte", title=title, box=box.MARKDOWN)
     rows = [
         (f"start, {first} process{'es' * (first > 1)}", before[0]),
         ("before the checkpoint", before[-1]),

@@ -1,11 +1,13 @@
 """A headless Chromium, spoken to over a pipe in its DevTools protocol: JSON messages that end with a zero byte.
 
-The idea: the tests ask for three things only (open a page at a width, evaluate an expression, hear of errors), so a
-browser driver is not needed. Left out: everything else.
+The idea: the tests ask for a few things only (open a page at a width, evaluate an expression, hear of errors and of
+what is loaded, take a picture), so a browser driver is not needed. No name but this machine's own is resolved: what a
+page wants from the network fails, and is an error. Left out: everything else.
 """
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
 import os
@@ -23,7 +25,9 @@ def find_browser() -> str | None:
 
 
 class Browser:
-    """One page of a headless Chromium. `errors` collects what its console calls errors, and exceptions."""
+    """One page of a headless Chromium. `errors` collects what its console calls errors, and exceptions; `requests` the
+    addresses that it asks for.
+    """
 
     def __init__(self, program: str) -> None:
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
@@ -31,6 +35,7 @@ class Browser:
         self._from, written_by_browser = os.pipe()
         flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--no-first-run"]
         flags += [f"--user-data-dir={self._folder.name}", "--disable-dev-shm-usage", "--disable-background-networking"]
+        flags += ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
 
         def pipes() -> None:  # the protocol's file descriptors are 3 and 4
             os.dup2(read_by_browser, 33), os.dup2(written_by_browser, 34)
@@ -43,10 +48,11 @@ class Browser:
         os.close(written_by_browser)
         self._numbers, self._buffer, self._session = itertools.count(1), b"", None
         self.errors: list[str] = []
+        self.requests: list[str] = []
         targets = self._call("Target.getTargets")["targetInfos"]
         target = next(t["targetId"] for t in targets if t["type"] == "page")
         self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Log"):
+        for domain in ("Page", "Runtime", "Log", "Network"):
             self._call(f"{domain}.enable")
 
     def open(self, address: str, width: int = 1200, dark: bool = False) -> None:
@@ -65,6 +71,10 @@ class Browser:
         if "exceptionDetails" in done:
             raise RuntimeError(f"{expression}: {done['exceptionDetails']}")
         return done["result"].get("value")
+
+    def picture(self) -> bytes:
+        """What the page shows, as PNG."""
+        return base64.b64decode(self._call("Page.captureScreenshot", format="png")["data"])
 
     def close(self) -> None:
         """End the browser."""
@@ -98,6 +108,8 @@ class Browser:
         method, params = message.get("method"), message.get("params", {})
         if method == "Page.loadEventFired":
             self._loaded = True
+        elif method == "Network.requestWillBeSent":
+            self.requests.append(params["request"]["url"])
         elif method == "Runtime.exceptionThrown":
             self.errors.append(str(params["exceptionDetails"]))
         elif method == "Runtime.consoleAPICalled" and params["type"] == "error":
