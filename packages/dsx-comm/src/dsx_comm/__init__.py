@@ -101,7 +101,8 @@ from .shm.native import native_status
 from .shm.process_group import ShmProcessGroup
 from .shm.register import FallbackWarning, register
 from .shm.segment import ShmOptions
-from .sparse import sparse_allreduce
+from .sparse import SparseWork, sparse_allreduce
+from .step_lane import StepLane
 from .summary import log_summary
 from .symmetric import empty, is_symmetric
 from .topology import (
@@ -155,7 +156,9 @@ __all__ = [
     "RehearsalObserver",
     "RehearsedMessage",
     "TopologyError",
+    "SparseWork",
     "StepKind",
+    "StepLane",
     "StepTraffic",
     "SymmetricArena",
     "Traffic",

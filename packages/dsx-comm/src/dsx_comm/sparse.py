@@ -4,12 +4,17 @@ A batch touches a few rows of a large embedding; with `torch.nn.Embedding(sparse
 tensor of these rows. Each rank gathers the indices and values of all ranks and adds up values of equal index. With N
 ranks of at most k entries each, that sends (N-1) k (index + value) bytes instead of 2 (N-1)/N times the dense gradient.
 
-Left out: asynchronous calls, compressed (CSR) layouts, other operators than SUM and AVG.
+How much to send is known only when all ranks have said how many entries they have. So an asynchronous call has two
+messages, and the second one needs a thread: a `StepLane` does both while the caller computes.
+
+Left out: asynchronous calls on a device (the host reads the numbers of entries, and waits), compressed (CSR) layouts,
+other operators than SUM and AVG.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +24,9 @@ from .checks import described, nbytes, reduce_kind
 from .collectives import ReduceOp, settle, start_all_gather
 from .errors import CommArgumentError, MismatchError
 from .groups import Membership, member
+from .hang import WATCH, unit
+from .step_lane import StepLane
+from .works import Handle
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -27,9 +35,31 @@ _NAME = "sparse_allreduce"
 _SMALL = torch.iinfo(torch.int32).max
 
 
+class SparseWork(Handle):
+    """A `sparse_allreduce` under way: a handle with a result."""
+
+    def __init__(self, transfers: Sequence[Any], reduction: _Reduction) -> None:
+        super().__init__(transfers)
+        self._reduction = reduction
+
+    def result(self) -> torch.Tensor:
+        """The reduced tensor; waits for it."""
+        self.wait()
+        found = self._reduction.total
+        if found is None:
+            raise RuntimeError(f"{_NAME}: the operation has ended without a result")
+        return found
+
+
 def sparse_allreduce(
-    tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Any = None, **labels: Unpack[Labels]
-) -> torch.Tensor:
+    tensor: torch.Tensor,
+    op: Any = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    *,
+    lane: StepLane | None = None,
+    **labels: Unpack[Labels],
+) -> Any:
     """The sum or mean over the ranks of a sparse COO tensor: a new, coalesced one, with the same bits on all ranks.
 
     Ranks may have different numbers of entries, also none. An entry that a rank has not counts as zero there. 16-bit
@@ -37,36 +67,68 @@ def sparse_allreduce(
 
     Args:
         tensor: sparse COO, of the same shape and dtype on all ranks; dimensions of dense values are fine (rows of an
-            embedding).
+            embedding). An asynchronous call reads it until its handle was waited for.
         op: ReduceOp.SUM or ReduceOp.AVG.
         group: None for the default group.
+        async_op: return a `SparseWork` at once, whose `result()` is the tensor. On a device it is done by then.
+        lane: does the work of asynchronous calls, in their order. The group is then to be left to calls on this lane.
 
     Raises:
-        CommArgumentError: another layout or operator.
+        CommArgumentError: another layout or operator, or an asynchronous call without a lane.
         MismatchError: shapes or dtypes differ between ranks; on all ranks.
     """
     to = member(group)
     kind = _check(tensor, op)
-    own = tensor.detach().coalesce()
-    if to.size == 1:
-        return own
-    counts = _counts(own, to)
-    longest = max(counts)
-    indices = _padded(own.indices().t(), longest, torch.int32 if max(own.shape) <= _SMALL else torch.int64)
-    values = _padded(own.values(), longest, own.dtype)
-    size = nbytes(indices) + nbytes(values)
-    detail = described(own.dtype, kind)
-    sent = share_volume(size + 16, to.size)  # the counts, too
-    call = Call(_NAME, to.group, to.size, size, sent, own.device, check_labels(labels), 1, detail)
-    all_indices, all_values = (part.new_empty((to.size, *part.shape)) for part in (indices, values))
+    if async_op and lane is None:
+        raise CommArgumentError(
+            f"{_NAME}: got async_op=True without a lane; give lane=dsx_comm.StepLane(), one for all calls on this"
+            " group, and use the group for nothing else"
+        )
+    reduction = _Reduction(tensor.detach(), kind, to, check_labels(labels))
+    if lane is None or to.size == 1 or tensor.device.type != "cpu":
+        with torch.no_grad():
+            reduction.run()
+        return SparseWork((), reduction) if async_op else reduction.total
+    handle = lane.do([(None, reduction.run)], (tensor,), async_op)
+    return reduction.total if handle is None else settle(SparseWork((handle,), reduction), True)
 
-    def issue() -> None:
-        if longest:
-            settle(start_all_gather(all_indices, indices, to), False)
-            settle(start_all_gather(all_values, values, to), False)
 
-    run(call, issue)
-    return _added_up(own, counts, all_indices, all_values, to.size if kind is ReduceOp.AVG else 1)
+class _Reduction:
+    """One reduction. `total`: its result, once `run` has returned."""
+
+    def __init__(self, tensor: torch.Tensor, kind: Any, to: Membership, labels: Labels) -> None:
+        self._tensor, self._kind, self._to, self._labels = tensor, kind, to, labels
+        self._unit = WATCH.label()
+        self.total: torch.Tensor | None = None
+
+    def run(self) -> None:
+        """Reduce. Maybe in another thread than the caller's, on behalf of whom the caller acted."""
+        with unit(self._unit):
+            self._run()
+
+    def _run(self) -> None:
+        to, own = self._to, self._tensor.coalesce()
+        if to.size == 1:
+            self.total = own
+            return
+        counts = _counts(own, to)
+        longest = max(counts)
+        indices = _padded(own.indices().t(), longest, torch.int32 if max(own.shape) <= _SMALL else torch.int64)
+        values = _padded(own.values(), longest, own.dtype)
+        size = nbytes(indices) + nbytes(values)
+        sent = share_volume(size + 16, to.size)  # the counts, too
+        detail = described(own.dtype, self._kind)
+        call = Call(_NAME, to.group, to.size, size, sent, own.device, self._labels, 1, detail)
+        all_indices, all_values = (part.new_empty((to.size, *part.shape)) for part in (indices, values))
+
+        def issue() -> None:
+            if longest:
+                settle(start_all_gather(all_indices, indices, to), False)
+                settle(start_all_gather(all_values, values, to), False)
+
+        run(call, issue)
+        divisor = to.size if self._kind is ReduceOp.AVG else 1
+        self.total = _added_up(own, counts, all_indices, all_values, divisor)
 
 
 def _check(tensor: Any, op: Any) -> Any:

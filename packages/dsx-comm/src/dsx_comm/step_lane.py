@@ -30,8 +30,10 @@ from .errors import CollectiveTimeoutError
 from .hang import GRACE
 from .works import Handle
 
-Step = tuple[Call, Callable[[], None]]
-"""What observers hear of a step, and the step itself, which returns when it is done (CUDA: when it is enqueued)."""
+Step = tuple[Call | None, Callable[[], None]]
+"""What observers hear of a step when it is issued, and the step itself, which returns when it is done (CUDA: when it is
+enqueued). None: the step runs its calls itself, because their sizes are known only then.
+"""
 
 _IDLE = 1.0  # seconds after which the thread ends
 
@@ -63,8 +65,15 @@ class StepLane:
             return self._host.begin(steps)
         self._host.drain()
         for call, step in steps:
-            run(call, step)
+            _run(call, step)
         return None
+
+
+def _run(call: Call | None, step: Callable[[], None]) -> None:
+    if call is None:
+        step()
+    else:
+        run(call, step)
 
 
 class Promise:
@@ -112,9 +121,12 @@ class _HostSteps:
         _ALL.add(self)
 
     def begin(self, steps: Sequence[Step]) -> Handle:
-        """Queue the steps; their calls are counted now."""
+        """Queue the steps; calls that are known are counted now."""
         promises = [Promise() for _ in steps]
-        handles = [run(call, _handing_out(promise), True) for (call, _), promise in zip(steps, promises)]
+        handles = [
+            promise if call is None else run(call, _handing_out(promise), True)
+            for (call, _), promise in zip(steps, promises)
+        ]
         with self._lock:
             self._queue.put([(step, promise) for (_, step), promise in zip(steps, promises)])
             self._last = promises[-1]
@@ -203,7 +215,7 @@ class _DeviceSteps:
         stream.wait_stream(cuda.current_stream(device))
         with cuda.stream(stream):
             for call, step in steps:
-                run(call, step)
+                _run(call, step)
             event = cuda.Event()
             event.record(stream)
         for tensor in tensors:

@@ -363,11 +363,12 @@ class _Build:
 
     def _reductions(self, units: tuple[Unit, ...], stage: int, complete: Callable[[], None]) -> Reductions:
         lane = make_lane(self.device)
+        with_rows = {group.ranks for unit in units for group in unit.trainable if group.key.sparse}
 
         def reducer(ranks: dsx_comm.RankSet) -> ReductionEngine:
             if ranks.size == 1:
                 return LocalReducer.of(ranks, self.reduction)
-            rows = None if stage else self._rows_transport
+            rows = partial(self._rows_transport, ranks) if ranks in with_rows else None
             return Reducer(ranks, self.reduction, partial(self.transports.reduce, scatters=stage > 0), lane, rows)
 
         differ = any(
@@ -391,8 +392,8 @@ class _Build:
             lane=self.lane,
         )
 
-    def _rows_transport(self, op: Any) -> ReduceTransport:
-        return Cast(RowsAllReduce(op), self.precision.wire_dtype)
+    def _rows_transport(self, ranks: dsx_comm.RankSet, op: Any) -> ReduceTransport:
+        return Cast(RowsAllReduce(op, self.groups.take_for_rows(ranks)), self.precision.wire_dtype)
 
     def _order(self, executor: CollectiveExecutor, channel: Channel | None, limits: ReuseLimits | None = None) -> Order:
         """What the ranks agree on over the channel; None: every need is executed as it comes."""

@@ -55,6 +55,10 @@ class AuxiliaryGroups:
             return ranks
         return replace(ranks, gathers=self._take(ranks.group, dsx_comm.get_backend(ranks.group)))
 
+    def take_for_rows(self, ranks: dsx_comm.RankSet) -> Any:
+        """A group of these ranks for gradients of rows, which are reduced beside all others (collective)."""
+        return self._take(ranks.group, "rows", dsx_comm.get_backend(ranks.group))
+
     def take_control(self, ranks: dsx_comm.RankSet) -> Any:
         """A group of these ranks for messages of a few bytes in host memory (collective).
 

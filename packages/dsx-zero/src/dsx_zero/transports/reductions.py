@@ -36,12 +36,16 @@ class AllReduce(Stateless):
 
 
 class RowsAllReduce(Stateless):
-    """The sum or mean of sparse COO gradients: only rows that some rank has travel (`dsx_comm.sparse_allreduce`, which
-    has no asynchronous form). `out` is a sparse tensor too. `op`: `dsx_comm.ReduceOp.SUM` or `AVG`.
+    """The sum or mean of sparse COO gradients: only rows that some rank has travel (`dsx_comm.sparse_allreduce`), while
+    backward goes on. `out` is a sparse tensor too.
+
+    Args:
+        op: `dsx_comm.ReduceOp.SUM` or `AVG`.
+        group: the ranks; for these reductions alone, because their second message starts by itself.
     """
 
-    def __init__(self, op: Any) -> None:
-        self._op = op
+    def __init__(self, op: Any, group: Any) -> None:
+        self._op, self._group, self._lane = op, group, dsx_comm.StepLane()
 
     def result_dtype(self, source: torch.dtype, group: FlatGroup) -> torch.dtype:
         """See `ReduceTransport.result_dtype`."""
@@ -50,8 +54,8 @@ class RowsAllReduce(Stateless):
     def start(self, out: torch.Tensor, source: torch.Tensor, group: FlatGroup, label: str) -> Pending | None:
         """See `Transport.start`."""
         with dsx_comm.unit(label):
-            out.copy_(dsx_comm.sparse_allreduce(source, op=self._op, group=group.ranks.group))
-        return None
+            work = dsx_comm.sparse_allreduce(source, self._op, self._group, async_op=True, lane=self._lane)
+        return Then([work], lambda: out.copy_(work.result()))
 
 
 class ReduceScatter(Stateless):
