@@ -10,25 +10,11 @@ import time
 import pytest
 import torch
 from dsx_testkit import run_ranks
+from dsx_testkit.recomputation import bytes_after_forward, gradients_of_steps, losses_when_sharded, simulated_peak
 from dsx_zero import ZeroConfigError, ZeroModelError, checkpointing
 from dsx_zero.checkpointing.blocks import recomputed_modules
 from dsx_zero.checkpointing.plan import BlockCost, choose, peak_bytes
 from torch import nn
-
-
-def simulated_peak(costs, recomputed, outside):
-    """Forward and backward, event by event."""
-    alive, peak, kept = 0, 0, []
-    for cost in costs:
-        alive += cost.outside
-        kept.append(cost.inputs if cost.name in recomputed else cost.kept)
-        alive += kept[-1]
-        peak = max(peak, alive)
-    peak = max(peak, alive + outside)
-    for cost, own in reversed(list(zip(costs, kept))):
-        peak = max(peak, alive + cost.kept if cost.name in recomputed else alive)
-        alive -= own + cost.outside
-    return peak
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -42,15 +28,19 @@ def test_the_choice_is_the_best_of_all(seed):
         for n in range(7)
     ]
     outside = rng.choice((0, 30))
+
+    def peak(recomputed):
+        return simulated_peak(costs, ["inputs" if cost.name in recomputed else "all" for cost in costs], outside)
+
     everything = peak_bytes(costs, (), outside=outside)
     for budget in (everything // 4, everything // 2, everything * 3 // 4, everything):
         found = choose(costs, budget, outside=outside)
-        assert found.peak == simulated_peak(costs, found.recomputed, outside)
+        assert found.peak == peak(found.recomputed)
         possible = [
             sum(cost.seconds for cost in some)
             for count in range(len(costs) + 1)
             for some in itertools.combinations(costs, count)
-            if simulated_peak(costs, {cost.name for cost in some}, outside) <= budget
+            if peak({cost.name for cost in some}) <= budget
         ]
         assert found.fits == bool(possible)
         if possible:
@@ -93,39 +83,25 @@ class Model(nn.Module):
         return self.last(x).square().mean()
 
 
+SHAPE = (128, 32)
+"""Of an input."""
+
+
 def train(model, steps=3):
-    torch.manual_seed(1)
-    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.01), []
-    for step in range(steps):
-        loss = model(torch.randn(128, 32, generator=torch.Generator().manual_seed(step)))
-        loss.backward()
-        found += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*found, *(buffer.clone() for buffer in model.buffers())]
-
-
-def bytes_after_forward(model):
-    """Bytes that a forward pass leaves allocated, from the allocator's own events."""
-    x = torch.randn(128, 32)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        loss = model(x)
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    loss.backward()
-    return sum(event.nbytes() for event in events)
+    return gradients_of_steps(model, SHAPE, steps=steps)
 
 
 @pytest.mark.parametrize("fraction", [0.4, 0.5, 0.75, 1.0])
 def test_training_is_the_same_and_the_budget_holds(fraction):
     expected = train(Model())
-    everything = bytes_after_forward(Model())
+    everything = bytes_after_forward(Model(), torch.randn(SHAPE))
     model = Model()
     budget = checkpointing.apply_memory_budget(model, fraction)
     assert all(torch.equal(a, b) for a, b in zip(train(model), expected, strict=True))
     choice = budget.choice
     assert choice.fits and set(choice.recomputed) == set(recomputed_modules(model))
     assert choice.peak_of_all_kept == pytest.approx(everything, rel=0.02)
-    assert bytes_after_forward(model) <= choice.budget * 1.01 + 4096
+    assert bytes_after_forward(model, torch.randn(SHAPE)) <= choice.budget * 1.01 + 4096
     assert (choice.recomputed == ()) == (fraction == 1.0)
 
 
@@ -182,28 +158,16 @@ def test_mistakes_are_named():
 
 
 def on_ranks(rank, world, stage):
-    import dsx_zero
-
-    def losses(fraction):
-        model, optimizer = dsx_zero.shard(Model(), lambda p: torch.optim.SGD(p, lr=0.01), stage=stage)
-        budget = None if fraction is None else checkpointing.apply_memory_budget(model, fraction)
+    def with_budget(model):
+        budget = checkpointing.apply_memory_budget(model, 0.5)
         if rank == 1:  # a slow rank: its times differ
             model.blocks[0].register_forward_pre_hook(lambda *_: time.sleep(0.02))
-        torch.manual_seed(rank)
-        found = []
-        for step in range(3):
-            loss = model(torch.randn(128, 32, generator=torch.Generator().manual_seed(10 * step + rank)))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.detach())
-        optimizer.release()
-        return torch.stack(found), None if budget is None else budget.choice
+        return budget
 
-    expected, _ = losses(None)
-    got, choice = losses(0.5)
+    expected, _ = losses_when_sharded(Model(), stage, rank, SHAPE)
+    got, budget = losses_when_sharded(Model(), stage, rank, SHAPE, prepare=with_budget)
     assert torch.equal(got, expected), (got, expected)
-    return choice
+    return budget.choice
 
 
 @pytest.mark.parametrize("stage", [1, 3])

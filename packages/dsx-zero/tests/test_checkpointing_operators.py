@@ -8,6 +8,14 @@ import random
 import pytest
 import torch
 from dsx_testkit import run_ranks
+from dsx_testkit.recomputation import (
+    OperatorWatch,
+    bytes_after_forward,
+    gradients_of_steps,
+    is_product,
+    losses_when_sharded,
+    simulated_peak,
+)
 from dsx_zero import ZeroStateError, checkpointing
 from dsx_zero.checkpointing import measured
 from dsx_zero.checkpointing.blocks import recompute_modules, recomputed_modules
@@ -15,24 +23,6 @@ from dsx_zero.checkpointing.operators import keep_operators
 from dsx_zero.checkpointing.plan import BlockCost, Selective, choose, peak_bytes
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-
-
-def simulated_peak(costs, how, outside):
-    """Forward and backward, event by event. `how`: what is kept of each block."""
-    alive, peak, kept = 0, 0, []
-    for cost, what in zip(costs, how):
-        alive += cost.outside
-        own = {"all": cost.kept, "inputs": cost.inputs}.get(what)
-        kept.append(cost.inputs + cost.selective.kept if own is None else own)
-        alive += kept[-1]
-        peak = max(peak, alive)
-    peak = max(peak, alive + outside)
-    for cost, what, own in reversed(list(zip(costs, how, kept))):
-        again = {"all": 0, "inputs": cost.kept}.get(what)
-        peak = max(peak, alive + (cost.selective.alive - cost.selective.kept if again is None else again))
-        alive -= own + cost.outside
-    return peak
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -97,44 +87,19 @@ class Model(nn.Module):
         return self.last(x).square().mean()
 
 
+SHAPE = (4, 16, 32)
+"""Of an input."""
+
+
 def train(model, steps=3, twice=False):
-    torch.manual_seed(1)
-    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.01), []
-    for step in range(steps):
-        loss = model(torch.randn(4, 16, 32, generator=torch.Generator().manual_seed(step)))
-        if twice:
-            loss.backward(retain_graph=True)
-        loss.backward()
-        found += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*found, *(buffer.clone() for buffer in model.buffers())]
-
-
-class Products(TorchDispatchMode):
-    """Counts matrix products."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += "mm" in str(function) or "attention" in str(function)
-        return function(*args, **(kwargs or {}))
+    return gradients_of_steps(model, SHAPE, steps=steps, twice=twice)
 
 
 def products_of_a_step(model):
-    loss_input = torch.randn(4, 16, 32)
-    with Products() as products:
-        model(loss_input).backward()
-    return products.count
-
-
-def bytes_after_forward(model):
-    x = torch.randn(4, 16, 32)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        loss = model(x)
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    loss.backward()
-    return sum(event.nbytes() for event in events)
+    x, seen = torch.randn(SHAPE), []
+    with OperatorWatch(lambda function, _: seen.append(is_product(function))):
+        model(x).backward()
+    return sum(seen)
 
 
 @pytest.mark.parametrize("twice", [False, True])
@@ -155,33 +120,32 @@ def test_nothing_expensive_is_computed_again():
     recompute_modules(some_again, names, keeping_operators=names)
     counts = [products_of_a_step(model) for model in (plain, some_again, all_again)]
     assert counts[0] == counts[1] < counts[2]
-    held = [bytes_after_forward(model) for model in (plain, some_again, all_again)]
+    held = [bytes_after_forward(model, torch.randn(SHAPE)) for model in (plain, some_again, all_again)]
     assert held[0] > held[1] > held[2]
 
 
 @pytest.mark.parametrize("fraction", [0.4, 0.6, 0.8])
 def test_budgets_hold_and_training_is_the_same(fraction):
-    expected, everything = train(Model()), bytes_after_forward(Model())
+    expected, everything = train(Model()), bytes_after_forward(Model(), torch.randn(SHAPE))
     model, said = Model(), []
     budget = checkpointing.apply_memory_budget(model, fraction, announce=said.append)
     assert all(torch.equal(a, b) for a, b in zip(train(model), expected, strict=True))
     choice = budget.choice
     assert choice.fits and choice.peak_of_all_kept == pytest.approx(everything, rel=0.02)
-    assert bytes_after_forward(model) <= choice.budget * 1.01 + 4096
+    assert bytes_after_forward(model, torch.randn(SHAPE)) <= choice.budget * 1.01 + 4096
     assert "keep matrix products and attention" in said[0]
     other = checkpointing.apply_memory_budget(Model(), fraction)
     other.load_state_dict(budget.state_dict())
     assert other.choice == choice
 
 
-class Clock(TorchDispatchMode):
+class Clock:
     """Time passes with operators: much with a matrix product, hardly any with others."""
 
     now = 0.0
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.now += 1.0 if "mm" in str(function) or "attention" in str(function) else 0.001
-        return function(*args, **(kwargs or {}))
+    def tick(self, function, _):
+        self.now += 1.0 if is_product(function) else 0.001
 
     def perf_counter(self):
         return self.now
@@ -193,8 +157,8 @@ def test_a_budget_keeps_products_where_they_cost_all_of_the_time(monkeypatch):
         model, clock = Model(), Clock()
         monkeypatch.setattr(measured, "time", clock)
         budget = checkpointing.apply_memory_budget(model, 0.7, operators=operators)
-        with clock:
-            model(torch.randn(4, 16, 32)).backward()
+        with OperatorWatch(clock.tick):
+            model(torch.randn(SHAPE)).backward()
         chosen[operators] = budget.choice
         assert budget.choice.fits
     assert chosen[True].selected and chosen[True].seconds < 1.0 <= chosen[False].seconds
@@ -250,27 +214,12 @@ def test_context_fn_is_for_the_form_that_does_not_re_enter():
 
 
 def on_ranks(rank, world, stage):
-    import dsx_zero
-
-    def losses(fraction):
-        config = {"stage": stage, "stage3_param_persistence_threshold": 0}
-        model, optimizer = dsx_zero.shard(Model(), lambda p: torch.optim.SGD(p, lr=0.01), config=config)
-        budget = None if fraction is None else checkpointing.apply_memory_budget(model, fraction)
-        torch.manual_seed(rank)
-        found = []
-        for step in range(3):
-            loss = model(torch.randn(4, 16, 32, generator=torch.Generator().manual_seed(10 * step + rank)))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.detach())
-        optimizer.release()
-        return torch.stack(found), None if budget is None else budget.choice
-
-    expected, _ = losses(None)
-    got, choice = losses(0.6)
+    expected, _ = losses_when_sharded(Model(), stage, rank, SHAPE)
+    got, budget = losses_when_sharded(
+        Model(), stage, rank, SHAPE, prepare=lambda model: checkpointing.apply_memory_budget(model, 0.6)
+    )
     assert torch.equal(got, expected), (got, expected)
-    return choice
+    return budget.choice
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -280,24 +229,12 @@ def test_ranks_decide_alike_with_operators(stage):
 
 
 def kept_on_ranks(rank, world, stage):
-    import dsx_zero
-
-    found = []
-    for keeps in (False, True):
-        config = {"stage": stage, "stage3_param_persistence_threshold": 0}
-        model, optimizer = dsx_zero.shard(Model(), lambda p: torch.optim.SGD(p, lr=0.01), config=config)
-        names = [f"blocks.{n}" for n in range(4)]
-        if keeps:
-            recompute_modules(model, names, keeping_operators=names)
-        torch.manual_seed(rank)
-        for step in range(3):
-            loss = model(torch.randn(4, 16, 32, generator=torch.Generator().manual_seed(10 * step + rank)))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append(loss.detach())
-        optimizer.release()
-    assert torch.equal(*found)
+    names = [f"blocks.{n}" for n in range(4)]
+    expected, _ = losses_when_sharded(Model(), stage, rank, SHAPE)
+    got, _ = losses_when_sharded(
+        Model(), stage, rank, SHAPE, prepare=lambda model: recompute_modules(model, names, keeping_operators=names)
+    )
+    assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -320,7 +257,7 @@ def test_a_whole_model_that_is_compiled_after_the_decision_keeps_recomputing(how
         model.compile(backend="aot_eager")
     else:
         model.forward = torch.compile(model.forward, backend="aot_eager")
-    x, counted = torch.randn(4, 16, 32), []
+    x, counted = torch.randn(SHAPE), []
     for block in (model.blocks[0], model.blocks[3]):
         block.up.register_forward_hook(lambda *_: counted.append(1))
     called(x).backward()
