@@ -60,11 +60,11 @@ class Watch:
         return found
 
 
-def sharded() -> tuple[Exits, Exits, dsx_zero.ZeroOptimizer, torch.optim.Optimizer]:
+def sharded(**more: object) -> tuple[Exits, Exits, dsx_zero.ZeroOptimizer, torch.optim.Optimizer]:
     plain = Exits()
     reference = torch.optim.SGD(plain.parameters(), lr=0.1)
     model, optimizer = dsx_zero.shard(
-        copy.deepcopy(plain), lambda p: torch.optim.SGD(p, lr=0.1), stage=3, config=SETTINGS
+        copy.deepcopy(plain), lambda p: torch.optim.SGD(p, lr=0.1), stage=3, config={**SETTINGS, **more}
     )
     return model, plain, optimizer, reference
 
@@ -254,14 +254,7 @@ def test_evaluation_of_gathered_parameters(world):
 
 
 def leave_out(rank, world):
-    plain = Exits()
-    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
-    model, optimizer = dsx_zero.shard(
-        copy.deepcopy(plain),
-        lambda p: torch.optim.SGD(p, lr=0.1),
-        stage=3,
-        config={**SETTINGS, "stage3_prefetch_bucket_size": 0},
-    )
+    model, plain, optimizer, reference = sharded(stage3_prefetch_bucket_size=0)
     watch = Watch(model)
     for _ in range(3):
         train(model, plain, optimizer, reference)

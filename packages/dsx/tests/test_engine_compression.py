@@ -6,21 +6,13 @@ import dsx
 import pytest
 import torch
 from dsx.engine.errors import EngineArgumentError
-from dsx_compress import CompressionError, compression_report, compression_scheduler, init_compression
+from dsx_compress import CompressionError, compression_report, init_compression
 from dsx_compress.apply import techniques_of
 from dsx_compress.techniques import WeightQuantizer
 from dsx_testkit import run_ranks
+from dsx_testkit.compression import Block, base_config, batches, train_engine, train_plain
 from torch import nn
 from torch.nn import functional
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x):
-        return x + self.down(functional.gelu(self.up(x)))
 
 
 class Model(nn.Module):
@@ -64,56 +56,18 @@ def fresh():
     return Model()
 
 
-def batches(count, size, first=0):
-    for step in range(first, first + count):
-        generator = torch.Generator().manual_seed(step)
-        x = torch.randn(size, 4, generator=generator)
-        yield x, torch.tanh(x) * 2
-
-
-def config(stage=0, **more):
-    return {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}},
-        "zero_optimization": {"stage": stage},
-        "steps_per_print": None,
-        **more,
-    }
-
-
 def build(stage=0, **more):
     torch.manual_seed(0)
-    return dsx.initialize(model=fresh(), config=config(stage, **more))[0]
+    return dsx.initialize(model=fresh(), config=base_config(stage, **more))[0]
 
 
 def steps(engine, count, rank=0, world=1, first=0):
-    losses = []
-    for x, y in batches(count, 4 * world, first):
-        dtype = next(engine.module.parameters()).dtype
-        loss = engine(x[rank::world].to(dtype), y[rank::world])
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return train_engine(engine, ((x[rank::world], y[rank::world]) for x, y in batches(count, 4 * world, first)))
 
 
 def plain(count):
     """The same training without an engine."""
-    torch.manual_seed(0)
-    model = fresh()
-    model = init_compression(model, compression())
-    scheduler = compression_scheduler(model, compression())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
-    losses = []
-    for x, y in batches(count, 4):
-        loss = model(x, y)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        scheduler.step()
-        losses.append(loss.item())
-    return losses, model
+    return train_plain(fresh(), compression(), count, max_norm=1.0)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -179,30 +133,29 @@ def test_a_model_that_the_caller_prepared_is_taken_as_it_is():
     torch.manual_seed(0)
     model = init_compression(fresh(), compression())
     engine = dsx.initialize(
-        model=model, model_parameters=model.parameters(), config=config(compression_training=compression())
+        model=model, model_parameters=model.parameters(), config=base_config(compression_training=compression())
     )[0]
     assert steps(engine, 10) == pytest.approx(plain(10)[0], rel=1e-5)
     with pytest.raises(CompressionError, match="the model was prepared with"):
         only = {"sparse_pruning": compression()["sparse_pruning"]}
-        dsx.initialize(model=init_compression(fresh(), only), config=config(compression_training=compression()))
+        dsx.initialize(model=init_compression(fresh(), only), config=base_config(compression_training=compression()))
 
 
 def test_a_prepared_model_without_the_section_is_said(caplog):
     with caplog.at_level("WARNING", logger="dsx"):
-        dsx.initialize(model=init_compression(fresh(), compression()), config=config())
+        dsx.initialize(model=init_compression(fresh(), compression()), config=base_config())
     assert "advances no schedule" in caplog.text
 
 
 def test_learnable_scores_are_trained_whatever_the_caller_passes():
-    model = fresh()
-    for given in (list(model.parameters()), [{"params": list(model.parameters())}]):
-        model = copy.deepcopy(fresh())
-        given = (
-            list(model.parameters()) if isinstance(given[0], torch.Tensor) else [{"params": list(model.parameters())}]
+    for in_groups in (False, True):
+        model = fresh()
+        parameters = list(model.parameters())
+        engine, *_ = dsx.initialize(
+            model=model,
+            model_parameters=[{"params": parameters}] if in_groups else parameters,
+            config=base_config(compression_training=compression()),
         )
-        engine = dsx.initialize(model=model, model_parameters=given, config=config(compression_training=compression()))[
-            0
-        ]
         before = [p.detach().clone() for n, p in engine.module.named_parameters() if n.endswith("scores")]
         steps(engine, 7)
         after = [p for n, p in engine.module.named_parameters() if n.endswith("scores")]
@@ -212,7 +165,7 @@ def test_learnable_scores_are_trained_whatever_the_caller_passes():
         dsx.initialize(
             model=model,
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            config={**config(compression_training=compression()), "optimizer": None},
+            config={**base_config(compression_training=compression()), "optimizer": None},
         )
 
 

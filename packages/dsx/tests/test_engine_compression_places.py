@@ -10,19 +10,11 @@ import torch
 from dsx_compress import CompressionError, compression_scheduler, init_compression, redundancy_clean
 from dsx_compress.apply import techniques_of
 from dsx_testkit import run_ranks
+from dsx_testkit.compression import Block, base_config, batches, train_engine, train_plain
 from torch import nn
 from torch.nn import functional
 
 STEPS = 6
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x):
-        return x + self.down(functional.gelu(self.up(x)))
 
 
 def layers():
@@ -61,43 +53,17 @@ def compression():
     }  # fmt: skip
 
 
-def batches(count, size, first=0):
-    for step in range(first, first + count):
-        generator = torch.Generator().manual_seed(step)
-        x = torch.randn(size, 4, generator=generator)
-        yield x, torch.tanh(x) * 2
-
-
 def config(stage=0, **more):
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0, **more.pop("zero", {})}
-    return {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}},
-        "zero_optimization": zero,
-        "compression_training": compression(),
-        "gradient_clipping": 0.0,
-        "steps_per_print": None,
-        **more,
-    }
+    own = {"zero_optimization": zero, "compression_training": compression(), "gradient_clipping": 0.0}
+    return base_config(stage, **{**own, **more})
 
 
 def plain(count, model=None, section=None, size=4):
     """The training without an engine: the losses, and the model."""
-    model, section = Model() if model is None else model, section or compression()
+    model = Model() if model is None else model
     torch.manual_seed(1)
-    init_compression(model, section)
-    scheduler = compression_scheduler(model, section)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.0)
-    losses = []
-    for x, y in batches(count, size):
-        loss = model(x, y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        scheduler.step()
-        losses.append(loss.item())
-    return losses, model
+    return train_plain(model, section or compression(), count, size=size)
 
 
 def build(settings, model=None):
@@ -107,14 +73,8 @@ def build(settings, model=None):
 
 
 def steps(engine, count, rank=0, world=1, first=0):
-    losses = []
-    for x, y in batches(count, 4, first):
-        rows = slice(rank * 4 // world, (rank + 1) * 4 // world)
-        loss = engine(x[rows], y[rows])
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    rows = slice(rank * 4 // world, (rank + 1) * 4 // world)
+    return train_engine(engine, ((x[rows], y[rows]) for x, y in batches(count, 4, first)))
 
 
 def mean(found):
