@@ -7,7 +7,7 @@
 Modules, from data to doing:
 
     api.py, command.py        `compute_elastic_config` and its errors by DeepSpeed's names; `dsx elastic`
-    ranges.py, memory.py      which bytes of which files; snapshots in the memory of a node
+    memory.py                 snapshots in the memory of a node
     peers.py                  snapshots over several nodes, of which any one may be lost
     membership.py             which ranks take part in a round
     notes.py                  what ranks and their agent tell each other

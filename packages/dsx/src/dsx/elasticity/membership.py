@@ -21,6 +21,7 @@ from typing import Any
 
 from ..utils.logging import enable_console, logger
 from .api import ElasticityConfigError, ElasticityIncompatibleWorldSize, resolve, settings_of
+from .notes import JOINED, tell_agent
 
 __all__ = ["Membership", "announce_end", "join"]
 
@@ -87,6 +88,8 @@ def join(config: Any) -> Membership:
             )  # fmt: skip
         os.environ["WORLD_SIZE"] = str(world)
     os.environ[_STANDBY_VARIABLE] = str(there - world)
+    if os.environ.get("LOCAL_RANK") == "0":
+        tell_agent(JOINED, f"{time.time()}")
     return Membership(rank, world, there - world, batch.batch)
 
 

@@ -31,8 +31,8 @@ import psutil
 from ..checkpoint.errors import CheckpointError
 from ..checkpoint.files import opened, write_all
 from ..checkpoint.format import INDEX_NAME
+from ..checkpoint.spans import Spans
 from ..utils.logging import logger
-from .ranges import Ranges, intersection, minus, union
 
 __all__ = ["NODE_VARIABLE", "NodeMemory", "Part", "node_name", "step_of", "write_ranges"]
 
@@ -65,12 +65,12 @@ class Part:
     """
 
     name: str
-    places: tuple[tuple[Path, Ranges], ...]
+    places: tuple[tuple[Path, Spans], ...]
 
     @property
-    def held(self) -> Ranges:
+    def held(self) -> Spans:
         """Which bytes are there."""
-        return union(held for _, held in self.places)
+        return Spans.of(item for _, held in self.places for item in held)
 
     @property
     def folder(self) -> Path:
@@ -79,12 +79,12 @@ class Part:
 
     def read(self, file: str, start: int, stop: int) -> bytearray:
         """Bytes of a file. Raises `CheckpointError` unless all of them are held."""
-        data, missing = bytearray(stop - start), {file: [(start, stop)]}
+        data, missing = bytearray(stop - start), Spans.of([(file, start, stop)])
         for folder, held in self.places:
-            for first, behind in intersection(missing, held).get(file, ()):
+            for _, first, behind in missing & held:
                 with opened(folder / file, os.O_RDONLY) as fd:
                     data[first - start : behind - start] = os.pread(fd, behind - first, first)
-            missing = minus(missing, held)
+            missing = missing - held
         if missing or len(data) != stop - start:
             raise CheckpointError(f"{self.folder}: bytes {start} to {stop} of {file} are not on this node")
         return data
@@ -125,7 +125,7 @@ class NodeMemory:
 
     def parts(self) -> list[Part]:
         """Parts of all snapshots that this node can read, its own first where it has one."""
-        found: dict[str, list[tuple[Path, Ranges]]] = {}
+        found: dict[str, list[tuple[Path, Spans]]] = {}
         for folder in self._readable():
             for path in sorted(folder.iterdir()) if folder.is_dir() else ():
                 if step_of(path.name) is not None and (path / INDEX_NAME).is_file() and (held := _held(path)):
@@ -155,9 +155,9 @@ class NodeMemory:
                 write_all(fd, memoryview(header), 0)
         return folder
 
-    def finish(self, folder: Path, name: str, index: str, held: Ranges) -> Path:
+    def finish(self, folder: Path, name: str, index: str, held: Spans) -> Path:
         """Give a folder its name: from here on it is a part of a snapshot."""
-        (folder / HELD_NAME).write_text(json.dumps(held))
+        (folder / HELD_NAME).write_text(json.dumps(held.by_file))
         (folder / INDEX_NAME).write_text(index)
         folder.rename(self.path / name)
         return self.path / name
@@ -195,13 +195,14 @@ def _key_of(disk: Path) -> str:
     return hashlib.sha256(path.read_text().encode()).hexdigest()[:16]
 
 
-def _held(folder: Path) -> Ranges:
+def _held(folder: Path) -> Spans:
     """Which bytes a part has; none where it does not say so."""
     try:
-        return union([json.loads((folder / HELD_NAME).read_text())])
+        told = json.loads((folder / HELD_NAME).read_text())
+        return Spans.of((file, int(start), int(stop)) for file, ranges in told.items() for start, stop in ranges)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         logger.debug("%s: no readable %s: %s", folder, HELD_NAME, error)
-        return {}
+        return Spans()
 
 
 def write_ranges(folder: Path, pieces: Iterable[tuple[str, int, memoryview]]) -> None:

@@ -1,4 +1,5 @@
-"""What the ranks of a host and their agent tell each other: small files in a folder that the agent makes and removes.
+"""What the ranks of a host and their agent tell each other: small files in a folder that the agent makes and removes,
+and variables.
 
 The agent of `dsx launch --elastic_training` names the folder in the environment; under torchrun there is none. Both
 sides do without a note that is not there.
@@ -6,9 +7,19 @@ sides do without a note that is not there.
 
 from __future__ import annotations
 
-__all__ = ["AGENT_VARIABLE", "MEMORY", "MIN_TIME", "PROGRESS", "RESTARTING"]
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = [
+    "AGENT_VARIABLE", "BUILT", "JOINED", "LOADED", "MEMORY", "MIN_TIME", "PROGRESS", "RESTARTING", "UPDATED",
+    "late_variables", "read_note", "tell_agent",
+]  # fmt: skip
 
 AGENT_VARIABLE = "DSX_ELASTIC_AGENT"
+LOADED_VARIABLE = "DSX_LOADED_WITH"
+"""From the launcher, to ranks that are forked from its stand-by process: the variables that torch has read."""
 RESTARTING = "restarting"
 """From the agent: it only starts its ranks anew, so that a snapshot in memory is enough. Its being there counts."""
 PROGRESS = "progress"
@@ -17,3 +28,39 @@ MIN_TIME = "min_time"
 """From the ranks: seconds between two changes of the number of hosts."""
 MEMORY = "memory"
 """From the ranks: the folder of this host's snapshots."""
+JOINED, BUILT, LOADED, UPDATED = "joined", "built", "loaded", "updated"
+"""From the ranks: seconds since the epoch at which `join`, `dsx.initialize`, the load and the first update were over; a
+detail may follow behind a space.
+"""
+
+
+def tell_agent(name: str, text: str) -> None:
+    """Leave a note for the agent, if there is one. One rank of a host speaks for it."""
+    folder = os.environ.get(AGENT_VARIABLE)
+    if not folder:
+        return
+    path = Path(folder) / name
+    with suppress(OSError):  # an agent that cannot be told counts restarts and waits less well, no more
+        path.with_suffix(".part").write_text(text)
+        path.with_suffix(".part").replace(path)  # the agent never reads half a note
+
+
+def read_note(folder: Path | None, name: str) -> str:
+    """What the ranks have said; empty where they have not."""
+    if folder is None:
+        return ""
+    try:
+        return (folder / name).read_text()
+    except OSError:
+        return ""
+
+
+def late_variables() -> list[str]:
+    """Variables that the program has changed too late: torch reads them while it is imported, and the launcher's
+    stand-by process had imported it before the program began.
+    """
+    loaded = json.loads(os.environ.get(LOADED_VARIABLE, "null"))
+    if loaded is None:
+        return []
+    now = {name: value for name, value in os.environ.items() if name.startswith(tuple(loaded["read"]))}
+    return sorted(name for name in {*now, *loaded["values"]} if now.get(name) != loaded["values"].get(name))

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from ..checkpoint.errors import CheckpointError
 from ..checkpoint.files import opened, read_text
 from ..checkpoint.format import DTYPES, INDEX_NAME, WEIGHT_MAP_NAME, Index
 from ..checkpoint.loading import OneDisk
+from ..checkpoint.nodes.topology import Nodes
 from ..checkpoint.parsing import parse_index
 from ..checkpoint.plan import WritePlan
 from ..checkpoint.ranks import GroupRanks
@@ -38,44 +39,11 @@ from ..checkpoint.ranks import Ranks as Processes
 from ..checkpoint.reading import Reader
 from ..checkpoint.regions import raw_bytes
 from ..checkpoint.snapshot import persistent_buffers
+from ..checkpoint.spans import Range, Spans, spans_of_region
 from ..checkpoint.writing import PlannedSave, Written, build_index, write_pieces
 from .memory import NodeMemory, Part, step_of, write_ranges
-from .ranges import Ranges, intersection, minus, total, union
 
-__all__ = ["NodeFolders", "Nodes", "PeerSave", "Snapshot", "fetch", "find_snapshots"]
-
-
-@dataclass(frozen=True)
-class Nodes:
-    """Which rank stands on which node. `names`: of the node of each rank."""
-
-    names: tuple[str, ...]
-
-    @property
-    def order(self) -> list[str]:
-        """The nodes, in the order of their first ranks."""
-        return list(dict.fromkeys(self.names))
-
-    def members(self, node: str) -> list[int]:
-        """The ranks on a node."""
-        return [rank for rank, name in enumerate(self.names) if name == node]
-
-    def leads(self, rank: int) -> bool:
-        """Whether a rank is the first of its node."""
-        return self.members(self.names[rank])[0] == rank
-
-    def after(self, node: str) -> list[str]:
-        """The other nodes, beginning with the next one."""
-        place = self.order.index(node)
-        return [*self.order[place + 1 :], *self.order[:place]]
-
-    def keeper_of(self, rank: int) -> int | None:
-        """The rank that keeps a copy of what `rank` writes; None on a single node."""
-        others = self.after(self.names[rank])
-        if not others:
-            return None
-        members, place = self.members(others[0]), self.members(self.names[rank]).index(rank)
-        return members[place % len(members)]
+__all__ = ["NodeFolders", "PeerSave", "Snapshot", "fetch", "find_snapshots"]
 
 
 # - Saving
@@ -108,18 +76,18 @@ class PeerSave(PlannedSave):
         memory, plan, name, rank = self.memory, self.plan, self.name, ranks.rank
         leads = self.nodes.leads(rank)
         made = ranks.together("making a snapshot in memory", lambda: str(self._make()) if leads else "")
-        folder = Path(made[self.nodes.members(self.nodes.names[rank])[0]])
+        folder = Path(made[self.nodes.ranks_of(self.nodes.of_rank[rank])[0]])
         try:
             told = ranks.together(
                 f"writing {name} to memory",
                 lambda: (write_pieces(plan, self.pieces, plan.writes(rank), folder), self.state if rank == 0 else None),
             )
             written = [mine for mine, _ in told]
-            owned = [owned_ranges(plan, mine, number) for number, mine in enumerate(written)]
+            owned = [owned_spans(plan, mine, number) for number, mine in enumerate(written)]
             self._copy_to_next_node(ranks, folder, owned)
             # Every node has the same index, so that its parts know each other.
             index = build_index(plan, written, told[0][1], latest=True).to_json() if leads else ""
-            kept = union(owned[number] for number in range(len(owned)) if self._is_here(number, rank))
+            kept = Spans.of(item for number, spans in enumerate(owned) if self._is_here(number, rank) for item in spans)
             ranks.all_or_none(f"committing {name}", lambda: memory.finish(folder, name, index, kept) if leads else None)
         except BaseException:
             if leads:
@@ -137,10 +105,10 @@ class PeerSave(PlannedSave):
 
     def _is_here(self, writer: int, rank: int) -> bool:
         """Whether what `writer` wrote is on the node of `rank`, as its own or as a copy."""
-        here, keeper = self.nodes.names[rank], self.nodes.keeper_of(writer)
-        return self.nodes.names[writer] == here or (keeper is not None and self.nodes.names[keeper] == here)
+        node, keeper = self.nodes.of_rank, self.nodes.keeper_of(writer)
+        return node[writer] == node[rank] or (keeper is not None and node[keeper] == node[rank])
 
-    def _copy_to_next_node(self, ranks: Processes, folder: Path, owned: Sequence[Ranges]) -> None:
+    def _copy_to_next_node(self, ranks: Processes, folder: Path, owned: Sequence[Spans]) -> None:
         """File by file, so that no more than one file's share of a rank is held twice."""
         if self.nodes.keeper_of(ranks.rank) is None:
             return
@@ -148,28 +116,22 @@ class PeerSave(PlannedSave):
         for file in self.plan.files:
             moves = [
                 Move(writer, keeper, file.name, start, stop)
-                for writer, ranges in enumerate(owned)
-                for start, stop in ranges.get(file.name, ())
+                for writer, spans in enumerate(owned)
+                for start, stop in spans.by_file.get(file.name, ())
                 if (keeper := self.nodes.keeper_of(writer)) is not None
             ]
             exchange(ranks, moves, me, folder)
 
 
-def owned_ranges(plan: WritePlan, written: Written, rank: int) -> Ranges:
+def owned_spans(plan: WritePlan, written: Written, rank: int) -> Spans:
     """The bytes that a rank has written."""
-    found: dict[str, list[tuple[int, int]]] = {}
-    for (family, name), regions in written.items():
-        placed = plan.placed[family][name]
-        for region, _ in regions:
-            if plan.writers[family][name][region] == rank:
-                found.setdefault(placed.file, []).extend(_bytes_of(placed, region))
-    return union([found])
-
-
-def _bytes_of(placed: Any, region: Region) -> Iterator[tuple[int, int]]:
-    for run in region.runs(placed.spec.shape):
-        start = placed.offset + run.at * placed.spec.itemsize
-        yield start, start + run.numel * placed.spec.itemsize
+    return Spans.of(
+        item
+        for (family, name), regions in written.items()
+        for region, _ in regions
+        if plan.writers[family][name][region] == rank
+        for item in spans_of_region(plan.placed[family][name], region)
+    )
 
 
 # - Moving bytes
@@ -234,11 +196,11 @@ class Snapshot:
 
     Attributes:
         name: see `Part`.
-        held: node -> what it holds.
+        held: number of a node -> what it holds.
     """
 
     name: str
-    held: Mapping[str, Ranges]
+    held: Mapping[int, Spans]
 
     @property
     def step(self) -> int:
@@ -250,24 +212,28 @@ def find_snapshots(ranks: Processes, memory: NodeMemory | None, nodes: Nodes) ->
     """The whole snapshots that all nodes together hold, the newest first. Collective."""
     leads = memory is not None and nodes.leads(ranks.rank)
 
-    def look() -> list[tuple[str, Ranges, Ranges]]:
+    def look() -> list[tuple[str, Spans, Spans]]:
         parts = memory.parts() if memory is not None and leads else []
         return [(part.name, part.held, _bodies(part)) for part in parts]
 
-    holders: dict[str, dict[str, Ranges]] = {}
-    needed: dict[str, Ranges] = {}
+    holders: dict[str, dict[int, Spans]] = {}
+    needed: dict[str, Spans] = {}
     for rank, parts in enumerate(ranks.together("looking for snapshots in memory", look)):
         for name, held, bodies in parts:
-            holders.setdefault(name, {})[nodes.names[rank]] = held
+            holders.setdefault(name, {})[nodes.of_rank[rank]] = held
             needed[name] = bodies
-    found = [Snapshot(name, held) for name, held in holders.items() if not minus(needed[name], union(held.values()))]
+    found = [Snapshot(name, held) for name, held in holders.items() if not needed[name] - _together(held.values())]
     return sorted(found, key=lambda snapshot: (snapshot.step, snapshot.name), reverse=True)
 
 
-def _bodies(part: Part) -> Ranges:
+def _together(sets: Iterable[Spans]) -> Spans:
+    return Spans.of(item for spans in sets for item in spans)
+
+
+def _bodies(part: Part) -> Spans:
     """The bytes of all tensors of a snapshot: its files without their headers."""
     index = parse_index(read_text(part.folder / INDEX_NAME), str(part.folder))
-    return union([{name: [(file.header_bytes, file.nbytes)] for name, file in index.files.items()}])
+    return Spans.of((name, file.header_bytes, file.nbytes) for name, file in index.files.items())
 
 
 def fetch(
@@ -281,11 +247,10 @@ def fetch(
     Raises:
         CheckpointError: the same on all ranks.
     """
-    here, leads = nodes.names[ranks.rank], nodes.leads(ranks.rank)
+    here, leads = nodes.of_rank[ranks.rank], nodes.leads(ranks.rank)
     name = snapshot.name
     part = next((part for part in memory.parts() if part.name == name), None)
-    first = next(node for node in nodes.order if node in snapshot.held)
-    teller = nodes.members(first)[0]
+    teller = nodes.ranks_of(min(snapshot.held))[0]
     mine = ranks.rank == teller
     texts = ranks.together("reading the index of a snapshot", lambda: _texts(part) if part and mine else None)
     index_text, headers = texts[teller] or ("", {})
@@ -294,25 +259,25 @@ def fetch(
     def prepare() -> None:
         if leads and not (memory.path / name).exists():
             files = {file: (entry.nbytes, headers[file]) for file, entry in index.files.items()}
-            memory.finish(memory.make(name, files), name, index_text, {})
+            memory.finish(memory.make(name, files), name, index_text, Spans())
 
     ranks.all_or_none("making room for a snapshot", prepare)
-    own: Ranges = {}
+    own = Spans()
     for folder, held in part.places if part is not None else ():
         own = held if folder.parent == memory.path else own
     wanted = ranks.all_or_none(
         "listing what to read", lambda: _wanted(memory.path / name, index, ranks, module, optimizer, places)
     )
-    missing: list[Ranges] = ranks.gather(minus(wanted, own))
+    missing: list[Spans] = ranks.gather(wanted - own)
     moves = [
         Move(source, target, file, start, stop)
-        for target, ranges in enumerate(missing)
-        for source, file, start, stop in _servers(ranges, target, snapshot, nodes)
+        for target, spans in enumerate(missing)
+        for source, file, start, stop in _servers(spans, target, snapshot, nodes)
     ]
-    source = part or Part(name, ((memory.path / name, {}),))
+    source = part or Part(name, ((memory.path / name, Spans()),))
     for file in index.files:
         exchange(ranks, [move for move in moves if move.file == file], source, memory.path / name)
-    came = sum(move.nbytes for move in moves if move.target == ranks.rank and nodes.names[move.source] != here)
+    came = sum(move.nbytes for move in moves if move.target == ranks.rank and nodes.of_rank[move.source] != here)
     return memory.path / name, came
 
 
@@ -326,17 +291,17 @@ def _texts(part: Part) -> tuple[str, dict[str, bytes]]:
     return text, headers
 
 
-def _servers(missing: Ranges, target: int, snapshot: Snapshot, nodes: Nodes) -> Iterator[tuple[int, str, int, int]]:
+def _servers(missing: Spans, target: int, snapshot: Snapshot, nodes: Nodes) -> Iterator[tuple[int, str, int, int]]:
     """Who sends what to a rank that misses `missing`: (rank, file, first byte, behind the last)."""
-    here = nodes.names[target]
+    here = nodes.of_rank[target]
     for node in (here, *nodes.after(here)):  # its own node may hold it in the folder of an agent that has died
-        found = intersection(missing, snapshot.held.get(node, {}))
-        members = nodes.members(node)
+        found = missing & snapshot.held.get(node, Spans())
+        members = nodes.ranks_of(node)
         source = members[target % len(members)]
-        yield from ((source, file, start, stop) for file, ranges in found.items() for start, stop in ranges)
-        missing = minus(missing, found)
+        yield from ((source, *item) for item in found)
+        missing = missing - found
     if missing:
-        raise CheckpointError(f"snapshot {snapshot.name}: {total(missing)} bytes are on no node")
+        raise CheckpointError(f"snapshot {snapshot.name}: {missing.nbytes} bytes are on no node")
 
 
 @dataclass(frozen=True)
@@ -361,15 +326,15 @@ class _Recorder(Reader):
 
     def __init__(self, folder: Path, index: Index, places: Any) -> None:
         super().__init__(folder, index, verify=False, places=places)
-        self.noted: list[Ranges] = []
+        self.noted: list[Range] = []
 
     def _read_region(self, key: tuple[str, str], region: Region) -> torch.Tensor:
         placed = self.index.tensors[key[0]][key[1]].placed
-        self.noted.append({placed.file: list(_bytes_of(placed, region))})
+        self.noted += spans_of_region(placed, region)
         return torch.zeros(region.numel, dtype=getattr(torch, DTYPES[placed.spec.dtype][0]))
 
 
-def _wanted(folder: Path, index: Index, ranks: Processes, module: Any, optimizer: Any, places: Any) -> Ranges:
+def _wanted(folder: Path, index: Index, ranks: Processes, module: Any, optimizer: Any, places: Any) -> Spans:
     """The bytes that this rank will read of a checkpoint: what `prepare_load` asks a reader for."""
     reader = _Recorder(folder, index, places)
     decode(index.state, reader.client)
@@ -379,4 +344,4 @@ def _wanted(folder: Path, index: Index, ranks: Processes, module: Any, optimizer
         if reader.has(name):
             reader.buffer(name, tuple(buffer.shape))
     optimizer.read_slices(reader)
-    return union(reader.noted)
+    return Spans.of(reader.noted)

@@ -18,8 +18,8 @@ from __future__ import annotations
 import os
 import random
 import sys
+import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,13 +28,25 @@ import torch
 from ..utils.logging import logger
 from .api import ElasticityConfigError, ElasticityIncompatibleWorldSize
 from .membership import announce_end
-from .notes import AGENT_VARIABLE, MEMORY, MIN_TIME, PROGRESS, RESTARTING
+from .notes import (
+    AGENT_VARIABLE,
+    BUILT,
+    LOADED,
+    MEMORY,
+    MIN_TIME,
+    PROGRESS,
+    RESTARTING,
+    UPDATED,
+    late_variables,
+    tell_agent,
+)
 from .stragglers import StragglerJudge
 
 if TYPE_CHECKING:
+    from ..checkpoint.nodes.topology import Nodes
     from ..engine import Engine
     from .memory import NodeMemory
-    from .peers import Nodes, Snapshot
+    from .peers import Snapshot
 
 __all__ = ["ElasticRun", "resume"]
 
@@ -77,6 +89,12 @@ def resume(
         )
     if not grace_s > 0:
         raise ElasticityConfigError(f"elasticity.resume(grace_s=...): got {grace_s!r}, expected seconds above 0")
+    late = late_variables()
+    if late:
+        logger.warning(
+            "elasticity: the program has changed %s, which torch reads when it is imported; the launcher had imported"
+            " it before. Set them for dsx launch, or pass --no_stand_by", ", ".join(late),
+        )  # fmt: skip
     run = ElasticRun(engine, Path(folder), snapshot_every, save_every, client_state)
     run._begin(memory, signals, grace_s)
     return run
@@ -130,22 +148,25 @@ class ElasticRun:
         self._watch: Any = None
         self._judge = StragglerJudge.of(engine)
         self._in_memory = -1  # the update of the newest snapshot
+        self._is_first = True
 
     # - Beginning
 
     def _begin(self, memory: bool | str | os.PathLike[str], signals: Sequence[str], grace_s: float) -> None:
         from ..checkpoint.behind import WriteBehind
+        from ..checkpoint.nodes.topology import Nodes
         from ..checkpoint.ranks import ranks_of_own
         from ..engine.checkpoints import job_store
         from ..engine.preemption import PreemptionWatch
         from .memory import node_name
-        from .peers import Nodes
 
         engine = self._engine
-        self._nodes: Nodes = Nodes(tuple(self._ranks.gather(node_name())))
+        self._nodes: Nodes = Nodes.labelled(self._ranks.gather(node_name()))
+        self._tell_agent(BUILT, f"{time.time()}")
         engine.register_for_checkpointing(self._facts, name="elasticity")
         self._open(memory)
         self._load()
+        self._tell_agent(LOADED, f"{time.time()} {self.source}".rstrip())
         self._check_batch()
         self._tell_agent(MIN_TIME, str(60 * engine._parts.config.elasticity.min_time))
         if self._memory is not None:
@@ -160,11 +181,11 @@ class ElasticRun:
 
     def _open(self, memory: bool | str | os.PathLike[str]) -> None:
         from ..checkpoint.errors import CheckpointError
-        from .memory import NodeMemory
+        from .memory import NodeMemory, node_name
 
         if memory is False:
             return
-        place, node = (None if memory is True else memory), self._nodes.names[self._ranks.rank]
+        place, node = (None if memory is True else memory), node_name()
         try:
             self._memory = self._ranks.all_or_none(
                 "opening the memory of the node", lambda: NodeMemory.open(self._folder, node, place)
@@ -246,6 +267,9 @@ class ElasticRun:
     def after_update(self) -> None:
         """Keep what is due. Called by the engine behind each update."""
         step = self._engine.global_steps
+        if self._is_first:
+            self._is_first = False
+            self._tell_agent(UPDATED, f"{time.time()} {step}")
         if step % self._snapshot_every == 0:
             self._snapshot()
         if self._save_every is not None and step % self._save_every == 0:
@@ -305,10 +329,8 @@ class ElasticRun:
         return folder is not None and (Path(folder) / RESTARTING).exists()
 
     def _tell_agent(self, name: str, text: str) -> None:
-        folder = os.environ.get(AGENT_VARIABLE)
-        if folder and self._nodes.leads(self._ranks.rank):
-            with suppress(OSError):  # an agent that cannot be told counts restarts and waits less well, no more
-                (Path(folder) / name).write_text(text)
+        if self._nodes.leads(self._ranks.rank):
+            tell_agent(name, text)
 
     def close(self) -> None:
         """End with the engine: wait for what is being written, let waiting ranks end, and free the memory unless it

@@ -270,8 +270,7 @@ def planned_transfers(nodes: Nodes, wishes: Sequence[Spans], have: Sequence[Span
     found: list[Transfer] = []
     for node in range(nodes.count):
         missing = Spans.of(item for rank in nodes.ranks_of(node) for item in wishes[rank]) - have[node]
-        for distance in range(1, nodes.count):  # the copy of what a node has saved lies on the next one
-            source = (node + distance) % nodes.count
+        for source in nodes.after(node):  # the copy of what a node has saved lies on the next one
             taken = missing & have[source]
             found += transfers_between(nodes, source, node, taken)
             missing = missing - taken

@@ -1,4 +1,4 @@
-"""Which ranks share a disk."""
+"""Which ranks share a disk, or the memory of a machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Nodes"]
 
 @dataclass(frozen=True)
 class Nodes:
-    """Which ranks share a disk.
+    """Which ranks share a disk, or the memory of a machine.
 
     Attributes:
         of_rank: the node of each rank; nodes are numbered by their lowest ranks.
@@ -35,7 +35,7 @@ class Nodes:
 
     @staticmethod
     def labelled(labels: Sequence[str]) -> Nodes:
-        """Ranks of one label share a disk."""
+        """Ranks of one label are on one node."""
         numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
         return Nodes(tuple(numbers[label] for label in labels))
 
@@ -51,6 +51,18 @@ class Nodes:
     def leads(self, rank: int) -> bool:
         """Whether this is the lowest rank of its node, which makes folders and files there."""
         return self.of_rank.index(self.of_rank[rank]) == rank
+
+    def after(self, node: int) -> list[int]:
+        """The other nodes, beginning with the next one."""
+        return [(node + distance) % self.count for distance in range(1, self.count)]
+
+    def keeper_of(self, rank: int) -> int | None:
+        """The rank of the next node that keeps a copy of what `rank` writes; None on a single node."""
+        node = self.of_rank[rank]
+        if self.count == 1:
+            return None
+        members, place = self.ranks_of(self.after(node)[0]), self.ranks_of(node).index(rank)
+        return members[place % len(members)]
 
     def check_folders(self, call: str, paths: Sequence[str]) -> None:
         """Raise `CheckpointArgumentError` unless the ranks of each node name one folder."""
