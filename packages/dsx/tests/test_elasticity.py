@@ -157,6 +157,15 @@ def test_an_engine_takes_its_batch_from_the_section():
     assert engine.gradient_accumulation_steps() == 12
 
 
+def test_a_stream_that_cannot_be_shared_out_anew_is_named(caplog):
+    section = {"enabled": True, "max_train_batch_size": 8, "micro_batch_sizes": [2]}
+    document = {"elasticity": section, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    for stream, named in ((iter([1, 2]), True), (dsx.data.SharedStream([1, 2]), False), ([1, 2], False)):
+        caplog.clear()
+        dsx.initialize(model=torch.nn.Linear(2, 1), config=document, training_data=stream)
+        assert ("wrap it in dsx.data.SharedStream" in caplog.text) is named
+
+
 def test_batch_sizes_by_hand_beside_it_are_refused_or_ignored():
     section = {"enabled": True, "max_train_batch_size": 48, "micro_batch_sizes": [2, 4]}
     document = {"elasticity": section, "train_batch_size": 32}

@@ -171,7 +171,7 @@ def loader_rule(config: Config, data: ModuleType) -> LoaderRule:
     section = config.data_efficiency
     sampling = section.data_sampling
     if not (section.enabled and sampling.enabled):
-        return _whole_updates(config)
+        return _whole_updates(config, data)
 
     def rule(dataset: Any, options: LoaderOptions) -> LoaderOptions:
         options = dataclasses.replace(
@@ -192,16 +192,25 @@ def loader_rule(config: Config, data: ModuleType) -> LoaderRule:
     return rule
 
 
-def _whole_updates(config: Config) -> LoaderRule:
+def _whole_updates(config: Config, data: ModuleType) -> LoaderRule:
     """With elasticity, epochs consist of complete updates, so that each update has the same samples with any number of
     ranks.
     """
 
     def rule(dataset: Any, options: LoaderOptions) -> LoaderOptions:
+        if not config.elasticity.enabled or options.sampler is not None or options.budget is not None:
+            return options
         ordered = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and len(dataset) > 0
+        if not (ordered or isinstance(dataset, data.SharedStream)):
+            if options.rank == 0:
+                logger.warning(
+                    "elasticity: the samples of %s cannot be shared out anew: it goes on at the same number of ranks"
+                    " only, and the last update of its epochs is smaller; wrap it in dsx.data.SharedStream",
+                    type(dataset).__name__,
+                )
+            return options
         fits = config.batch.train % (options.micro_batch_size * options.world_size) == 0
-        whole = config.elasticity.enabled and ordered and fits and options.sampler is None and options.budget is None
-        return dataclasses.replace(options, global_batch=config.batch.train) if whole else options
+        return dataclasses.replace(options, global_batch=config.batch.train) if fits else options
 
     return rule
 

@@ -6,6 +6,10 @@ samples of each global batch are those of the stream in order, whatever the numb
 in the stream is one number. The price: every reader produces, or skips, every sample. Where the dataset has a method
 `skip(n)`, as those of Hugging Face `datasets` have, a resumed run skips with it. A dataset that shares itself out among
 worker processes is read as if there were none; one that shares itself out among ranks must not be wrapped.
+
+With a number of samples per update (`StreamShare.global_batch`) an epoch ends with a whole update, as in `continuous`:
+what is left over of its stream opens the first update of the next epoch. Nobody knows beforehand where a stream ends,
+and worker processes read ahead; so each micro-batch tells where its samples end (`Placed`).
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -24,7 +28,7 @@ from ..randomness import generator
 from .order import rank_share
 from .seeding import Draw, kept_random_states, seed_generators
 
-__all__ = ["SharedStream", "StreamReader", "StreamShare"]
+__all__ = ["Placed", "PlacedCollate", "SharedStream", "StreamReader", "StreamShare"]
 
 
 class SharedStream:
@@ -79,35 +83,125 @@ class SharedStream:
 
 @dataclass(frozen=True)
 class StreamShare:
-    """Which part of each global micro-batch of a stream a rank takes."""
+    """Which part of each global micro-batch of a stream a rank takes.
+
+    Attributes:
+        global_batch: samples of all ranks in one update, a multiple of a global micro-batch; None: an epoch ends with
+            its stream, in a smaller micro-batch or none (`drop_last`).
+    """
 
     rank: int
     world_size: int
     micro_batch_size: int
     drop_last: bool
+    global_batch: int | None = None
+
+
+class Placed(NamedTuple):
+    """A sample, or a batch of them, and where its global micro-batch ends.
+
+    Attributes:
+        what: the sample or the batch.
+        epoch, position: of the next sample behind the global micro-batch.
+    """
+
+    what: Any
+    epoch: int
+    position: int
+
+
+class PlacedCollate:
+    """Puts a batch of `Placed` samples together; the batch has the place of its samples."""
+
+    def __init__(self, collate: Any) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: list[Placed]) -> Placed:
+        """Put a batch together."""
+        return Placed(self._collate([one.what for one in samples]), samples[0].epoch, samples[0].position)
 
 
 class StreamReader(IterableDataset):
     """One rank's samples of a `SharedStream`; of a worker process, those of its micro-batches."""
 
     def __init__(self, stream: SharedStream, share: StreamShare, *, seeded: bool = True) -> None:
-        self.stream, self.share, self._is_seeded = stream, share, seeded
+        self.stream, self.share, self.is_seeded = stream, share, seeded
         self.seed = self.epoch = self.position = 0
 
     def __iter__(self) -> Iterator[Any]:
         share, worker = self.share, get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        source = self.stream.read(seed=self.seed, epoch=self.epoch, position=self.position, seeded=self._is_seeded)
-        size = share.micro_batch_size * share.world_size
-        index = 0
-        while group := _read_as_one(source, size):
-            # torch asks its workers in turn, so worker k of K makes micro-batches k, k + K, ... An incomplete group is
-            # the last one: ranks take equally many of it, or none with drop_last.
-            if index % workers == number and (len(group) == size or not share.drop_last):
-                mine = rank_share(group, rank=share.rank, world_size=share.world_size, drop_last=share.drop_last)
-                place = (self.seed, self.epoch, self.position + index * size, share.rank)
-                yield from (Draw(sample, place) for sample in mine) if self._is_seeded else mine
-            index += 1
+        whole = share.global_batch is not None
+        for index, (group, begin, end) in enumerate(self._whole_updates() if whole else self._of_one_epoch()):
+            # torch asks its workers in turn, so worker k of K makes micro-batches k, k + K, ...
+            if index % workers != number:
+                continue
+            mine = rank_share(group, rank=share.rank, world_size=share.world_size, drop_last=share.drop_last)
+            drawn = (Draw(sample, (self.seed, *begin, share.rank)) for sample in mine) if self.is_seeded else mine
+            yield from (Placed(one, *end) for one in drawn) if whole else drawn
+
+    def _of_one_epoch(self) -> Iterator[Group]:
+        """The global micro-batches of this epoch. An incomplete one is the last: ranks take equally many of it, or none
+        with drop_last.
+        """
+        source, size = _Chain(self), self.share.micro_batch_size * self.share.world_size
+        for first in itertools.count(self.position, size):
+            group = source.take(size)
+            if not group or (len(group) < size and self.share.drop_last):
+                return
+            yield group, (self.epoch, first), (self.epoch, first + size)
+
+    def _whole_updates(self) -> Iterator[Group]:
+        """Global micro-batches up to the first whole update that ends at or behind the end of this epoch's stream."""
+        source, size = _Chain(self), self.share.micro_batch_size * self.share.world_size
+        per_update = (self.share.global_batch or size) // size
+        while source.epoch == self.epoch:
+            for number in range(per_update):
+                begin = source.place
+                group = source.take(size)
+                if not group and not number:
+                    return  # the epoch has ended with an update
+                while len(group) < size:
+                    source.go_on()
+                    group += source.take(size - len(group))
+                yield group, begin, source.place
+
+
+Group = tuple[list[Any], tuple[int, int], tuple[int, int]]
+"""The samples of a global micro-batch, and epoch and position of the first one and behind the last one."""
+
+
+class _Chain:
+    """The streams of a reader's epochs, one behind the other, from the reader's place on."""
+
+    def __init__(self, reader: StreamReader) -> None:
+        self._reader = reader
+        self._open(reader.epoch, reader.position)
+
+    def _open(self, epoch: int, position: int) -> None:
+        reader = self._reader
+        self.epoch, self.position = epoch, position
+        self._source = reader.stream.read(seed=reader.seed, epoch=epoch, position=position, seeded=reader.is_seeded)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Epoch and position of the next sample."""
+        return self.epoch, self.position
+
+    def take(self, count: int) -> list[Any]:
+        """The next samples of this epoch; fewer at its end."""
+        samples = _read_as_one(self._source, count)
+        self.position += len(samples)
+        return samples
+
+    def go_on(self) -> None:
+        """Begin the next epoch. Raises `DataArgumentError` where the epoch that ends had nothing from its start on."""
+        if not self.position:
+            raise DataArgumentError(
+                f"SharedStream: got no sample in epoch {self.epoch}, expected at least one: what is left over of an"
+                " epoch waits for the next one's; make the dataset iterable more than once"
+            )
+        self._open(self.epoch + 1, 0)
 
 
 def _read_as_one(source: Iterator[Any], count: int) -> list[Any]:

@@ -29,6 +29,7 @@ __all__ = [
     "SharedStreamTrack",
     "StreamTrack",
     "Track",
+    "WholeStreamTrack",
 ]
 
 logger = logging.getLogger("dsx_data")
@@ -353,6 +354,42 @@ class SharedStreamTrack(_Epochs):
         self.set_epoch(int(state["epoch"]))
         self._reader.position = self._used = int(state["position"])
         self.empty_means_next = self._used > 0
+
+
+class WholeStreamTrack(SharedStreamTrack):
+    """Over a `SharedStream` in whole updates: where the next sample is was told with each micro-batch."""
+
+    def __init__(self, reader: StreamReader, seed: int) -> None:
+        super().__init__(reader, seed)
+        self._next = (0, 0)  # epoch and position
+
+    def placed(self, epoch: int, position: int) -> None:
+        """Where the micro-batch that is handed out now ends."""
+        self._next = (epoch, position)
+
+    def _restart(self) -> None:
+        super()._restart()
+        self._next = (self.epoch, 0)
+
+    def advance(self) -> None:
+        self.size = BatchSize(self._stride)
+
+    def finish(self) -> None:
+        """The next loop goes on where the last update ended: at the end of the epoch, or in a later one."""
+        self._go_to(*(self._next if self._next[0] > self.epoch else (self.epoch + 1, 0)))
+
+    def _go_to(self, epoch: int, position: int) -> None:
+        self.set_epoch(epoch)
+        self._reader.position, self._next = position, (epoch, position)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seed": self._reader.seed, "epoch": self._next[0], "position": self._next[1]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        expect_position(state)
+        self._reader.seed = int(state["seed"])
+        self._go_to(int(state["epoch"]), int(state["position"]))
+        self.empty_means_next = self._reader.position > 0
 
 
 class StreamTrack(_Epochs):

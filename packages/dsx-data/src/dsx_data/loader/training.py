@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
 from ..batching.plan import TokenBudget
 from ..curriculum import CurriculumSampler
@@ -22,7 +22,7 @@ from ..randomness import generator
 from .continuous import ContinuousSampler, ContinuousTrack
 from .order import ShardedSampler
 from .seeding import NumberedDraws, SeededCollate, SeededSamples
-from .stream import SharedStream, StreamReader, StreamShare
+from .stream import Placed, PlacedCollate, SharedStream, StreamReader, StreamShare
 from .tracks import (
     BatchSize,
     CurriculumTrack,
@@ -32,6 +32,7 @@ from .tracks import (
     SharedStreamTrack,
     StreamTrack,
     Track,
+    WholeStreamTrack,
 )
 
 __all__ = ["LoaderOptions", "RepeatingLoader", "TrainingLoader"]
@@ -60,7 +61,7 @@ class LoaderOptions:
         global_batch: samples of all ranks in one update. An epoch then ends with a whole update, and what is left over
             of its samples opens the next epoch (see `continuous`), so that each update has the same samples at any
             number of ranks. None: the last batches of an epoch are smaller, or dropped. For map-style datasets in the
-            loader's own order.
+            loader's own order, and a `SharedStream`.
     """
 
     micro_batch_size: int
@@ -102,6 +103,8 @@ class TrainingLoader:
         arguments = {"collate_fn": options.collate_fn, **self._arrange()}
         if options.seed_samples:
             arguments.update(self._seeded(arguments))
+        if isinstance(self._track, WholeStreamTrack):
+            arguments["collate_fn"] = PlacedCollate(arguments["collate_fn"] or default_collate)
         self._loader = DataLoader(
             num_workers=options.num_workers,
             prefetch_factor=options.prefetch,
@@ -124,9 +127,14 @@ class TrainingLoader:
                 " expected a dataset with __len__ and __getitem__"
             )
         if isinstance(dataset, SharedStream):
-            share = StreamShare(**place, micro_batch_size=options.micro_batch_size, drop_last=options.drop_last)
+            whole = options.global_batch
+            if whole is not None:
+                _check_global_batch(whole, options.micro_batch_size * options.world_size)
+            share = StreamShare(
+                **place, micro_batch_size=options.micro_batch_size, drop_last=options.drop_last, global_batch=whole
+            )
             reader = StreamReader(dataset, share, seeded=options.seed_samples)
-            self._track = SharedStreamTrack(reader, options.seed)
+            self._track = (SharedStreamTrack if whole is None else WholeStreamTrack)(reader, options.seed)
             return {"dataset": reader, **batches}
         if isinstance(dataset, IterableDataset):
             if options.world_size > 1 and options.rank == 0:
@@ -148,7 +156,9 @@ class TrainingLoader:
             self._track = foreign = ForeignTrack(options.sampler, options.micro_batch_size, **place, seed=options.seed)
             return {"dataset": dataset, "sampler": foreign, **batches}
         elif options.global_batch is not None:
-            _check_global_batch(options.global_batch, options.micro_batch_size * options.world_size, len(dataset))
+            _check_global_batch(options.global_batch, options.micro_batch_size * options.world_size)
+            if not len(dataset):
+                raise DataArgumentError("global_batch: got a dataset without samples, expected at least one")
             self.sampler = ContinuousSampler(
                 len(dataset), **place, micro_batch_size=options.micro_batch_size, global_batch=options.global_batch,
                 shuffle=options.shuffle, seed=options.seed,
@@ -212,7 +222,8 @@ class TrainingLoader:
         track.begin()
         self._seeds.manual_seed(generator(self.options.seed, track.epoch, self.options.rank).initial_seed())
         handed_out = 0
-        for batch in self._read():
+        for read in self._read():
+            batch = self._without_place(read)
             # Before the yield: a checkpoint written in the loop body counts this batch as used.
             track.advance()
             handed_out += 1
@@ -230,6 +241,14 @@ class TrainingLoader:
             if next(batches, None) is None:
                 return
         yield from batches
+
+    def _without_place(self, read: Any) -> Any:
+        """The batch; where it ends is told to the track that needs it."""
+        if not isinstance(self._track, WholeStreamTrack):
+            return read
+        placed: Placed = read
+        self._track.placed(placed.epoch, placed.position)
+        return placed.what
 
     def state_dict(self) -> dict[str, Any]:
         """Seed, epoch and position in global samples; no trace of ranks."""
@@ -297,13 +316,11 @@ def _check_options(options: LoaderOptions) -> None:
         raise DataArgumentError(f"prefetch: got {options.prefetch} without workers; set num_workers to 1 or more")
 
 
-def _check_global_batch(size: int, together: int, samples: int) -> None:
+def _check_global_batch(size: int, together: int) -> None:
     if size <= 0 or size % together:
         raise DataArgumentError(
             f"global_batch: got {size}, expected a multiple of {together}, which is a micro-batch of all ranks"
         )
-    if not samples:
-        raise DataArgumentError("global_batch: got a dataset without samples, expected at least one")
 
 
 def _readable(dataset: Any) -> Any:
