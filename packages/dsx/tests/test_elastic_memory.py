@@ -15,7 +15,7 @@ import dsx_sparse_attn  # noqa: F401
 import dsx_zero  # noqa: F401
 import pytest
 import torch
-from dsx_testkit import run_ranks
+from dsx_testkit import RankError, run_ranks
 
 BATCH = 24
 CONFIG = {
@@ -34,14 +34,22 @@ class Numbers(torch.utils.data.Dataset):
         return torch.sin(torch.arange(3.0) * index), index
 
 
-def build(stage=2, seed=0, dropout=0.0, **changes):
+class NumberStream:
+    """The same samples, of which nobody knows the number."""
+
+    def __iter__(self):
+        return (Numbers()[index] for index in range(100))
+
+
+def build(stage=2, seed=0, dropout=0.0, stream=False, **changes):
     import dsx
 
+    data = dsx.data.SharedStream(NumberStream()) if stream else Numbers()
     torch.manual_seed(seed)
     layers = [torch.nn.Linear(3, 7), torch.nn.Tanh(), torch.nn.Dropout(dropout), torch.nn.Linear(7, 1)]
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     config = {**CONFIG, "zero_optimization": zero, **changes}
-    return dsx.initialize(model=torch.nn.Sequential(*layers), training_data=Numbers(), config=config)[0]
+    return dsx.initialize(model=torch.nn.Sequential(*layers), training_data=data, config=config)[0]
 
 
 def train(engine, updates):
@@ -65,11 +73,11 @@ def on_node(name):
     os.environ["DSX_ELASTIC_NODE"] = f"node{name}"
 
 
-def work(rank, world, folder, memory, updates, stage=2, nodes="012345", save_every=None):
+def work(rank, world, folder, memory, updates, stage=2, nodes="012345", save_every=None, stream=False):
     from dsx import elasticity
 
     on_node(nodes[rank])
-    engine = build(stage)
+    engine = build(stage, stream=stream)
     run = elasticity.resume(engine, folder, snapshot_every=2, memory=memory, save_every=save_every)
     seen = train(engine, updates)
     engine._companions[0]._behind.wait()  # else what is kept when this process ends would depend on its speed
@@ -95,6 +103,21 @@ def merged(per_rank):
 @pytest.fixture(scope="module")
 def expected():
     return merged(run_ranks(uninterrupted, 1, 16))
+
+
+@pytest.fixture(scope="module")
+def four_updates(tmp_path_factory):
+    """The folders on disk and in memory that two ranks have left after four updates; three of them are on disk."""
+    folder = tmp_path_factory.mktemp("four")
+    run_ranks(work, 2, str(folder / "disk"), str(folder / "memory"), 4, 2, "01", 3)
+    return folder
+
+
+@pytest.fixture
+def saved(four_updates, tmp_path):
+    """A copy of them: disk, memory."""
+    shutil.copytree(four_updates, tmp_path / "saved")
+    return tmp_path / "saved" / "disk", tmp_path / "saved" / "memory"
 
 
 def assert_equal(got, expected, updates):
@@ -145,6 +168,15 @@ def test_ranks_that_share_a_node_read_what_the_others_of_it_wrote(tmp_path, expe
     assert_equal(merged(one[3] for one in second), expected, range(4, 7))
 
 
+def test_a_stream_goes_on_in_whole_updates_at_another_number_of_ranks(tmp_path):
+    disk, memory = str(tmp_path / "disk"), str(tmp_path / "memory")
+    run_ranks(work, 2, disk, memory, 3, 2, "01", None, True)
+    seen = merged(one[3] for one in run_ranks(work, 3, disk, memory, 4, 2, "012", None, True))
+    assert sorted(seen) == [2, 3, 4, 5]
+    for step, pairs in seen.items():  # update 4 has the last samples of the first epoch, and the first of the second
+        assert [number for number, _ in pairs] == sorted((BATCH * step + place) % 100 for place in range(BATCH))
+
+
 @pytest.mark.slow
 def test_where_two_neighbours_are_lost_an_older_state_on_disk_is_taken(tmp_path, expected):
     disk, memory = tmp_path / "disk", tmp_path / "memory"
@@ -174,13 +206,46 @@ def damage(memory):
         path.write_bytes(data)
 
 
-def test_damaged_snapshots_are_named_and_passed_over(tmp_path, expected):
-    disk, memory = tmp_path / "disk", tmp_path / "memory"
-    run_ranks(work, 2, str(disk), str(memory), 4, 2, "01", 3)
+def test_damaged_snapshots_are_named_and_passed_over(saved, expected):
+    disk, memory = saved
     damage(memory)
     second = run_ranks(work, 2, str(disk), str(memory), 2)
     assert {one[0] for one in second} == {"disk"}
     assert_equal(merged(one[3] for one in second), expected, range(3, 5))
+
+
+def killed_in_a_snapshot(rank, world, folder, memory, where):
+    from dsx import elasticity
+    from dsx.elasticity import peers
+    from dsx.elasticity.memory import NodeMemory
+
+    on_node(rank)
+    engine = build()
+    elasticity.resume(engine, folder, snapshot_every=2, memory=memory)
+    train(engine, 3)
+    engine._companions[0]._behind.wait()
+
+    def die(*args):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == 1:
+        if where == "writing":
+            peers.write_pieces = die
+        else:
+            NodeMemory.finish = die
+    train(engine, 5)
+
+
+@pytest.mark.parametrize("where", ["writing", pytest.param("committing", marks=pytest.mark.slow)])
+def test_ranks_that_leave_in_the_middle_of_a_snapshot_leave_a_whole_one(tmp_path, expected, where):
+    disk, memory = tmp_path / "disk", tmp_path / "memory"
+    with pytest.raises(RankError, match="rank 1"):
+        run_ranks(killed_in_a_snapshot, 2, str(disk), str(memory), where)
+    again = run_ranks(work, 3, str(disk), str(memory), 3)
+    assert {one[0] for one in again} == {"memory"}
+    (began,) = {one[2] - 3 for one in again}
+    assert began == 2 or (where == "committing" and began == 4)  # node 0 may have all bytes of the new one by then
+    assert_equal(merged(one[3] for one in again), expected, range(began, began + 3))
 
 
 def without_room(rank, world, folder):
@@ -212,14 +277,17 @@ def ended(rank, world, folder, memory, save):
 
     on_node(rank)
     engine = build()
-    elasticity.resume(engine, folder, snapshot_every=2, memory=memory)
+    run = elasticity.resume(engine, folder, snapshot_every=2, memory=memory)
+    began = engine.global_steps
     train(engine, 4)
     if save:
         engine.save_checkpoint(folder)
     engine.destroy()
+    return run.source, began
 
 
-@pytest.mark.parametrize("save", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("save", [True, False])
 def test_memory_is_freed_where_nothing_is_lost_by_that(tmp_path, save):
     memory = tmp_path / "memory"
     run_ranks(ended, 2, str(tmp_path / "disk"), str(memory), save)
@@ -248,14 +316,15 @@ def asked_to_end(rank, world, folder, memory, which, restarting):
 
 
 @pytest.mark.parametrize("restarting", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_ranks_that_are_asked_to_end_lose_nothing(tmp_path, restarting):
+def test_ranks_that_are_asked_to_end_lose_nothing_and_free_their_memory_at_the_end(tmp_path, restarting):
     disk, memory = tmp_path / "disk", tmp_path / "memory"
     (code, steps), other = run_ranks(asked_to_end, 2, str(disk), str(memory), 1, restarting)
     assert code == 75 and other == (code, steps) and steps > 0
     assert (disk / "latest").exists() is not restarting
-    second = run_ranks(work, 3, str(disk), str(memory), 1)
-    assert {one[0] for one in second} == {"memory" if restarting else "disk"}
-    assert {one[2] for one in second} == {steps + 1}
+    assert list(memory.glob("*/*"))
+    second = run_ranks(ended, 3, str(disk), str(memory), True)
+    assert set(second) == {("memory" if restarting else "disk", steps)}
+    assert not list(memory.glob("*/*"))
 
 
 def other_batch(rank, world, folder, memory):
@@ -270,9 +339,8 @@ def other_batch(rank, world, folder, memory):
     return None
 
 
-def test_another_global_batch_is_named(tmp_path):
-    disk, memory = tmp_path / "disk", tmp_path / "memory"
-    run_ranks(work, 2, str(disk), str(memory), 2)
+def test_another_global_batch_is_named(saved):
+    disk, memory = saved
     for text in run_ranks(other_batch, 2, str(disk), str(memory)):
         assert "got a batch of 12 samples on 2 ranks; expected 24" in text and "elasticity.join" in text
 

@@ -5,7 +5,9 @@ when it is killed, as a machine's would be.
 """
 
 import json
+import os
 import random
+import re
 import shutil
 import socket
 import subprocess
@@ -65,19 +67,19 @@ engine.destroy()
 class Cluster:
     """Nodes on this machine, and what their ranks have written."""
 
-    def __init__(self, folder, updates, pause, most=4, launch=("-m", "dsx.launcher", "--elastic_training")):
-        self.folder, self.nodes, self._launch = folder, [], launch
+    def __init__(self, folder, updates, pause, most=4, script=SCRIPT):
+        self.folder, self.nodes = folder, []
         self._script = folder / "train.py"
-        self._script.write_text(textwrap.dedent(SCRIPT))
+        self._script.write_text(textwrap.dedent(script))
         self._arguments = [str(self._script), str(folder), str(updates), str(pause)]
         self._most = most
         self._store, self._port = None, 0
 
-    def add(self):
+    def add(self, **variables):
         """Start a node."""
         return self._start(
             "--no_ssh", "--num_procs", "1", "--min_elastic_nodes", "1", "--max_elastic_nodes", str(self._most),
-            "--master_addr", "127.0.0.1", "--master_port", str(self._meet()),
+            "--master_addr", "127.0.0.1", "--master_port", str(self._meet()), **variables,
         )  # fmt: skip
 
     def add_alone(self, ranks):
@@ -92,10 +94,11 @@ class Cluster:
             self._port = int(self._store.stdout.readline().split()[-1])
         return self._port
 
-    def _start(self, *options):
+    def _start(self, *options, **variables):
         log = open(self.folder / f"log.{len(list(self.folder.glob('log.*')))}", "w")  # noqa: SIM115
-        command = [sys.executable, *self._launch, *options, *self._arguments]
-        node = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        command = [sys.executable, "-m", "dsx.launcher", "--elastic_training", *options, *self._arguments]
+        env = {**os.environ, **variables}
+        node = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=env)
         self.nodes.append(node)
         return node
 
@@ -109,8 +112,13 @@ class Cluster:
 
     def kill_rank(self, node):
         """A rank is killed, its machine stays."""
-        ranks = [child for child in psutil.Process(node.pid).children() if str(self._script) in child.cmdline()]
-        ranks[-1].kill()
+
+        def ranks():  # those that train: other children have loaded torch only, or do so
+            children = psutil.Process(node.pid).children()
+            return [child for child in children if (self.folder / f"seen.{child.pid}").exists()]
+
+        self.until("the node has no rank", ranks)
+        ranks()[-1].kill()
 
     def ask_to_leave(self, node):
         """A machine is taken away after a word."""
@@ -228,6 +236,68 @@ def test_a_rank_is_killed_and_all_go_on_from_memory(cluster):
     assert job.finish() == [0], job.logs()
     check(job, 8)
     assert [records[0]["source"] for records in job.records() if records] == ["", "", "memory", "memory"]
+    assert re.search(r"localhost: update \d+ is done .* stopping .*, loading from memory .*, first update", job.logs())
+
+
+SLOW = """
+import json, os, pathlib, sys, time
+import torch, dsx
+from dsx import elasticity
+
+out = sys.argv[-3]
+CONFIG = {
+    "elasticity": {"enabled": True, "max_train_batch_size": 8, "micro_batch_sizes": [4], "version": 0.1,
+                   "replace_stragglers": 2},
+    "straggler": {"enabled": True, "every": 3},
+    "jsonl": {"enabled": True, "output_path": out, "job_name": "run"},
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+}
+
+class Slow(torch.nn.Linear):
+    def forward(self, x):
+        time.sleep(float(os.environ.get("SLOW", "0")))
+        return super().forward(x)
+
+elasticity.join(CONFIG)
+model = Slow(4, 1)
+data = [(torch.ones(4), torch.ones(1))] * 64
+engine, _, loader, _ = dsx.initialize(model=model, training_data=data, config=CONFIG)
+run = elasticity.resume(engine, f"{out}/ckpt", memory=f"{out}/memory")
+world, began = dsx.comm.get_world_size(), engine.global_steps
+before = [json.loads(path.read_text())["world"] for path in pathlib.Path(out).glob("seen.*")]
+last = began + 3 if world == 1 and 2 in before else 10**9  # the other node has come and has left
+with open(f"{out}/seen.{os.getpid()}", "w") as seen:
+    seen.write(json.dumps(dict(began=began, world=world)))
+while engine.global_steps < last:
+    for x, y in loader:
+        engine.backward((engine(x) - y).square().mean())
+        engine.step()
+        time.sleep(0.01)
+        if engine.global_steps >= last:
+            break
+engine.save_checkpoint(f"{out}/ckpt")
+engine.destroy()
+"""
+
+
+def test_a_slow_node_is_named_in_log_file_and_monitor_and_leaves_the_job(cluster):
+    job = cluster(0, 0, script=SLOW)
+    first = job.add()
+    job.until("the first node did not begin", job.records)
+    second = job.add(SLOW="0.2")
+    assert job.finish() == [0, 75], job.logs()
+    logs = [(job.folder / f"log.{number}").read_text() for number in range(2)]
+    (slow, fast) = (0, 1) if "its node leaves the job" in logs[0] else (1, 0)
+    assert (first, second)[slow].returncode == 75
+    named = re.search(r"rank (\d) holds the others up in forward", "".join(logs))
+    assert named and f"rank {named[1]} holds the others up in forward" in logs[slow]
+    assert "2 times in a row: its node leaves the job" in logs[slow] and "leaves the job" not in logs[fast]
+    lines = [json.loads(line) for line in (job.folder / "run" / "stragglers.jsonl").read_text().splitlines()]
+    assert any(f"rank {named[1]} holds the others up in forward" in text for line in lines for text in line["found"])
+    events = "".join(path.read_text() for path in (job.folder / "run").rglob("*") if path.is_file())
+    assert "Train/Stragglers/rank" in events and "Train/Stragglers/excess_ms_forward" in events
+    worlds = [records[0]["world"] for records in job.records() if records]
+    assert worlds[-1] == 1 and 2 in worlds, "the other one goes on alone"
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..utils.logging import logger
+from ..utils.logging import enable_console, logger
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -81,6 +81,7 @@ class StragglerJudge:
             return
         self._times = 0
         reason = self._may_leave()
+        enable_console()  # rank 0 has one; this rank speaks for itself
         if reason:
             logger.warning("elasticity: %s; its node stays, because %s", worst, reason)
             return

@@ -7,11 +7,13 @@ agents end their ranks and a new round begins. The ranks go on from their newest
 Added here: the times (torch's would take a minute to get over the loss of a host); a failure is counted only where no
 new snapshot was made since the one before, so that a long run is not ended by its hundredth loss, but a program that
 cannot run is; ranks that were asked to end and have saved (`RESUME_EXIT_CODE`) have not failed; what the ranks and
-their agent tell each other (`dsx.elasticity.notes`); a host that is asked to leave does so at once.
+their agent tell each other (`dsx.elasticity.notes`); a host that is asked to leave does so at once; ranks are forked
+from a process that has torch loaded (`stand_by.py`); the log says where the time from a loss to the next update went.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -36,10 +38,13 @@ from .host import (
     remove_leftovers,
     worker_spec,
 )
+from .logs import import_torch_quietly
 from .processes import adopt_orphans, kill_descendants
+from .stand_by import RankSource, stand_by_for
 
 if TYPE_CHECKING:
-    from .elastic_agent import ElasticHostAgent, ElasticRendezvous
+    from .elastic_agent import ElasticHostAgent
+    from .elastic_rendezvous import ElasticRendezvous
 
 log = logging.getLogger("dsx.launcher")
 
@@ -55,15 +60,17 @@ def run_elastic_host(job: HostJob, elastic: Elastic) -> int:
     check_log_dir(job.log_dir)
     adopt_orphans()
     remove_leftovers()
-    with job_folder() as folder:
-        return _run(job, elastic, folder)
+    with job_folder() as folder, contextlib.closing(stand_by_for(job, elastic.stand_by)) as ranks:
+        import_torch_quietly()  # while the stand-by process does the same
+        return _run(job, elastic, folder, ranks)
 
 
-def _run(job: HostJob, elastic: Elastic, folder: Path) -> int:
+def _run(job: HostJob, elastic: Elastic, folder: Path, ranks: RankSource) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException  # lazy import: torch takes seconds
     from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 
-    from .elastic_agent import ElasticHostAgent, meet
+    from .elastic_agent import ElasticHostAgent
+    from .elastic_rendezvous import meet
 
     quiet_elastic()
     failure_dir, notes = folder / "failures", folder / "notes"
@@ -71,7 +78,7 @@ def _run(job: HostJob, elastic: Elastic, folder: Path) -> int:
     notes.mkdir()
     rendezvous = meet(job, elastic, notes)
     spec = worker_spec(job, rendezvous, restarts=elastic.restarts)
-    agent = ElasticHostAgent(spec, job, log_dir=folder / "elastic", failure_dir=failure_dir, notes=notes)
+    agent = ElasticHostAgent(spec, job, log_dir=folder / "elastic", failure_dir=failure_dir, notes=notes, ranks=ranks)
     os.environ[WORKER_SPEC_VARIABLE] = json.dumps(rank_settings(job, failure_dir))
     os.environ.update(agent.variables(elastic.min_nodes))
     stopped_by: int | None = None

@@ -19,18 +19,20 @@ class Elastic:
     Attributes:
         min_nodes, max_nodes: bounds of the number of hosts.
         restarts: failures in a row, without a snapshot in between, after which the job is given up.
+        stand_by: fork ranks from a process that has torch loaded.
     """
 
     min_nodes: int
     max_nodes: int
     restarts: int
+    stand_by: bool = True
 
     def to_text(self) -> str:
         """For the command line of `dsx.launcher.node`."""
-        return f"{self.min_nodes}:{self.max_nodes}:{self.restarts}"
+        return f"{self.min_nodes}:{self.max_nodes}:{self.restarts}:{int(self.stand_by)}"
 
     @staticmethod
     def from_text(text: str) -> Elastic:
         """From `to_text`."""
-        low, high, restarts = map(int, text.split(":"))
-        return Elastic(low, high, restarts)
+        low, high, restarts, stand_by = map(int, text.split(":"))
+        return Elastic(low, high, restarts, bool(stand_by))

@@ -40,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--log_level", default="info")
     parser.add_argument("--kind", default="script")
     parser.add_argument("--watch_stdin", action="store_true")
-    parser.add_argument("--elastic", default="", metavar="MIN:MAX:RESTARTS")
+    parser.add_argument("--elastic", default="", metavar="MIN:MAX:RESTARTS:STAND_BY")
     add_program(parser)
     return parser
 
@@ -94,13 +94,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     configure_logging(args.log_level)
     if args.watch_stdin:
         follow_stdin()
-    import_torch_quietly()
     try:
         job = job_from(args, os.environ)
         if args.elastic:
             from .elastic import run_elastic_host
 
             return run_elastic_host(job, Elastic.from_text(args.elastic))
+        import_torch_quietly()
         return run_host(job)
     except (LaunchError, ResourceError) as error:
         sys.stderr.write(f"dsx launch: {os.uname().nodename}: {error}\n")

@@ -1,0 +1,149 @@
+"""The rendezvous of an elastic job: torch's, with the rules that `elastic.py` names, and a shorter last call.
+
+torch closes a round some seconds after its least number of hosts is there, because others may be on their way. Where
+all hosts of the round before are back, and no host waits, nobody is on the way: the round begins at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousTimeout,
+    _Action,
+    _RendezvousContext,
+    _RendezvousExitOp,
+    _RendezvousJoinOp,
+    _RendezvousOpExecutor,
+)
+
+from ..elasticity.notes import MIN_TIME, read_note
+from .elastic_settings import CLOSE_S, JOIN_S, KEEP_ALIVE_S, KEEP_ALIVE_TIMES, LAST_CALL_S, Elastic
+from .errors import LaunchError
+from .host import HostJob
+
+__all__ = ["ElasticRendezvous", "meet"]
+
+log = logging.getLogger("dsx.launcher")
+
+_UNSHARED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+Operation = Callable[[_RendezvousContext, float], _Action]
+
+
+class _WithoutLastCall(_RendezvousOpExecutor):
+    """Runs torch's operations; a host that joins a round closes it as soon as `known` are all there.
+
+    Args:
+        executor: torch's.
+    """
+
+    def __init__(self, executor: _RendezvousOpExecutor) -> None:
+        self._executor = executor
+        self.known: frozenset[Any] = frozenset()
+        """The hosts of the round before; empty: torch's last call decides."""
+
+    def run(
+        self,
+        state_handler: Operation,
+        deadline: float,
+        update_deadline: Callable[[timedelta], float] | None = None,
+    ) -> None:
+        """See torch."""
+        joins = isinstance(state_handler, _RendezvousJoinOp)
+        operation = self._joining(state_handler) if joins and self.known else state_handler
+        self._executor.run(operation, deadline, update_deadline)
+
+    def _joining(self, join: Operation) -> Operation:
+        def run(context: _RendezvousContext, deadline: float) -> _Action:
+            action, state = join(context, deadline), context.state
+            waits = action in (_Action.SYNC, _Action.KEEP_ALIVE) and not state.complete
+            enough = len(state.participants) >= context.settings.min_nodes
+            all_back = self.known <= set(state.participants) and not state.wait_list
+            return _Action.MARK_RENDEZVOUS_COMPLETE if waits and enough and all_back else action
+
+        return run
+
+
+class ElasticRendezvous(DynamicRendezvousHandler):
+    """torch's rendezvous, with a least time between two changes and a way to leave."""
+
+    notes: Path | None = None
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._op_executor = self._rounds = _WithoutLastCall(self._op_executor)
+
+    def num_nodes_waiting(self) -> int:
+        """How many hosts wait for a new round; none before `elasticity.min_time` is over."""
+        waiting = super().num_nodes_waiting()
+        return waiting if time.monotonic() - self._began >= self._least_time() else 0
+
+    def next_rendezvous(self) -> Any:
+        """See torch."""
+        found = super().next_rendezvous()
+        self._began = time.monotonic()
+        self._rounds.known = frozenset(self._state_holder.state.participants)
+        return found
+
+    _began = 0.0
+
+    def _least_time(self) -> float:
+        text = read_note(self.notes, MIN_TIME)
+        return float(text) if text else 0.0
+
+    def leave(self) -> None:
+        """Take this host out of the round, so that the others need not find out by its silence."""
+        self._stop_heartbeats()
+        try:
+            self._op_executor.run(_RendezvousExitOp(), self._get_deadline(timedelta(seconds=CLOSE_S)))
+        except RendezvousError as error:
+            log.debug("the rendezvous does not answer: %s", error)
+
+
+def meet(job: HostJob, elastic: Elastic, notes: Path) -> ElasticRendezvous:
+    """This host's way into the rounds of a job. Raises `LaunchError` where the store does not answer."""
+    # Without it torch gives later rounds a store in which the addresses of earlier ones lie.
+    os.environ[_UNSHARED] = "1"
+    parameters = RendezvousParameters(
+        backend="c10d", endpoint=f"{job.master_addr}:{job.master_port}", run_id=job.run_id,
+        min_nodes=elastic.min_nodes, max_nodes=elastic.max_nodes, **_host_of(job),
+    )  # fmt: skip
+    try:
+        backend, store = create_backend(parameters)
+    except RendezvousError as error:
+        raise LaunchError(
+            f"host {job.host} cannot reach the rendezvous at {job.master_addr}:{job.master_port}: "
+            f"{error.__cause__ or error}; check --master_addr, --master_port and the firewall"
+        ) from error
+    timeouts = RendezvousTimeout(timedelta(seconds=JOIN_S), timedelta(seconds=LAST_CALL_S), timedelta(seconds=CLOSE_S))
+    made = ElasticRendezvous.from_backend(
+        job.run_id, store, backend, elastic.min_nodes, elastic.max_nodes, _own_address(job), timeouts,
+        keep_alive_interval=KEEP_ALIVE_S, keep_alive_max_attempt=KEEP_ALIVE_TIMES,
+    )  # fmt: skip
+    made.notes = notes
+    return made
+
+
+def _host_of(job: HostJob) -> dict[str, Any]:
+    """Whether this process holds the store: the first host of a known list; else torch compares addresses."""
+    return {"is_host": job.host_rank == 0} if len(job.hosts) > 1 else {}
+
+
+def _own_address(job: HostJob) -> str:
+    """The address of this host as hosts see it that reach the rendezvous."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((job.master_addr, job.master_port or 1))  # sends nothing
+            return str(probe.getsockname()[0])
+        except OSError:
+            return job.host
