@@ -321,6 +321,7 @@ def test_a_rank_and_a_node_are_killed_one_joins_and_one_leaves(cluster):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # twenty changes, of which each may take half a minute on a busy machine
 @pytest.mark.parametrize("seed", [1, 2])
 def test_twenty_random_events(cluster, seed):
     random_, job, updates = random.Random(seed), cluster(400, 0.2), 400

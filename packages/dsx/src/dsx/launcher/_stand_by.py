@@ -33,12 +33,24 @@ IMPORTS = (
     "torch._dynamo",  # the first optimizer imports it
     "torch.utils.data",
     "dsx.entry",
+    "dsx.config.load",
+    "dsx.wiring",
+    "dsx.optimizers",
+    "dsx.lr_schedules",
     "dsx.engine",
-    "dsx.checkpoint",
+    "dsx.engine.preemption",
+    "dsx.checkpoint.behind",
     "dsx.elasticity.runtime",
     "dsx.elasticity.peers",
     "dsx.elasticity.membership",
+    "dsx_ops",
+    "dsx_nvme",
+    "dsx_monitor",
+    "dsx_moe",
+    "dsx_pipe",
+    "dsx_compress.config",
 )
+"""What `dsx.initialize` and `resume` import sooner or later; parts that are not installed are left out."""
 
 
 def main() -> None:
