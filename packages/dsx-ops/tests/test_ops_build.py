@@ -168,6 +168,7 @@ def test_no_compiler_is_an_error_when_native_code_is_demanded(package, tmp_path)
     code, text, built = build(package, DSX_BUILD_NATIVE="1", **without_compiler(tmp_path))
     assert code != 0 and not built
     assert "no C++ compiler found (tried g++, clang++, c++)" in text and "DSX_BUILD_NATIVE=0" in text
+    assert "[DSX602]" in text
 
 
 def test_switched_off(package):

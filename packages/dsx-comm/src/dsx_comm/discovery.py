@@ -89,7 +89,8 @@ def discover(environ: Mapping[str, str], *, port: int = 29500, schedulers: bool 
     raise CommError(
         f"environment variable(s) {', '.join(missing)} missing while "
         f"{', '.join(n for n in TORCHRUN if n in environ)} set: start with `dsx launch` or torchrun, "
-        "set all four, or unset them to run as one process"
+        "set all four, or unset them to run as one process",
+        code="DSX203",
     )
 
 

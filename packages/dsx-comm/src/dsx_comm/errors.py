@@ -2,7 +2,24 @@
 
 
 class CommError(RuntimeError):
-    """Communication cannot be done as asked: not initialised, no such backend, a rank is missing."""
+    """Communication cannot be done as asked: not initialised, no such backend, a rank is missing.
+
+    `code`: the stable code with which the text ends, and under which docs/reference/errors.md explains the error; ""
+    for errors without one. A class has it, or the call that raises gives it.
+    """
+
+    code: str = ""
+
+    def __init__(self, *args: object, code: str = "") -> None:
+        super().__init__(*args)
+        if code:
+            self.code = code
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        if not self.code or f"[{self.code}]" in text:  # the text may come from an error of another rank
+            return text
+        return f"{text} [{self.code}] docs: errors#{self.code.lower()}"
 
 
 class CommArgumentError(ValueError):
@@ -24,15 +41,21 @@ class TopologyError(ValueError):
 class PeerLostError(CommError):
     """A rank's process ended while others waited for it; the message names it."""
 
+    code = "DSX206"
+
 
 class CollectiveTimeoutError(CommError):
     """Ranks did not come within the group's time limit; the message names them."""
+
+    code = "DSX207"
 
 
 class MismatchError(CommError):
     """Ranks called different collectives, or the same with different sizes, dtypes or operators; the message names
     each.
     """
+
+    code = "DSX208"
 
 
 class CommAbortedError(CommError):
@@ -45,3 +68,5 @@ class SymmetricMemoryError(CommError):
 
 class HangError(CommError):
     """A collective waited longer than the limit; the message says which ranks are missing and what each rank does."""
+
+    code = "DSX207"

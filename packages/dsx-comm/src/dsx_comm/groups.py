@@ -104,8 +104,7 @@ def member(group: Any = None) -> Membership:
 
 
 def _resolve(group: Any) -> Membership:
-    if not is_initialized():
-        raise CommError("there is no process group: call dsx_comm.init_distributed() first")
+    _need_initialized()
     if group is None or group == dist.GroupMember.NON_GROUP_MEMBER:
         raise CommArgumentError(
             f"rank {dist.get_rank()} is not a member of the group it was asked to communicate in; "
@@ -158,7 +157,9 @@ def get_world_size(group: Any = None) -> int:
 
 
 def get_local_rank() -> int:
-    """This process' rank on its machine: LOCAL_RANK, which launchers and `init_distributed` set."""
+    """This process' rank on its machine: LOCAL_RANK, which launchers and `init_distributed` set. Raises `CommError`
+    where it is not set.
+    """
     value = os.environ.get("LOCAL_RANK")
     if value is None:
         raise CommError("LOCAL_RANK is not set: start with `dsx launch` or torchrun, or call init_distributed() first")
@@ -269,7 +270,14 @@ def initialize_mesh_device(
 ) -> Any:
     """A torch DeviceMesh over the ranks in order; the last axis varies fastest.
 
-    `device_type` defaults to "cuda" where CUDA is available and the default group serves it, else "cpu".
+    Args:
+        mesh_shape: ranks along each axis; their product is the world size.
+        mesh_dim_names: a name for each axis.
+        device_type: default: "cuda" where CUDA is available and the default group serves it, else "cpu".
+
+    Raises:
+        CommArgumentError: another product, or another number of names.
+        CommError: there is no process group.
     """
     from torch.distributed.device_mesh import init_device_mesh  # half a second of import, rarely used
 
@@ -290,4 +298,4 @@ def initialize_mesh_device(
 
 def _need_initialized() -> None:
     if not is_initialized():
-        raise CommError("there is no process group: call dsx_comm.init_distributed() first")
+        raise CommError("there is no process group: call dsx_comm.init_distributed() first", code="DSX204")

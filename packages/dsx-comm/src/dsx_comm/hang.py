@@ -223,7 +223,7 @@ class Watch:
             return error
         said = "; ".join(f"rank {rank} has left the job: {why}" for rank, why in left.items())
         return PeerLostError(
-            f"{error}\n{said}" if isinstance(error, PeerLostError) else f"{note.what}: {said}\n({error})"
+            f"{error.args[0]}\n{said}" if isinstance(error, PeerLostError) else f"{note.what}: {said}\n({error})"
         )
 
     # - the thread

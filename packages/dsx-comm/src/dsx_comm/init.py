@@ -176,5 +176,6 @@ def _form(backend: str, found: Rendezvous | None, patience: timedelta, options: 
         )
     except dist.DistNetworkError as error:
         raise CommError(
-            f"rank {found.rank} of {found.world_size} ({found.source}) could not meet the others at {url}: {error}"
+            f"rank {found.rank} of {found.world_size} ({found.source}) could not meet the others at {url}: {error}",
+            code="DSX205",
         ) from error

@@ -14,9 +14,13 @@ class CompatError(DsxError):
 class NotSupportedError(CompatError, ImportError):
     """A name of DeepSpeed that dsx does not have; the text says what to use."""
 
+    code = "DSX604"
+
 
 class WrongDeepSpeedError(CompatError, RuntimeError):
     """Files of another `deepspeed` are in the way."""
+
+    code = "DSX603"
 
 
 class CompatWarning(UserWarning):

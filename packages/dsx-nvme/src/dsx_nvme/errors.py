@@ -29,6 +29,12 @@ class ForkError(NvmeError):
 class BudgetError(NvmeError):
     """A buffer pool or a store has too little room for a request."""
 
+    code = "DSX308"
+    """With it the text ends; docs/reference/errors.md explains it."""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} [{self.code}] docs: errors#{self.code.lower()}"
+
 
 class TensorError(ValueError):
     """A tensor that cannot be transferred: its layout, type or device. Nothing was moved."""

@@ -29,6 +29,8 @@ _SHOWN = 5
 class RanksDifferError(ZeroError, ValueError):
     """The ranks were given different models or settings, or one of them failed."""
 
+    code = "DSX301"
+
 
 def agree(doing: str, facts: Mapping[str, str], process_group: Any = None) -> None:
     """Check that all ranks of a group have equal facts (collective).

@@ -32,6 +32,8 @@ _STEP, _MIX = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64  # as signe
 class UnownedEditError(ZeroStateError):
     """Parameters were changed inside ``GatheredParameters`` without a ``modifier_rank``."""
 
+    code = "DSX307"
+
 
 def fingerprint(tensor: torch.Tensor) -> int:
     """A number that changes when any bit of the tensor does, or their order."""

@@ -14,9 +14,39 @@ from dataclasses import dataclass
 
 __all__ = ["DsxConfigError", "DsxError", "LossScaleError", "PrecisionError", "Problem", "ScheduleError", "shorten"]
 
+_CODES = {
+    "unknown-key": "DSX101",
+    "type": "DSX102",
+    "value": "DSX103",
+    "conflict": "DSX104",
+    "missing": "DSX106",
+    "syntax": "DSX107",
+    "duplicate-key": "DSX107",
+    "source": "DSX107",
+    "not-available": "DSX108",
+}
+"""The code of each kind of problem."""
+
 
 class DsxError(Exception):
-    """Base class of every exception that dsx itself raises."""
+    """Base class of every exception that dsx itself raises.
+
+    `code`: the stable code with which the text ends, and under which docs/reference/errors.md explains the error; ""
+    for errors without one. A class has it, or the call that raises gives it.
+    """
+
+    code: str = ""
+
+    def __init__(self, *args: object, code: str = "", **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        if code:
+            self.code = code
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        if not self.code or f"[{self.code}]" in text:  # the text may come from an error of another rank
+            return text
+        return f"{text} [{self.code}] docs: errors#{self.code.lower()}"
 
 
 @dataclass(frozen=True)
@@ -33,6 +63,7 @@ class Problem:
         fix: what to do.
         where: place in the file, ``line 4, column 7``; empty for dictionaries.
         excerpt: lines of the file with a caret under the place; empty unless the text could not be read.
+        code: under which docs/reference/errors.md explains it; the code of the kind unless another one is given.
     """
 
     kind: str
@@ -43,11 +74,17 @@ class Problem:
     fix: str = ""
     where: str = ""
     excerpt: str = ""
+    code: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "code", self.code or _CODES.get(self.kind, ""))  # the class is frozen
 
     def __str__(self) -> str:
         head = f"{shorten(self.path)}: {self.message}" if self.path else self.message
         if self.where:
             head += f" ({self.where})"
+        if self.code:
+            head += f" [{self.code}]"
         lines = [head]
         if self.excerpt:
             lines.append(self.excerpt)
@@ -79,7 +116,9 @@ class DsxConfigError(DsxError, ValueError):
         count = len(self.problems)
         title = "1 problem" if count == 1 else f"{count} problems"
         body = "\n".join("  " + str(problem).replace("\n", "\n  ") for problem in self.problems)
-        return f"{title} in the configuration ({self.source})\n{body}"
+        codes = sorted({problem.code for problem in self.problems if problem.code})
+        pages = f"\n  docs: {', '.join(f'errors#{code.lower()}' for code in codes)}" if codes else ""
+        return f"{title} in the configuration ({self.source})\n{body}{pages}"
 
     def __reduce__(self) -> tuple[object, ...]:
         # The default would call the class with the finished text. Errors are pickled between processes.
@@ -96,6 +135,8 @@ class PrecisionError(DsxError, ValueError):
 
 class LossScaleError(DsxError, RuntimeError):
     """The dynamic loss scale is at its minimum and the gradients still overflow."""
+
+    code = "DSX401"
 
 
 class ScheduleError(DsxError, ValueError):

@@ -61,6 +61,8 @@ from .watching import Watched, build_watch, mean_over_ranks, no_watch
 class MissingPartError(DsxError, ImportError):
     """A package of dsx is not installed, or its version does not belong to this version of dsx."""
 
+    code = "DSX601"
+
 
 def part(name: str) -> ModuleType:
     """Import a sibling package and check that it belongs to this version of dsx.

@@ -35,6 +35,8 @@ __all__ = ["GradientSource", "ShardedGradient", "ShardedGradientError"]
 class ShardedGradientError(ZeroStateError):
     """The values of a gradient were asked for in a way that cannot give them."""
 
+    code = "DSX305"
+
 
 class GradientSource(Protocol):
     """Where a gradient is."""

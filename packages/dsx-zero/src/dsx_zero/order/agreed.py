@@ -50,6 +50,8 @@ expect).
 class ScheduleDivergence(ZeroStateError):
     """The ranks executed different collectives in one step, or wait for each other at different places."""
 
+    code = "DSX302"
+
 
 class AgreedOrder:
     """See the module's text. ``names``: of the units. ``alone``: there is no other rank, so that gathers which are not

@@ -39,6 +39,8 @@ from .tensors import tensors_in
 class PartitionedParameterError(ZeroStateError):
     """The values of a partitioned parameter were asked for in a way that cannot give them."""
 
+    code = "DSX303"
+
 
 _ALIASES: frozenset[Callable] = frozenset(
     {torch.Tensor.detach, torch.Tensor.detach_, torch.detach, torch.Tensor.data.__get__}  # type: ignore[attr-defined]
@@ -116,15 +118,16 @@ class PartitionedParameter(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refused: a pickle would hold one rank's shard and no way back."""
-        raise self._refusal("pickled")
+        raise self._refusal("pickled", code="DSX304")
 
-    def _refusal(self, what: str) -> PartitionedParameterError:
+    def _refusal(self, what: str, code: str = "") -> PartitionedParameterError:
         return PartitionedParameterError(
             f"parameter '{self._source.name}' (shape {tuple(self.shape)}, {self.dtype}) is partitioned over the ranks"
             f" and cannot be {what}: its values are not on this rank outside the use of its module. Read it with"
             " p.full_tensor() or inside `with dsx_zero.GatheredParameters([p]):` (on every rank), under"
             " torch.no_grad() where `Init` builds the model; change it inside `with dsx_zero.GatheredParameters([p],"
-            " modifier_rank=0):`; save a model with its checkpoint function."
+            " modifier_rank=0):`; save a model with its checkpoint function.",
+            code=code,
         )
 
     def _conversion_refusal(self, what: str) -> PartitionedParameterError:

@@ -112,7 +112,8 @@ class ModelCheck:
             more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
             raise ZeroStateError(
                 f"the model is not the one that was sharded: {'; '.join(problems[:_SHOWN])}{more}. Training and"
-                f" checkpoints would go on with the parameters of before. {_WAY}"
+                f" checkpoints would go on with the parameters of before. {_WAY}",
+                code="DSX306",
             )
 
     def _differences(self) -> list[str]:

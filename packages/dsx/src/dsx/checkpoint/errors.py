@@ -14,9 +14,16 @@ class CheckpointError(DsxError, RuntimeError):
 class CheckpointCorruptError(CheckpointError):
     """The bytes on disk are not the bytes that were written."""
 
+    code = "DSX501"
+
 
 class CheckpointArgumentError(CheckpointError, ValueError):
     """A folder, a tag or a state that no checkpoint can have."""
+
+
+def nothing_committed(text: str) -> CheckpointError:
+    """The error for a folder without the checkpoint that is asked for."""
+    return CheckpointError(text, code="DSX502")
 
 
 def shown(value: object) -> str:

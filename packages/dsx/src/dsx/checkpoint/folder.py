@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..utils.logging import logger
-from .errors import CheckpointArgumentError, CheckpointCorruptError, CheckpointError, shown
+from .errors import CheckpointArgumentError, CheckpointCorruptError, CheckpointError, nothing_committed, shown
 from .files import read_text, replace_text, sync_folder
 from .format import INDEX_NAME, LATEST_NAME
 from .parsing import parse_index
@@ -57,7 +57,8 @@ def check_one_folder(call: str, paths: Sequence[str]) -> None:
         named = "; ".join(f"rank {rank}: {path}" for path, rank in sorted(first.items(), key=lambda item: item[1])[:10])
         raise CheckpointArgumentError(
             f"{call}: ranks name different folders ({named}); pass the same folder on every rank, as an absolute path "
-            "if they run in different working directories"
+            "if they run in different working directories",
+            code="DSX505",
         )
 
 
@@ -161,7 +162,7 @@ def find_checkpoint(root: Path, tag: str) -> Path:
         folder = next((old for old in _replaced(root, tag) if (old / INDEX_NAME).is_file()), folder)
     if not (folder / INDEX_NAME).is_file():
         refuse_foreign(folder)
-        raise CheckpointError(f"{folder}: no checkpoint there; tags in {root}: {_list(tags_in(root))}")
+        raise nothing_committed(f"{folder}: no checkpoint there; tags in {root}: {_list(tags_in(root))}")
     return folder
 
 
@@ -183,7 +184,8 @@ def refuse_foreign(folder: Path) -> None:
     if found is not None:
         raise CheckpointError(
             f"{folder}: this is a checkpoint of DeepSpeed ({found}), not one of dsx. Its files are pickles, which a "
-            "load never reads. Write one of dsx from it, optimizer states included: dsx checkpoint import FOLDER NEW"
+            "load never reads. Write one of dsx from it, optimizer states included: dsx checkpoint import FOLDER NEW",
+            code="DSX504",
         )
 
 

@@ -271,6 +271,10 @@ def load(directory: str | os.PathLike[str], tag: str | None = None, **options: A
 # - Does it fit?
 
 
+def _unfit(text: str) -> CheckpointError:
+    return CheckpointError(text, code="DSX503")
+
+
 def _wanted(
     module: nn.Module, optimizer: Loadable, places: Mapping[str, Place]
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -295,7 +299,7 @@ def _compare(
             continue
         reader.unfit.add(name)
     if wrong and reader.selection.weights:
-        raise CheckpointError(f"{reader.folder}: tensors do not fit: {'; '.join(wrong[:10])}")
+        raise _unfit(f"{reader.folder}: tensors do not fit: {'; '.join(wrong[:10])}")
     stored = {name: reader.name_of(name) for name in wanted}
     missing = tuple(
         n for n in wanted if reader.selection.wants(n) and not reader.has(n) and stored[n] not in reader.index.excluded
@@ -318,7 +322,7 @@ def _merge(
     missing = tuple(dict.fromkeys(name for names, _ in ranks for name in names))
     unexpected = tuple(sorted(frozenset.intersection(*(names for _, names in ranks))))
     if strict and (missing or unexpected):
-        raise CheckpointError(
+        raise _unfit(
             f"{folder}: names differ: missing in the checkpoint: {list(missing[:10])}; not in the model: "
             f"{list(unexpected[:10])}; pass load_module_strict=False to load what fits"
         )

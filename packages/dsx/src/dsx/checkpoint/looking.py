@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import CheckpointError
+from .errors import nothing_committed
 from .files import read_text
 from .folder import find_checkpoint, meant_as_latest, resolve_tag, tags_in
 from .format import DTYPES, FAMILIES, INDEX_NAME, LATEST_NAME, MASTER, MODEL, OPTIMIZER, Entry, Index
@@ -24,7 +24,7 @@ def open_index(root: Path, tag: str | None = None) -> tuple[Path, Index]:
         root, tag = root.parent, root.name
     found = resolve_tag(root, tag)
     if found is None:
-        raise CheckpointError(f"{root}: has no checkpoints; expected a folder that save_checkpoint has written")
+        raise nothing_committed(f"{root}: has no checkpoints; expected a folder that save_checkpoint has written")
     folder = find_checkpoint(root, found)
     return folder, parse_index(read_text(folder / INDEX_NAME), str(folder / INDEX_NAME))
 

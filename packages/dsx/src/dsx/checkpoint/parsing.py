@@ -43,7 +43,8 @@ def parse_index(text: str, where: str) -> Index:
     version = data.get("version")
     if type(version) is not int or not 1 <= version <= VERSION:
         raise CheckpointError(
-            f"{where}: got format version {shown(version)}, this dsx reads versions 1 to {VERSION}; upgrade dsx"
+            f"{where}: got format version {shown(version)}, this dsx reads versions 1 to {VERSION}; upgrade dsx",
+            code="DSX506",
         )
     if "checksum" in data or version > 1:  # the first checkpoints of version 1 had none
         _check_digest(text, data.pop("checksum", None), where)

@@ -15,7 +15,7 @@ import torch
 from .boxes import Box, Region
 from .crc import Sums
 from .encode import decode
-from .errors import CheckpointCorruptError, CheckpointError, shown
+from .errors import CheckpointCorruptError, CheckpointError, nothing_committed, shown
 from .files import opened, read_text
 from .folder import check_folder, find_checkpoint, resolve_tag
 from .format import CLIENT, INDEX_NAME, LATEST_NAME, MASTER, MODEL, OPTIMIZER, Index, TensorSpec
@@ -208,7 +208,7 @@ def open_checkpoint(
     root = check_folder(directory, "directory")
     found = resolve_tag(root, tag)
     if found is None:
-        raise CheckpointError(f"{root}: no '{LATEST_NAME}' file; expected a folder that save_checkpoint has written")
+        raise nothing_committed(f"{root}: no '{LATEST_NAME}' file; expected a folder that save_checkpoint has written")
     folder = find_checkpoint(root, found)
     index = parse_index(read_text(folder / INDEX_NAME), str(folder / INDEX_NAME))
     if not parts:

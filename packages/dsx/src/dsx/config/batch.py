@@ -14,6 +14,9 @@ from ..errors import Problem
 
 __all__ = ["ACCUMULATION", "MICRO", "TRAIN", "BatchSizes", "resolve_batch"]
 
+_CODE = "DSX105"
+"""Of all problems of this module: docs/reference/errors.md."""
+
 TRAIN = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
 ACCUMULATION = "gradient_accumulation_steps"
@@ -77,6 +80,7 @@ def resolve_batch(
             got=shown,
             expected=f"{TRAIN} = {MICRO} * {ACCUMULATION} * ranks = {micro} * {steps} * {world_size} = {product}",
             fix=f"set {TRAIN} to {product}, or leave one of the three out and it is computed",
+            code=_CODE,
         )
     derived = tuple(key for key in (TRAIN, MICRO, ACCUMULATION) if given.get(key) is None)
     return BatchSizes(train, micro, steps, world_size, derived)
@@ -89,9 +93,11 @@ def _no_size(steps: int | None, shown: str, auto: frozenset[str]) -> Problem:
             "missing", left_open[0], 'a batch size cannot be computed from "auto" alone', got=shown,
             expected=f"a number for {TRAIN} or {MICRO}; then the other may be \"auto\"",
             fix=f'set "{left_open[0]}" to a number; programs such as the Hugging Face Trainer do this before training',
+            code=_CODE,
         )  # fmt: skip
     what = f"only {ACCUMULATION} is set" if steps is not None else "no batch size is set"
-    return Problem("missing", TRAIN, what, got=shown, expected=f"{TRAIN} or {MICRO}", fix=f'add "{MICRO}": 1')
+    fix = f'add "{MICRO}": 1'
+    return Problem("missing", TRAIN, what, got=shown, expected=f"{TRAIN} or {MICRO}", fix=fix, code=_CODE)
 
 
 def _indivisible(train: int, text: str, divisor: int, shown: str) -> Problem:
@@ -104,6 +110,7 @@ def _indivisible(train: int, text: str, divisor: int, shown: str) -> Problem:
         got=shown,
         expected=f"a multiple of {text} = {divisor}",
         fix=f"set {TRAIN} to {choices}",
+        code=_CODE,
     )
 
 

@@ -121,7 +121,8 @@ class Backwards:
         if self._scaled_losses:
             raise EngineError(
                 "loss.backward(): the gradients of a loss without the fp16 loss scale were about to be mixed with"
-                " scaled ones; call engine.backward(loss), or engine.scale(loss).backward()"
+                " scaled ones; call engine.backward(loss), or engine.scale(loss).backward()",
+                code="DSX403",
             )
         if self._need_engine:
             raise EngineError(

@@ -354,5 +354,6 @@ class PipelineEngine(Engine):
     def _refuse(self, call: str) -> NoReturn:
         raise EngineError(
             f"{call}(): this engine runs a pipeline, in which forward and backward of all micro-batches follow one "
-            "schedule over the ranks; call train_batch(data_iter) or eval_batch(data_iter)"
+            "schedule over the ranks; call train_batch(data_iter) or eval_batch(data_iter)",
+            code="DSX402",
         )

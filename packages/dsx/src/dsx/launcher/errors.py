@@ -4,10 +4,16 @@ Each message says what was found, what was expected and what to do. The command 
 traceback and exits with 2 (a mistake in the command) or 1 (a host that cannot be reached, a rendezvous that times out).
 """
 
+from ..errors import DsxError
 
-class LaunchError(RuntimeError):
+
+class LaunchError(DsxError, RuntimeError):
     """A job that could not be started or kept running for a reason outside the user's program."""
 
+    code = "DSX202"
 
-class ResourceError(ValueError):
+
+class ResourceError(DsxError, ValueError):
     """A hostfile, filter or option that does not describe usable resources."""
+
+    code = "DSX201"
