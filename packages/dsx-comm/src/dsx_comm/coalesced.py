@@ -30,7 +30,12 @@ def all_reduce_coalesced(
     async_op: bool = False,
     **labels: Unpack[Labels],
 ) -> Any:
-    """Reduce every tensor in place over the ranks, as `all_reduce` does; dtypes may differ."""
+    """Reduce every tensor in place over the ranks, as `all_reduce` does, in few messages; shapes and dtypes may differ
+    from tensor to tensor, and are the same on all ranks. Other arguments and results as in `all_reduce`.
+
+    Raises:
+        CommArgumentError: the list is empty, or an entry is no contiguous tensor.
+    """
     name = "all_reduce_coalesced"
     to = member(group)
     _not_empty(tensors, name)
@@ -104,7 +109,12 @@ def reduce_scatter_coalesced(
     async_op: bool = False,
     **labels: Unpack[Labels],
 ) -> Any:
-    """output_tensors[i] = part `rank` of the reduction of input_tensors[i], for every i."""
+    """output_tensors[i] (s elements) = part `rank` of the reduction of input_tensors[i] (N s elements), for every i.
+    Other arguments and results as in `reduce_scatter_tensor`.
+
+    Raises:
+        CommArgumentError: the lists differ in length, or a pair does not fit.
+    """
     name = "reduce_scatter_coalesced"
     to = member(group)
     names = ("output_tensors", "input_tensors")

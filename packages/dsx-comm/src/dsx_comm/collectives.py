@@ -83,14 +83,29 @@ def _averaged(
 def all_reduce(
     tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False, **labels: Unpack[Labels]
 ) -> Any:
-    """Reduce `tensor` in place over the ranks of the group, and give all of them the result."""
+    """Reduce `tensor` in place over the ranks of the group, and give all of them the result.
+
+    Args:
+        tensor: contiguous; the same shape and dtype on all ranks.
+        op: `ReduceOp.SUM`, `AVG`, `MAX`, `MIN`, `PRODUCT` or a bitwise one; `AVG` works on every backend.
+        group: default: all ranks.
+        async_op: return a handle at once; the result is there when its `wait()` has returned.
+
+    Returns:
+        None, or the handle.
+
+    Raises:
+        CommArgumentError: no tensor, not contiguous, or an operator that its dtype does not have.
+        MismatchError: ranks call something else, or with other sizes.
+        PeerLostError: the process of a rank has ended.
+    """
     return reduce_everywhere("all_reduce", tensor, op, group, async_op, labels)
 
 
 def inference_all_reduce(
     tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False, **labels: Unpack[Labels]
 ) -> Any:
-    """`all_reduce` under the name that inference code uses; logged apart."""
+    """`all_reduce` under the name that inference code uses, with its arguments and results; logged apart."""
     return reduce_everywhere("inference_all_reduce", tensor, op, group, async_op, labels)
 
 
@@ -134,7 +149,10 @@ def reduce(
     group_dst: int | None = None,
     **labels: Unpack[Labels],
 ) -> Any:
-    """Reduce `tensor` over the ranks into global rank `dst`; elsewhere its content is undefined afterwards."""
+    """Reduce `tensor` over the ranks into global rank `dst`; elsewhere its content is undefined afterwards.
+
+    `group_dst` gives the rank within `group` instead. Other arguments, result and errors as in `all_reduce`.
+    """
     to = member(group)
     kind = reduce_kind(op, tensor_of(tensor, "reduce"), "reduce")
     dst, target = root(dst, group_dst, to, "reduce", "dst")
@@ -176,7 +194,12 @@ def reduce_scatter_tensor(
 ) -> Any:
     """output (s elements) = part `rank` of the reduction of all ranks' `input` (N s elements, flattened).
 
-    `output` may be a part of `input`. On gloo, 16-bit floats are summed in float32, all in rank order.
+    `output` may be a part of `input`. On gloo, 16-bit floats are summed in float32, all in rank order. Other arguments
+    and results as in `all_reduce`.
+
+    Raises:
+        CommArgumentError: `input` has not N times as many elements as `output`, or another dtype or device.
+        MismatchError: ranks call something else, or with other sizes.
     """
     name = "reduce_scatter_tensor"
     to = member(group)
@@ -223,7 +246,12 @@ def reduce_scatter(
     async_op: bool = False,
     **labels: Unpack[Labels],
 ) -> Any:
-    """output = reduction of all ranks' `input_list[rank]`; the parts may differ in size (the same on all ranks)."""
+    """output = reduction of all ranks' `input_list[rank]`. The list has one tensor for each rank; they may differ in
+    size (the same sizes on all ranks). Other arguments and results as in `all_reduce`.
+
+    Raises:
+        CommArgumentError: another number of tensors than ranks, or `output` has not the size of its part.
+    """
     name = "reduce_scatter"
     to = member(group)
     contiguous(tensor_of(output, name, "output"), name, "output")
@@ -262,7 +290,7 @@ def reduce_scatter_fn(
     async_op: bool = False,
     **labels: Unpack[Labels],
 ) -> Any:
-    """`reduce_scatter_tensor` under the name that upstream's callers use."""
+    """`reduce_scatter_tensor` under the name that upstream's callers use; `tensor` is its `input`."""
     return reduce_scatter_tensor(output, tensor, op, group, async_op, **labels)
 
 
@@ -310,7 +338,9 @@ def start_all_gather(output: torch.Tensor, source: torch.Tensor, to: Membership,
 def allgather_fn(
     output: torch.Tensor, input: torch.Tensor, group: Any = None, async_op: bool = False, **labels: Unpack[Labels]
 ) -> Any:
-    """`all_gather_into_tensor` under the name that upstream's callers use."""
+    """`all_gather_into_tensor` under the name that upstream's callers use: output (N s elements) = all ranks' `input`
+    (s elements each), in rank order.
+    """
     return all_gather_into_tensor(output, input, group, async_op, **labels)
 
 

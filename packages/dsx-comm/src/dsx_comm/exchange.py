@@ -35,6 +35,17 @@ def all_to_all_single(
 
     Without split sizes dim 0 must divide evenly. Pieces may be empty. Where `output` shares memory with `input`, what
     is sent is copied first.
+
+    Args:
+        output, input: of one dtype and device; all dimensions but the first are equal.
+        output_split_sizes: rows that come from each rank; their sum is the first dimension of `output`.
+        input_split_sizes: rows that go to each rank; their sum is the first dimension of `input`.
+        group: default: all ranks.
+        async_op: return a handle at once; the rows are there when its `wait()` has returned.
+
+    Raises:
+        CommArgumentError: dtypes, devices or sizes do not fit together.
+        MismatchError: a rank sends another number of rows than its receiver expects.
     """
     name = "all_to_all_single"
     to = member(group)
@@ -132,7 +143,9 @@ def _composed(places: list[torch.Tensor], pieces: list[torch.Tensor], to: Member
 def barrier(
     group: Any = None, async_op: bool = False, device_ids: list[int] | None = None, **labels: Unpack[Labels]
 ) -> Any:
-    """Return (or complete) once every rank of the group has come here."""
+    """Return (with `async_op`: let the handle complete) once every rank of the group has come here. `device_ids`: for
+    nccl, as torch has it.
+    """
     to = member(group)
     call = Call("barrier", to.group, to.size, 0, 0, _device_of(to), check_labels(labels))
 
@@ -160,6 +173,10 @@ def monitored_barrier(
 
     gloo and dsx have it; on other backends make a gloo group for it. On gloo, rank 0 of the group does the naming; on
     dsx every rank does, and names all that are missing.
+
+    Raises:
+        CommError: the group's backend has it not.
+        CollectiveTimeoutError, RuntimeError: ranks did not come (the second is torch's, on gloo).
     """
     to = member(group)
     if to.shared:

@@ -65,7 +65,14 @@ def broadcast_object_list(
     group_src: int | None = None,
     **labels: Unpack[Labels],
 ) -> None:
-    """Replace the entries of `object_list` by those of global rank `src` (default 0). All lists are of one length."""
+    """Replace the entries of `object_list` by those of global rank `src` (default 0). All lists are of one length.
+
+    Objects are pickled: receive from ranks of your own job only. `group_src` gives the rank within `group` instead;
+    `device` is where the bytes travel, by default the group's.
+
+    Raises:
+        CommArgumentError: no list, an empty one, or a rank that is not in the group.
+    """
     to = member(group)
     if not isinstance(object_list, list) or not object_list:
         raise CommArgumentError("broadcast_object_list: object_list: expected a list with at least one entry")
@@ -124,7 +131,14 @@ def scatter_object_list(
     group_src: int | None = None,
     **labels: Unpack[Labels],
 ) -> None:
-    """scatter_object_output_list[0] = global rank `src`'s (default 0) scatter_object_input_list[rank]."""
+    """scatter_object_output_list[0] = global rank `src`'s (default 0) scatter_object_input_list[rank].
+
+    The input list has one object for each rank of `group`, and is needed on the source only. Objects are pickled.
+    `group_src` gives the rank within `group` instead.
+
+    Raises:
+        CommArgumentError: the output list is empty, or the input list has another length than there are ranks.
+    """
     to = member(group)
     _, source = root(src, group_src, to, "scatter_object_list", "src", 0)
     if not isinstance(scatter_object_output_list, list) or not scatter_object_output_list:

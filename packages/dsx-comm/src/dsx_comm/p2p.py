@@ -31,7 +31,18 @@ def send(
     group_dst: int | None = None,
     **labels: Unpack[Labels],
 ) -> None:
-    """Send `tensor` to global rank `dst`; returns when the memory may be reused."""
+    """Send `tensor` to global rank `dst`; returns when the memory may be reused.
+
+    Args:
+        tensor: contiguous, of any shape and dtype that the backend carries; the receiver's has as many elements and the
+            same dtype.
+        dst: global rank; or `group_dst`, the rank within `group`.
+        group: default: all ranks.
+        tag: messages between two ranks with different tags may be received in any order.
+
+    Raises:
+        CommArgumentError: no tensor, not contiguous, this rank itself, or a rank that is not in the group.
+    """
     call, to, dst = _describe("send", tensor, dst, group, tag, labels, group_dst)
     run(call, lambda: start_p2p(tensor, dst, to, tag, sending=True).wait())
 
@@ -44,7 +55,18 @@ def recv(
     group_src: int | None = None,
     **labels: Unpack[Labels],
 ) -> int:
-    """Receive into `tensor` from global rank `src` (None: any rank, on backends that can) and return the sender."""
+    """Receive into `tensor` from global rank `src` and return the sender's global rank.
+
+    Args:
+        tensor: contiguous; is filled whole.
+        src: global rank, or `group_src`, the rank within `group`; neither: any rank, on backends that can.
+        group: default: all ranks.
+        tag: as the sender has it.
+
+    Raises:
+        CommArgumentError: no tensor, not contiguous, this rank itself, or a rank that is not in the group.
+        MismatchError: what was sent has another size or dtype (backend "dsx").
+    """
     if src is None and group_src is None:
         to = member(group)
         contiguous(tensor_of(tensor, "recv"), "recv", "tensor")
@@ -63,7 +85,9 @@ def isend(
     group_dst: int | None = None,
     **labels: Unpack[Labels],
 ) -> Any:
-    """Begin to send `tensor` to global rank `dst`; leave it alone until the handle's `wait()` has returned."""
+    """Begin to send `tensor` to global rank `dst` and return a handle. Leave the tensor alone until its `wait()` has
+    returned. Arguments and errors as in `send`.
+    """
     call, to, dst = _describe("isend", tensor, dst, group, tag, labels, group_dst)
     return run(call, lambda: start_p2p(tensor, dst, to, tag, sending=True), True)
 
@@ -76,7 +100,9 @@ def irecv(
     group_src: int | None = None,
     **labels: Unpack[Labels],
 ) -> Any:
-    """Begin to receive into `tensor` from global rank `src`; it is there when the handle's `wait()` has returned."""
+    """Begin to receive into `tensor` from global rank `src` and return a handle. The values are there when its `wait()`
+    has returned. Arguments and errors as in `recv`.
+    """
     call, to, src = _describe("irecv", tensor, src, group, tag, labels, group_src)
     return run(call, lambda: start_p2p(tensor, src, to, tag, sending=False), True)
 
@@ -109,7 +135,18 @@ def start_p2p(tensor: torch.Tensor, peer: int, to: Membership, tag: int, *, send
 
 
 class P2POp:
-    """One operation for `batch_isend_irecv`: `op` is `isend` or `irecv` (ours or torch's), `peer` a global rank."""
+    """One operation for `batch_isend_irecv`.
+
+    Args:
+        op: `isend` or `irecv`, ours or torch's.
+        tensor: what is sent, or filled.
+        peer: the other side's global rank; or `group_peer`, its rank within `group`.
+        group: default: all ranks. One batch has one group.
+        tag: as in `send`.
+
+    Raises:
+        CommArgumentError: another operation, or a rank that is not in the group.
+    """
 
     def __init__(
         self,
@@ -128,7 +165,11 @@ class P2POp:
 
 
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp], **labels: Unpack[Labels]) -> list[Any]:
-    """Begin all operations as one batch (nccl fuses it) and return a list of handles to wait for, all of them."""
+    """Begin all operations as one batch (nccl fuses it) and return a list of handles to wait for, all of them.
+
+    Raises:
+        CommArgumentError: the list is empty, or its operations are of several groups.
+    """
     if not p2p_op_list:
         raise CommArgumentError("batch_isend_irecv: got an empty list, expected at least one P2POp")
     described = [_describe(p.op.__name__, p.tensor, p.peer, p.group, p.tag, labels) for p in p2p_op_list]

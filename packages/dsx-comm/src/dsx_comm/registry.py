@@ -47,7 +47,8 @@ class GroupRegistry:
     def axis(self, *axes: str) -> AxisGroup:
         """The group of ranks that differ from this one only in `axes` (several: their product, say data and sequence).
 
-        Axes that the topology does not have have one rank; a group of such axes only is this rank alone.
+        Axes that the topology does not have have one rank; a group of such axes only is this rank alone. Raises
+        `TopologyError` for a name that is no axis.
         """
         unknown = [a for a in axes if a not in self.topology.axes and a not in AXES]
         if unknown:

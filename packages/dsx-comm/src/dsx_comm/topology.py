@@ -56,7 +56,9 @@ class ProcessTopology:
         return self.dims[self.axes.index(axis)] if axis in self.axes else 1
 
     def get_rank(self, **coordinates: int) -> int:
-        """The rank at the given coordinates, one per axis."""
+        """The rank at the given coordinates, one per axis. Raises `TopologyError` for an axis that is missing or
+        unknown, and for a coordinate beyond its axis.
+        """
         if set(coordinates) != set(self.axes):
             raise TopologyError(f"got coordinates for {sorted(coordinates)}, expected one for each of {self.axes}")
         for axis, at in coordinates.items():
@@ -65,7 +67,9 @@ class ProcessTopology:
         return sum(coordinates[axis] * stride for axis, stride in zip(self.axes, self._strides))
 
     def get_coord(self, rank: int) -> Any:
-        """The coordinates of a rank, as a named tuple over the axes."""
+        """The coordinates of a rank, as a named tuple over the axes. Raises `TopologyError` for a rank beyond the
+        grid.
+        """
         if not 0 <= rank < self.world_size():
             raise TopologyError(f"rank {rank}: expected 0 <= rank < {self.world_size()}")
         return self.ProcessCoord(*((rank // stride) % dim for stride, dim in zip(self._strides, self.dims)))
@@ -123,7 +127,9 @@ class PipeDataParallelTopology(ProcessTopology):
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """Pipeline, data and tensor slicing: slices of one layer are neighbours, since they communicate most."""
+    """Pipeline, data and tensor slicing: slices of one layer are neighbours, since they communicate most. `num_pp`
+    stages x `num_dp` replicas x `num_mp` slices are the number of ranks.
+    """
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(("pipe", "data", "model"), (num_pp, num_dp, num_mp))
@@ -169,7 +175,9 @@ def expert_groups(
 
 
 def block_groups(world_size: int, size: int) -> list[list[int]]:
-    """Blocks of `size` consecutive ranks: sequence-parallel groups, secondary shards within a machine (hpZ)."""
+    """Blocks of `size` consecutive ranks: sequence-parallel groups, secondary shards within a machine (hpZ). Raises
+    `TopologyError` where `size` does not divide `world_size`.
+    """
     if size < 1 or world_size % size:
         raise TopologyError(f"world size {world_size}: expected a multiple of the group size {size}")
     return [list(range(i, i + size)) for i in range(0, world_size, size)]

@@ -41,6 +41,13 @@ def get_module_name(
 ) -> tuple[list[str], set[str]]:
     """The layers whose name the pattern `key_word` is found in, and all names found so far.
 
+    Args:
+        group_name: of the configuration, for the error.
+        model: its layers that can be compressed are looked at.
+        key_word: a regular expression.
+        exist_module_name: names found before; is added to.
+        mpu, verbose: accepted because scripts pass them.
+
     Raises:
         CompressionError: one of them was found before, by another group.
     """

@@ -223,6 +223,8 @@ def recursive_getattr(model: Any, module_name: str) -> Any:
 
 
 def recursive_setattr(model: nn.Module, module_name: str, module: Any) -> None:
-    """Put a module or tensor at a dotted name."""
+    """Put `module`, a module or tensor, at the dotted name `module_name` of `model`. Raises `AttributeError` where a
+    part of the name is not there.
+    """
     parent, _, last = module_name.rpartition(".")
     setattr(recursive_getattr(model, parent), last, module)

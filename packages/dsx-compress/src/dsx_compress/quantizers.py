@@ -148,7 +148,14 @@ def fake_quantize(
 ) -> torch.Tensor:
     """Quantise and restore: shape and dtype of `x`, values of the quantiser, straight-through gradient.
 
-    Arguments and errors are those of `encode`.
+    Args:
+        x: floating point, any shape.
+        bits: per element; with `groups` equal parts of the flattened tensor that have a scale each.
+        kind: "symmetric" or "asymmetric", as `encode` has them.
+        rounding: "nearest" or "stochastic".
+
+    Raises:
+        what `encode` raises for these arguments.
     """
     return _StraightThrough.apply(x, bits, groups, kind, rounding)  # pyright: ignore[reportReturnType]
 

@@ -126,6 +126,11 @@ def apply_config(
 ) -> list[str]:
     """Replace the experts of a model as a section says (collective); returns the names of the replaced modules.
 
+    Args:
+        model: a Hugging Face model; changed in place.
+        config: the section `expert_parallel`; one that is not enabled changes nothing.
+        use_data_before_expert_parallelism: neighbouring ranks hold the same experts, instead of different ones.
+
     Raises:
         MoEConfigError: a value that cannot be had.
         ConversionError: see `apply_expert_parallel`.

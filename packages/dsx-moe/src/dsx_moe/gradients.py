@@ -71,7 +71,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, eps: float = 1e-6) -> tor
     """Scale all gradients so that their 2-norm is at most `max_norm`, and return the norm before (0-D; collective).
 
     The norm is the true one: each dense gradient counts once, and each expert once, wherever it is. Call it after
-    `average_gradients`. With a norm that is not finite the gradients are left alone.
+    `average_gradients`. With a norm that is not finite the gradients are left alone. `eps` is added to the norm before
+    the division.
     """
     dense = torch.zeros((), dtype=torch.float64)
     by_group: dict[str, torch.Tensor] = {}

@@ -20,7 +20,9 @@ import torch.nn.functional as F
 
 
 def segment_matmul(rows: torch.Tensor, weights: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """[R, m]: every segment of `rows` times its matrix."""
+    """[R, m]: every segment of `rows` [R, n] times its matrix of `weights` [L, n, m]. Segment i has `counts[i]` rows,
+    0 too; their sum is R.
+    """
     return _Matmul.apply(rows, weights, tuple(counts))  # type: ignore[no-any-return]
 
 

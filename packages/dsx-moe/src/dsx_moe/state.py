@@ -81,6 +81,11 @@ def load_full_optimizer_state_dict(
 
     The settings of parameter groups are taken by position.
 
+    Args:
+        model: with its experts spread as they are now.
+        optimizer: a plain optimizer over the model's parameters.
+        state_dict: whole states by parameter name; on every rank the same.
+
     Raises:
         ExpertStateError: another number of groups, a name that is missing, or a shape that differs; nothing is changed
             then.

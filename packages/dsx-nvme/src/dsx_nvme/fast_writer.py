@@ -22,6 +22,15 @@ class FastFileWriter:
 
     The file holds exactly the bytes that were written. `buffer_bytes` is the memory of both buffers together. An error
     in writing a buffer is raised by the next `write`, `flush` or `close`.
+
+    Args:
+        path: of the file; what it held is cut off.
+        buffer_bytes: at least 8192.
+        engine: an `Engine` to share; without one the file has its own.
+
+    Raises:
+        OptionError: too small a buffer.
+        TransferError: an `OSError` with file, offset and number.
     """
 
     def __init__(self, path: str | os.PathLike, *, buffer_bytes: int = 64 << 20, engine: Engine | None = None) -> None:

@@ -30,6 +30,12 @@ class gds_handle(aio_handle):
     `mode` is "cufile" or "bounce"; `reason` says why cuFile is not used. `intra_op_parallelism` threads share one
     transfer. To register a file with cuFile only once, open it (`handle.engine.open(path, write=True)`) and pass the
     result instead of the name.
+
+    Args:
+        block_size: bytes per request.
+        queue_depth: requests in flight.
+        single_submit, overlap_events, engine: as in `aio_handle`; they serve host tensors.
+        intra_op_parallelism: threads that share one transfer.
     """
 
     def __init__(

@@ -217,7 +217,20 @@ def aio_read(
     buffer: torch.Tensor, filename: PathOrFd, block_size: int, queue_depth: int, single_submit: bool,
     overlap_events: bool, validate: bool,
 ) -> int:  # fmt: skip
-    """Fill `buffer` from a file, with settings for this call only; returns 1."""
+    """Fill `buffer` from a file, with settings for this call only; returns 1.
+
+    Args:
+        buffer: contiguous tensor on the CPU.
+        filename: path or descriptor.
+        block_size: bytes per request.
+        queue_depth: requests in flight.
+        single_submit, overlap_events: as in `aio_handle`.
+        validate: compare file and tensor afterwards.
+
+    Raises:
+        TensorError, OptionError: what cannot be transferred, before anything is moved.
+        TransferError: an `OSError` with file, offset and number.
+    """
     with aio_handle(block_size, queue_depth, single_submit, overlap_events) as handle:
         return handle.read(buffer, filename, validate)
 
@@ -226,13 +239,17 @@ def aio_write(
     buffer: torch.Tensor, filename: PathOrFd, block_size: int, queue_depth: int, single_submit: bool,
     overlap_events: bool, validate: bool,
 ) -> int:  # fmt: skip
-    """Write `buffer` to a file, with settings for this call only; returns 1."""
+    """Write `buffer` to a file, with settings for this call only; returns 1.
+    Arguments and errors as in `aio_read`.
+    """
     with aio_handle(block_size, queue_depth, single_submit, overlap_events) as handle:
         return handle.write(buffer, filename, validate)
 
 
 def deepspeed_memcpy(dst: torch.Tensor, src: torch.Tensor) -> int:
-    """Copy `src` into `dst` (same number of bytes, both contiguous on the CPU); returns 1."""
+    """Copy `src` into `dst` (same number of bytes, both contiguous on the CPU); returns 1. Raises `TensorError` where
+    the sizes differ.
+    """
     if dst.numel() * dst.element_size() != src.numel() * src.element_size():
         raise TensorError(
             f"got {src.numel() * src.element_size()} bytes for a destination of {dst.numel() * dst.element_size()}"

@@ -33,6 +33,7 @@ class Buffer:
         """The memory as a tensor: 1-D over all bytes, or of `shape` from the beginning.
 
         Do not use it after `release`.
+        Raises `BudgetError` where it does not fit, and after `release`.
         """
         if not self._held:
             raise BudgetError("this buffer was given back to its pool; take a new one")

@@ -287,7 +287,11 @@ class TensorFile:
         return len(self.extents)
 
     def write(self, name: str, tensor: torch.Tensor, *, start: int = 0) -> Ticket:
-        """Start writing a tensor, or some of its elements from number `start` on (then it has no checksum)."""
+        """Start writing a tensor, or some of its elements from number `start` on (then it has no checksum).
+
+        Returns a ticket to wait for; leave `tensor` alone until then. Raises `OptionError` where the file is open for
+        reading, and `TensorError` where dtype or size are not those of `name`.
+        """
         extent = self._extent(name, tensor, start)
         if not self.writable:
             raise OptionError(f"{self.path} is open for reading; open it with mode 'r+'")

@@ -39,7 +39,9 @@ def clip_grad_norm_(
 
 
 def get_weight_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0, mpu: object | None = None) -> Tensor:
-    """The norm of all parameters as one vector (fp64, no dimension)."""
+    """The norm of all parameters of this process as one vector: a float64 tensor without dimensions. `norm_type`: 2.0,
+    or infinity for the largest magnitude; `mpu` is refused, because nothing here communicates.
+    """
     found = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     return _norm([p.detach() for p in found], norm_type, mpu)
 

@@ -61,7 +61,7 @@ def token_sort_(indices: Tensor) -> Tensor:
 
 def mask_gather_bert(mask: Tensor, indices: Tensor) -> Tensor:
     """The attention mask [batch, 1, s, s] of the kept tokens: [batch, 1, kept, kept], rows and columns at `indices`
-    [batch, kept].
+    [batch, kept]. Raises `TensorError` for other shapes.
     """
     if mask.dim() != 4 or mask.shape[-1] != mask.shape[-2]:
         raise TensorError(f"mask: got shape {tuple(mask.shape)}, expected [batch, heads, sequence, sequence]")
@@ -73,7 +73,9 @@ def mask_gather_bert(mask: Tensor, indices: Tensor) -> Tensor:
 
 
 def mask_gather_gpt(mask: Tensor, kept: int) -> Tensor:
-    """The causal attention mask of `kept` sorted tokens: the leading [.., kept, kept] of mask [.., s, s]."""
+    """The causal attention mask of `kept` sorted tokens: the leading [.., kept, kept] of mask [.., s, s]. Raises
+    `TensorError` where `kept` is more than s.
+    """
     if mask.dim() < 2 or not 0 <= kept <= min(mask.shape[-2:]):
         raise TensorError(
             f"kept: got {kept} for a mask of shape {tuple(mask.shape)}, expected at most its last dimensions"

@@ -272,7 +272,9 @@ class PipelineModule(nn.Module):
         return self._grid.pipe_parallel_size
 
     def stage_owner(self, layer_idx: int) -> int:
-        """Place in the pipeline of the rank that holds a layer."""
+        """Place in the pipeline of the rank that holds a layer, both counted from 0. Raises `PipelineError` for a layer
+        that there is not.
+        """
         for stage, rank in enumerate(self.stage_ranks):
             if self.parts[stage] <= layer_idx < self.parts[stage + 1]:
                 return rank

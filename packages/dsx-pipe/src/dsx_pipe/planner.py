@@ -71,7 +71,13 @@ class Candidate:
 
 
 def stage_times(layers: Sequence[LayerCost], parts: Sequence[int], samples: float) -> tuple[StageTimes, ...]:
-    """Seconds per stage for a micro-batch of `samples` samples."""
+    """Seconds per stage for a micro-batch of `samples` samples, forward and the two halves of backward apart.
+
+    Args:
+        layers: measured costs, in the model's order (`measure_layers`).
+        parts: where stages begin, and the end: [0, 3, 6] are two stages of three layers.
+        samples: per micro-batch.
+    """
     found = []
     for first, end in itertools.pairwise(parts):
         part = layers[first:end]
@@ -135,7 +141,17 @@ def candidates(
 
 
 def plan(layers: Sequence[LayerCost], ranks: int, batch: int, **options: object) -> Candidate:
-    """The fastest candidate; the options are those of `candidates`."""
+    """The fastest candidate.
+
+    Args:
+        layers: measured costs, in the model's order (`measure_layers`).
+        ranks: of the pipeline.
+        batch: samples of an update, over all micro-batches.
+        options: those of `candidates`, such as a limit of memory in bytes per rank.
+
+    Raises:
+        ScheduleError: nothing fits; the text says what the least needs.
+    """
     return candidates(layers, ranks, batch, **options)[0]  # type: ignore[arg-type]
 
 

@@ -95,8 +95,13 @@ def block_sparse_attention(
 def explain_backends(q: Tensor, k: Tensor, v: Tensor, layout: Tensor, **options: Any) -> dict[str, list[str]]:
     """For each backend, why it cannot do a call with these arguments; an empty list means that it can.
 
+    Args:
+        q, k, v: as `block_sparse_attention` takes them.
+        layout: the blocks that are computed.
+        options: further arguments of `block_sparse_attention`.
+
     Raises:
-        The same as `block_sparse_attention`.
+        ArgumentError, LayoutError: as `block_sparse_attention`, and for an option that there is not.
     """
     known = set(Options._fields)
     unknown = sorted(set(options) - known)

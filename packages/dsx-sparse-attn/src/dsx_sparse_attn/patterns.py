@@ -130,6 +130,7 @@ class FixedSparsityConfig(SparsityConfig):
     ) -> None:
         """
         Args:
+            num_heads, block, different_layout_per_head: as in `SparsityConfig`.
             num_local_blocks: blocks per window.
             num_global_blocks: blocks of each window that all others see; must divide the window.
             attention: "unidirectional": a block sees no later block.
@@ -243,6 +244,7 @@ class VariableSparsityConfig(_RandomAndGlobal):
     ) -> None:
         """
         Args:
+            num_heads, block, different_layout_per_head: as in `SparsityConfig`.
             num_random_blocks: random blocks per row (also later ones in "unidirectional").
             local_window_blocks: sizes of the windows; the last size is repeated to the end.
             global_block_indices: blocks that all blocks see; with `global_block_end_indices`, starts of ranges.
@@ -304,6 +306,7 @@ class BigBirdSparsityConfig(_RandomAndGlobal):
     ) -> None:
         """
         Args:
+            num_heads, block, different_layout_per_head: as in `SparsityConfig`.
             num_random_blocks: random blocks per row; "unidirectional": chosen from the blocks up to the row, or all of
                 these if they are fewer.
             num_sliding_window_blocks: width of the band around the diagonal.
@@ -355,6 +358,7 @@ class BSLongformerSparsityConfig(_RandomAndGlobal):
     ) -> None:
         """
         Args:
+            num_heads, block, different_layout_per_head: as in `SparsityConfig`.
             num_sliding_window_blocks: width of the band around the diagonal.
             global_block_indices: blocks that see all blocks and that all blocks see; with ends, starts of ranges.
             global_block_end_indices: the exclusive ends of these ranges.
@@ -395,6 +399,7 @@ class LocalSlidingWindowSparsityConfig(_RandomAndGlobal):
     ) -> None:
         """
         Args:
+            num_heads, block: as in `SparsityConfig`.
             num_sliding_window_blocks: width of the band around the diagonal.
             attention: "unidirectional": a block sees no later block.
 

@@ -203,7 +203,18 @@ def _is_frozen(parameter: Parameter, optimizer: ZeroOptimizer | None) -> bool:
 
 
 def safe_get_full_fp32_param(param: Parameter, *, optimizer: ZeroOptimizer | None = None) -> torch.Tensor | None:
-    """The whole master value, a new tensor; None for a frozen parameter, which has no master."""
+    """The whole master value (collective): a new tensor of the parameter's shape in the dtype of masters (fp32).
+
+    Args:
+        param: a parameter of a sharded model, or its name together with `optimizer`.
+        optimizer: what `shard` returned; needed for a name only.
+
+    Returns:
+        The value; None for a frozen parameter, which has no master.
+
+    Raises:
+        ZeroStateError: the parameter belongs to no sharded model.
+    """
     if _is_frozen(param, optimizer):
         return None
     view = _View(param, optimizer)
@@ -211,7 +222,16 @@ def safe_get_full_fp32_param(param: Parameter, *, optimizer: ZeroOptimizer | Non
 
 
 def safe_set_full_fp32_param(param: Parameter, value: torch.Tensor, *, optimizer: ZeroOptimizer | None = None) -> None:
-    """Set the whole master value and the parameter with it."""
+    """Set the whole master value and the parameter with it (collective).
+
+    Args:
+        param: a parameter of a sharded model, or its name together with `optimizer`.
+        value: of the parameter's shape, any floating dtype and device; the same on all ranks.
+        optimizer: what `shard` returned; needed for a name only.
+
+    Raises:
+        ZeroStateError: the shape is another one, or the parameter belongs to no sharded model.
+    """
     view = _View(param, optimizer)
     view.set_master_slice(view.cut(value))
     view.optimizer.refresh(view.name, value)
@@ -220,7 +240,19 @@ def safe_set_full_fp32_param(param: Parameter, value: torch.Tensor, *, optimizer
 def safe_get_full_optimizer_state(
     param: Parameter, optim_state_key: str, *, optimizer: ZeroOptimizer | None = None
 ) -> torch.Tensor | None:
-    """A whole optimizer state ("exp_avg", ...); None before the first step, and for a frozen parameter."""
+    """A whole optimizer state (collective): a new tensor of the parameter's shape.
+
+    Args:
+        param: a parameter of a sharded model, or its name together with `optimizer`.
+        optim_state_key: as the optimizer calls it: "exp_avg", "momentum_buffer", ...
+        optimizer: what `shard` returned; needed for a name only.
+
+    Returns:
+        The state; None before the first step, and for a frozen parameter.
+
+    Raises:
+        ZeroStateError: the state is a single value, such as a step count.
+    """
     if _is_frozen(param, optimizer):
         return None
     view = _View(param, optimizer)
@@ -233,14 +265,29 @@ def safe_get_full_optimizer_state(
 def safe_set_full_optimizer_state(
     param: Parameter, value: torch.Tensor, optim_state_key: str, *, optimizer: ZeroOptimizer | None = None
 ) -> None:
-    """Set a whole optimizer state. It must exist: the optimizer has stepped, or a checkpoint was loaded."""
+    """Set a whole optimizer state (collective). It must exist: the optimizer has stepped, or a checkpoint was loaded.
+
+    Args:
+        param: a parameter of a sharded model, or its name together with `optimizer`.
+        value: of the parameter's shape, any floating dtype and device; the same on all ranks.
+        optim_state_key: as the optimizer calls it: "exp_avg", "momentum_buffer", ...
+        optimizer: what `shard` returned; needed for a name only.
+
+    Raises:
+        ZeroStateError: there is no such state yet, or the shape is another one.
+    """
     view = _View(param, optimizer)
     part = view.cut(value)
     view.set_state(optim_state_key, part)
 
 
 def safe_get_full_grad(param: Parameter, *, optimizer: ZeroOptimizer | None = None) -> torch.Tensor | None:
-    """The whole gradient in fp32, averaged over the ranks as far as it has been reduced; None when there is none."""
+    """The whole gradient (collective): a new fp32 tensor of the parameter's shape, averaged over the ranks as far as it
+    has been reduced. None when there is none, and for a frozen parameter.
+
+    Read it after the backward of an update's last micro-batch and before the step. Before that, at stages 0 and 1 and
+    inside `no_sync`, it is this rank's own sum.
+    """
     if _is_frozen(param, optimizer):
         return None
     view = _View(param, optimizer, gradient=True)
@@ -250,7 +297,11 @@ def safe_get_full_grad(param: Parameter, *, optimizer: ZeroOptimizer | None = No
 
 
 def safe_set_full_grad(param: Parameter, value: torch.Tensor, *, optimizer: ZeroOptimizer | None = None) -> None:
-    """Set the whole reduced gradient."""
+    """Set the whole reduced gradient (collective): `value` has the parameter's shape and is the same on all ranks.
+
+    Raises:
+        ZeroStateError: there is no reduced gradient now, or the shape is another one.
+    """
     view = _View(param, optimizer, gradient=True)
     part = view.cut(value)
     view.complete_gradients()
@@ -263,8 +314,16 @@ def safe_update_full_grad_vectorized(
     *,
     optimizer: ZeroOptimizer | None = None,
 ) -> None:
-    """Replace the whole gradient g of each parameter p by `update_func(g, p)`; those without a gradient are left
-    out.
+    """Replace the whole gradient g of each parameter p by `update_func(g, p)` (collective); those without a gradient
+    are left out. Both g and the result are fp32 tensors of the parameter's shape.
+
+    Args:
+        param_list: parameters of a sharded model, in the same order on all ranks.
+        update_func: called on every rank; must return the same on all.
+        optimizer: what `shard` returned; needed where `param_list` has names.
+
+    Raises:
+        ZeroStateError: see `safe_set_full_grad`.
     """
     for param in param_list:
         grad = safe_get_full_grad(param, optimizer=optimizer)
@@ -276,15 +335,20 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_local_fp32_param(param: Parameter, *, optimizer: ZeroOptimizer | None = None) -> torch.Tensor | None:
-    """This rank's master slice, a copy; None for a frozen parameter, which has no master."""
+    """This rank's part of the master, 1-D, a copy (no communication); empty where this rank holds no element of it,
+    None for a frozen parameter, which has no master.
+    """
     if _is_frozen(param, optimizer):
         return None
     return _View(param, optimizer).master_slice().clone()
 
 
 def safe_set_local_fp32_param(param: Parameter, value: torch.Tensor, *, optimizer: ZeroOptimizer | None = None) -> None:
-    """Set this rank's master slice and make it visible in the parameter (collective; ranks may give different
-    values).
+    """Set this rank's part of the master and make it visible in the parameter (collective; ranks may give different
+    values). `value`: 1-D, with as many elements as `safe_get_local_fp32_param` gives.
+
+    Raises:
+        ZeroStateError: another number of elements.
     """
     view = _View(param, optimizer)
     view.set_master_slice(view.check_local(value))
@@ -296,7 +360,9 @@ def safe_set_local_fp32_param(param: Parameter, value: torch.Tensor, *, optimize
 def safe_get_local_optimizer_state(
     param: Parameter, optim_state_key: str, *, optimizer: ZeroOptimizer | None = None
 ) -> torch.Tensor | None:
-    """This rank's slice of an optimizer state, a copy; None when there is none."""
+    """This rank's part of an optimizer state ("exp_avg", ...), 1-D, a copy (no communication); a state that is a
+    single value as it is; None when there is none.
+    """
     if _is_frozen(param, optimizer):
         return None
     state = _View(param, optimizer).state(optim_state_key)
@@ -306,7 +372,12 @@ def safe_get_local_optimizer_state(
 def safe_set_local_optimizer_state(
     param: Parameter, value: torch.Tensor, optim_state_key: str, *, optimizer: ZeroOptimizer | None = None
 ) -> None:
-    """Set this rank's slice of an optimizer state."""
+    """Set this rank's part of an optimizer state (no communication). `value`: 1-D, with as many elements as
+    `safe_get_local_optimizer_state` gives.
+
+    Raises:
+        ZeroStateError: another number of elements, or there is no such state yet.
+    """
     view = _View(param, optimizer)
     part = view.check_local(value)
     view.set_state(optim_state_key, part)
@@ -326,7 +397,12 @@ def safe_get_local_grad(param: Parameter, *, optimizer: ZeroOptimizer | None = N
 
 
 def safe_set_local_grad(param: Parameter, value: torch.Tensor, *, optimizer: ZeroOptimizer | None = None) -> None:
-    """Set this rank's slice of the reduced gradient."""
+    """Set this rank's part of the reduced gradient (no communication). `value`: 1-D, with as many elements as
+    `safe_get_local_grad` gives.
+
+    Raises:
+        ZeroStateError: there is no reduced gradient now, or another number of elements.
+    """
     view = _View(param, optimizer, gradient=True)
     part = view.check_local(value)
     _write_grad(view, part)

@@ -40,10 +40,16 @@ def estimate_zero2_model_states_mem_needs(
     cpu_offload: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int]:
-    """(host bytes, device bytes) for stages 1-2.
+    """(host bytes per node, bytes per device) for stages 1-2, by the formulas that DeepSpeed's documents publish.
 
     P parameters, G devices, g per node, factor f. Offload: device 2P, host P max(4G, 16) f. Else: device 2P + 18P/G,
-    host 4P g f.
+    host 4P g f. What dsx really holds is told by `optimizer.state_bytes()`, and before a run by `dsx plan`.
+
+    Args:
+        total_params: number of parameters, not bytes.
+        num_gpus_per_node, num_nodes: the devices among which state is divided.
+        cpu_offload: whether `offload_optimizer` is "cpu".
+        additional_buffer_factor: by how much host memory is more than what must be held.
     """
     total_gpus = num_nodes * num_gpus_per_node
     if cpu_offload:
@@ -62,10 +68,19 @@ def estimate_zero3_model_states_mem_needs(
     zero_init: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> MemoryNeeds:
-    """Bytes for stage 3. The largest layer's l = 4L is added to every device figure.
+    """Bytes for stage 3, by the formulas that DeepSpeed's documents publish: `cpu` per node, `gpu` per device, and
+    `largest_layer`. The largest layer's l = 4L is added to every device figure.
 
     No offload: device l + 18P/G, host 4L g f with `zero_init`, else 4P g f. Optimizer offloaded: device l + 2P/G, host
     16P/nodes f, else P max(4g, 16/nodes) f. Parameters too: device l, host 18P/nodes f, else P max(4g, 18/nodes) f.
+
+    Args:
+        total_params: number of parameters (P), not bytes.
+        largest_layer_params: parameters of the largest layer (L).
+        num_gpus_per_node, num_nodes: g, and how many nodes.
+        cpu_offload, cpu_offload_params: whether `offload_optimizer` and `offload_param` are "cpu".
+        zero_init: whether the model is built under `Init`.
+        additional_buffer_factor: f.
     """
     total_gpus = num_nodes * num_gpus_per_node
     share = 1 / num_nodes
@@ -84,7 +99,9 @@ def estimate_zero3_model_states_mem_needs(
 def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> str:
-    """Table of all options of stage 2 for a model of `total_params` parameters."""
+    """Print and return a table of all options of stage 2 for a model of `total_params` parameters, in bytes per node
+    and per device. Arguments as in `estimate_zero2_model_states_mem_needs`.
+    """
     rows = []
     for offload in (True, False):
         cpu, gpu = estimate_zero2_model_states_mem_needs(
@@ -97,7 +114,9 @@ def estimate_zero2_model_states_mem_needs_all_cold(
 def estimate_zero2_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> str:
-    """The same table for a model at hand."""
+    """The table of `estimate_zero2_model_states_mem_needs_all_cold` for a model at hand: its parameters are counted,
+    nothing is moved or changed.
+    """
     total = sum(p.numel() for p in model.parameters())
     return estimate_zero2_model_states_mem_needs_all_cold(total, num_gpus_per_node, num_nodes, additional_buffer_factor)
 
@@ -109,7 +128,9 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> str:
-    """Table of all options of stage 3."""
+    """Print and return a table of all options of stage 3, in bytes per node and per device. Arguments as in
+    `estimate_zero3_model_states_mem_needs`.
+    """
     rows = []
     for offload, offload_params in ((True, True), (True, False), (False, False)):
         for zero_init in (True, False):
@@ -134,7 +155,9 @@ def estimate_zero3_model_states_mem_needs_all_cold(
 def estimate_zero3_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> str:
-    """The same table for a model at hand; its largest layer is the module with the most parameters of its own."""
+    """The table of `estimate_zero3_model_states_mem_needs_all_cold` for a model at hand; its largest layer is the
+    module with the most parameters of its own.
+    """
     total = sum(p.numel() for p in model.parameters())
     largest = max((sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules()), default=0)
     return estimate_zero3_model_states_mem_needs_all_cold(

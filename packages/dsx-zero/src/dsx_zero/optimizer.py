@@ -99,7 +99,12 @@ class StepOutcome:
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
-    """See the module's text. Made by `dsx_zero.shard`."""
+    """What `dsx_zero.shard` returns: the optimizer of a sharded model. It is a `torch.optim.Optimizer`: schedules,
+    hooks and parameter groups work on it.
+
+    `step(grad_scale=, max_norm=)` unscales, clips by the norm of all ranks, updates this rank's masters and publishes
+    the parameters; `inner` is the optimizer that was given. Every rank calls its methods in the same order.
+    """
 
     def __init__(
         self,

@@ -14,6 +14,14 @@ def lr_factor(batch_size: int, base_batch_size: int, method: Literal["linear", "
     """Factor on the learning rate of an update of `batch_size` samples.
 
     "linear" is the linear scaling rule (Goyal et al. 2017), "sqrt" the square root rule (Krizhevsky 2014).
+
+    Args:
+        batch_size: samples of this update, over all ranks.
+        base_batch_size: samples of an update for which the rate was chosen.
+        method: "linear": batch_size / base_batch_size; "sqrt": its root; "none": 1.
+
+    Raises:
+        DataArgumentError: a size below 1, or another method.
     """
     if batch_size < 1 or base_batch_size < 1:
         raise DataArgumentError(

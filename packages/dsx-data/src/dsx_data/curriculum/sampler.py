@@ -106,7 +106,9 @@ class CurriculumSampler:
         return {name: schedule.current for name, schedule in self.schedules.items()}
 
     def set_custom_curriculum_learning_schedule(self, functions: Mapping[str, Callable[[int], int]]) -> None:
-        """Give the functions of the metrics with a "custom" schedule, by name of the metric."""
+        """Give the functions (step to difficulty) of the metrics with a "custom" schedule, by name of the metric.
+        Raises `DataArgumentError` for a name that is no metric of this sampler.
+        """
         for name, function in functions.items():
             if name not in self.schedules:
                 raise DataArgumentError(

@@ -22,6 +22,14 @@ def truncate_batch(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a model with sequences of at most `length` tokens.
 
+    Args:
+        args, kwargs: what the model is called with. Every tensor whose second dimension is as long as the tokens'
+            is cut, inside of lists and mappings too; all else stays.
+        length: tokens.
+
+    Returns:
+        The two, cut; the same objects where nothing is longer.
+
     Raises:
         DataArgumentError: no tensor of token numbers is among the arguments.
     """

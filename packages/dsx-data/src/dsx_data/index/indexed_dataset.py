@@ -97,7 +97,9 @@ class MMapIndexedDataset:
         return self.get(int(place))
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Numbers `offset` to `offset + length` of sequence `idx`; None: to its end."""
+        """Numbers `offset` to `offset + length` of sequence `idx`, as a 1-D view of the file; None: to its end. Raises
+        `DataArgumentError` where the sequence is shorter.
+        """
         size = int(self.sizes[idx])
         stop = size if length is None else offset + length
         if not 0 <= offset <= stop <= size:
@@ -229,7 +231,9 @@ class MMapIndexedDatasetBuilder:
             self.add_item(tensor)
 
     def add_rows(self, values: Any, sizes: Any) -> None:
-        """Append several sequences whose numbers lie one after the other."""
+        """Append several sequences whose numbers `values` lie one after the other; `sizes` are their lengths. Raises
+        `DataArgumentError` for a number that the data type cannot hold.
+        """
         given, lengths = np.asarray(values).reshape(-1), np.asarray(sizes, np.int32).reshape(-1)
         flat = given.astype(self.dtype, copy=False)
         if not np.array_equal(flat, given):
@@ -250,7 +254,9 @@ class MMapIndexedDatasetBuilder:
         self._documents.append(count)
 
     def merge_file_(self, another_file: str | os.PathLike[str]) -> None:
-        """Append all sequences of the dataset with prefix `another_file`; its documents stay documents."""
+        """Append all sequences of the dataset with prefix `another_file`; its documents stay documents. Raises
+        `DataArgumentError` where its data type is another one.
+        """
         other = MMapIndexedDataset(another_file, dtype=None)
         if other.dtype != self.dtype:
             raise DataArgumentError(

@@ -19,7 +19,9 @@ __all__ = ["ShardedSampler", "epoch_order", "rank_share"]
 
 
 def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
-    """The order in which the samples of one epoch are used by all ranks together, int64."""
+    """The order in which the samples of one epoch are used by all ranks together: int64 [length], the numbers 0 to
+    `length` - 1. With `shuffle` it is drawn from `seed` + `epoch`, the same on all ranks; else it is ascending.
+    """
     if not shuffle:
         return np.arange(length)
     generator = torch.Generator()

@@ -208,7 +208,8 @@ class TrainingLoader:
         """Let `function(batch, state)` change each batch before it is handed out.
 
         `state` is this loader's `state_dict()`; with a curriculum its key `current_difficulties` holds the difficulty
-        of each metric at which the batch was drawn.
+        of each metric at which the batch was drawn. None takes the function off. Raises `DataArgumentError` for what
+        cannot be called.
         """
         if function is not None and not callable(function):
             raise DataArgumentError(f"set_post_process: got {function!r}, expected a function of batch and state")

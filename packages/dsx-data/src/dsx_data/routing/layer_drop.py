@@ -161,6 +161,9 @@ def convert_to_layer_drop(
 
     Returns:
         What the layers share; call its `update_state(steps)` after each optimizer step. An engine does that itself.
+
+    Raises:
+        DataArgumentError: no layers were given or found.
     """
     if isinstance(layers, type) or layers is None:
         found: Sequence[nn.Module] = find_layers(model, layers)

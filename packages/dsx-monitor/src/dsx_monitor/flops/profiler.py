@@ -59,7 +59,9 @@ class FlopsProfiler:
         self._ignored: tuple[type[nn.Module], ...] = ()
 
     def start_profile(self, ignore_list: Sequence[type[nn.Module]] | None = None) -> None:
-        """Start counting. Calls of the classes in `ignore_list` are left out, with everything they call."""
+        """Start counting. Calls of the classes in `ignore_list` are left out, with everything they call.
+        Raises `ProfilerError` where this profiler is running already.
+        """
         if self.started:
             raise ProfilerError("start_profile: this profiler is running already; call stop_profile first")
         self._ignored = tuple(ignore_list or ())

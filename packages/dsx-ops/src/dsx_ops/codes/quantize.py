@@ -84,8 +84,21 @@ def quantize_fp8(
     offset: int = 0,
     out: Quantized | None = None,
 ) -> Quantized:
-    """Quantise to 8-bit floats, "e4m3" or "e5m2", scaled so that a group's largest magnitude is the format's. Raises
-    `TensorError`.
+    """Quantise to 8-bit floats, scaled so that a group's largest magnitude is the format's.
+
+    Args:
+        x: any shape, float32, bfloat16 or float16; taken as one flat row.
+        format: "e4m3" or "e5m2".
+        group_size: elements that share a scale.
+        stochastic: round up or down by chance, so that the mean is x; else to the nearest.
+        seed, offset: of the chance: element i draws the number of `offset` + i.
+        out: where to write; of the sizes that a call without it gives.
+
+    Returns:
+        Codes, one byte per element, and a float32 scale per group.
+
+    Raises:
+        TensorError: another dtype, or `out` does not fit.
     """
     return run(x, _fp8(format), group_size, stochastic, seed, offset, out=out)
 
@@ -99,7 +112,9 @@ def dequantize_fp8(
     dtype: torch.dtype = torch.float32,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The tensor that `q`, from `quantize_fp8`, stands for."""
+    """The tensor that `q`, from `quantize_fp8`, stands for: of this `shape` and `dtype`, or written into `out`.
+    `format` and `group_size` are those of the quantisation. Raises `TensorError` where sizes do not fit.
+    """
     return run_back(q, shape, _fp8(format), group_size, dtype, out=out)
 
 

@@ -43,7 +43,9 @@ def bias_dropout_residual(
 def dropout_mask(
     shape: Sequence[int], p: float, seed: int, offset: int = 0, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """The mask (bool, True = kept) that `dropout` uses for a tensor of this shape."""
+    """The mask (bool, True = kept) that `dropout` uses for a tensor of this shape with the probability `p`, `seed` and
+    `offset`, made on `device`: the same bits everywhere. Raises what `dropout` raises for these numbers.
+    """
     _check_numbers(p, offset, seed)
     count = torch.Size(shape).numel()
     first, _ = reference.noise(seed & MASK32, offset, count, torch.device(device))

@@ -31,7 +31,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, *, fr
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
-    """(layer_norm(x + residual), x + residual) in one pass; the sum is rounded to x's dtype first. Raises
+    """(layer_norm(x + residual), x + residual) in one pass; the sum is rounded to x's dtype first. `x` and `residual`
+    have one shape [..., n] and dtype, `weight` and `bias` are [n]; `eps` is added to the variance. Raises
     `TensorError`.
     """
     y, total, _, _ = torch.ops.dsx_ops.add_layer_norm(x, residual, weight, bias, eps)

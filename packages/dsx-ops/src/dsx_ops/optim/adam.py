@@ -138,6 +138,19 @@ class CPUAdam(FusedAdam):
     `fp32_optimizer_states=False` keeps them in the parameter's dtype. Numbers and rule as `FusedAdam`. `step_subgroup`
     and `rollback_subgroup` are for callers that put the buffers of an offloaded model into `param_groups` one after
     another: what belongs to a buffer is kept by the number of its subgroup, and is part of the state dict.
+
+    Args:
+        model_params: parameters in host memory (float32, bfloat16, float16), or groups of them.
+        lr: a number, or a tensor of one element that is read in every step.
+        bias_correction: divide the moments by 1 - beta^step.
+        betas, eps, weight_decay: as in `torch.optim.AdamW`; the decay's default here is 0.
+        amsgrad: refused if True.
+        adamw_mode: decoupled weight decay; False adds it to the gradient.
+        split_master: bf16 parameters keep the low 16 bits of their fp32 masters (2 bytes per parameter).
+
+    Raises:
+        HyperparameterError: a number out of its range.
+        TensorError: a parameter of another dtype or device.
     """
 
     def __init__(
@@ -213,6 +226,15 @@ class Adam8bit(FusedAdam):
     reproducibly (keyed by `seed`, step and element index). bf16 parameters are rounded stochastically too, so that
     updates below their last bit add up. A NaN or infinity in a gradient makes its whole block NaN, so check for
     overflow first (`dsx_ops.norm`).
+
+    Args:
+        params: parameters (float32, bfloat16, float16), or groups of them; DTensors are refused.
+        lr, bias_correction, betas, eps, adam_w_mode, weight_decay: as in `FusedAdam`.
+        seed: of the stochastic rounding; ranks that hold the same parameter need the same.
+        split_master: as in `CPUAdam`.
+
+    Raises:
+        HyperparameterError, TensorError: as in `CPUAdam`.
     """
 
     algorithm = Algorithm.ADAM8

@@ -22,6 +22,17 @@ class CPUAdagrad(FusedOptimizer):
     As torch.optim.Adagrad without lr_decay; state dicts exchange with it. Gradients are left as they are. Of a sparse
     gradient (sparse_coo, as torch.nn.Embedding(sparse=True) makes) the elements that it names are updated; weight decay
     is refused with it, as by torch.
+
+    Args:
+        model_params: parameters in host memory (float32, bfloat16, float16), or groups of them.
+        lr, eps, weight_decay: as in torch.optim.Adagrad.
+        amsgrad: refused if True.
+        fp32_optimizer_states: `sum` in float32 (4 bytes per parameter); False: in the parameter's dtype.
+        initial_accumulator_value: what `sum` begins with, at least 0.
+        maximize: go up the gradient.
+
+    Raises:
+        HyperparameterError: a number out of its range.
     """
 
     algorithm = Algorithm.ADAGRAD
@@ -86,6 +97,17 @@ class FusedLion(FusedOptimizer):
     """Lion (F80): c = b1 m + (1-b1) g;  p = p (1 - lr wd) - lr sign(c);  m = b2 m + (1-b2) g.
 
     The moment is in the parameter's dtype, or in `state_dtype`.
+
+    Args:
+        params: parameters (float32, bfloat16, float16), or groups of them.
+        lr: about a tenth of what Adam takes, because every element moves by it.
+        betas: (b1, b2).
+        weight_decay: wd, decoupled.
+        maximize: go up the gradient.
+        state_dtype: dtype of the moment.
+
+    Raises:
+        HyperparameterError: a number out of its range.
     """
 
     algorithm = Algorithm.LION
@@ -128,7 +150,9 @@ class FusedLion(FusedOptimizer):
 
 
 class CPULion(FusedLion):
-    """Lion for parameters in host memory: the moment in fp32 unless `fp32_optimizer_states=False`."""
+    """Lion for parameters in host memory: the moment in fp32 unless `fp32_optimizer_states=False`. `model_params`,
+    `lr`, `betas`, `weight_decay` and errors as in `FusedLion`.
+    """
 
     def __init__(
         self,
@@ -144,6 +168,14 @@ class CPULion(FusedLion):
 class SGD(FusedOptimizer):
     """SGD with momentum, dampening and Nesterov, as torch.optim.SGD (state `momentum_buffer`; none without
     momentum).
+
+    Args:
+        params: parameters (float32, bfloat16, float16), or groups of them.
+        lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch.optim.SGD.
+        state_dtype: dtype of `momentum_buffer`; None: the parameter's.
+
+    Raises:
+        HyperparameterError: a number out of its range, or `nesterov` without momentum.
     """
 
     algorithm = Algorithm.SGD

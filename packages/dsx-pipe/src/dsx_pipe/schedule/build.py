@@ -186,7 +186,9 @@ class _VShape:
 
 
 def inference(ranks: int, micro_batches: int, chunks: int = 1) -> Schedule:
-    """Forward only. With several stages per rank they lie as in `interleaved`."""
+    """Forward only: `micro_batches` through `ranks` x `chunks` stages. With several stages per rank they lie as in
+    `interleaved`. Raises `ScheduleError` for a number below 1.
+    """
     _sizes(ranks, micro_batches, chunks)
     stage_ranks = tuple(s % ranks for s in range(ranks * chunks))
     return inference_over(stage_ranks, micro_batches)

@@ -87,7 +87,16 @@ class RecvGrad(BufferOpInstruction):
 
 
 class PipeSchedule:
-    """Base class: sizes, who is next to whom, and iteration over `steps()`."""
+    """Base class: sizes, who is next to whom, and iteration over `steps()`.
+
+    Args:
+        micro_batches: of one update.
+        stages: of the pipeline.
+        stage_id: this rank's stage, from 0.
+
+    Raises:
+        ScheduleError: a number out of its range.
+    """
 
     def __init__(self, micro_batches: int, stages: int, stage_id: int) -> None:
         if micro_batches < 1 or stages < 1 or not 0 <= stage_id < stages:

@@ -97,8 +97,19 @@ def set_z3_leaf_modules_by_name(
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark the modules whose full names end so. Arguments, results and errors are those of
-    `set_z3_leaf_modules_by_name`.
+    """Mark the modules whose full names end so: at stage 3 each of them is gathered as a whole.
+
+    Args:
+        model: where to look, before it is sharded.
+        module_name_suffixes: ends of names as `named_modules()` gives them, such as "mlp.experts".
+        flag: False takes the mark off.
+        raise_if_not_found: whether a suffix that fits no module is an error.
+
+    Returns:
+        The modules, and the suffixes that fit none.
+
+    Raises:
+        ZeroModelError: for suffixes that fit no module; nothing was marked.
     """
     return _mark_by("name_suffixes", model, module_name_suffixes, flag, raise_if_not_found)
 
@@ -120,7 +131,9 @@ def _mark_by(
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Mark (or unmark) one module."""
+    """Mark (`flag` True) or unmark one module, before the model is sharded: at stage 3 it is gathered as a whole, with
+    everything inside, instead of part by part.
+    """
     if flag:
         _LEAVES.add(model)
     else:
@@ -130,7 +143,19 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Chosen, raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Undo ``set_z3_leaf_modules``. Returns the modules."""
+    """Undo `set_z3_leaf_modules`.
+
+    Args:
+        model: where to look.
+        leaf_module_classes: classes, or their names, as they were given there.
+        raise_if_not_found: whether a class of which the model has no module is an error.
+
+    Returns:
+        The modules whose mark was taken off.
+
+    Raises:
+        ZeroModelError: the model has no module of these classes.
+    """
     found = _find(model, leaf_module_classes, raise_if_not_found)
     for module in found:
         _LEAVES.discard(module)

@@ -89,15 +89,27 @@ class StoredValues:
 
 
 class Reader(Protocol):
-    """A source of values. If it gives None, the model keeps the values it has."""
+    """A source of values. If it gives None, the model keeps the values it has.
 
-    def param(self, name: str, start: int, stop: int) -> torch.Tensor | None: ...
+    A range is `start` to `stop` (exclusive) of the flattened parameter `name`; what is returned is 1-D, has `stop -
+    start` elements and any dtype and device.
+    """
 
-    def master(self, name: str, start: int, stop: int) -> torch.Tensor | None: ...
+    def param(self, name: str, start: int, stop: int) -> torch.Tensor | None:
+        """Elements of the parameter itself."""
+        ...
 
-    def state_keys(self, name: str) -> tuple[str, ...]: ...
+    def master(self, name: str, start: int, stop: int) -> torch.Tensor | None:
+        """Elements of its fp32 master."""
+        ...
 
-    def state(self, key: str, name: str, start: int, stop: int) -> State | None: ...
+    def state_keys(self, name: str) -> tuple[str, ...]:
+        """Names of the optimizer states that there are for this parameter: "exp_avg", ..."""
+        ...
+
+    def state(self, key: str, name: str, start: int, stop: int) -> State | None:
+        """Elements of one of these states, or the whole of one that is a single value."""
+        ...
 
 
 @dataclass(frozen=True)

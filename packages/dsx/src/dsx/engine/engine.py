@@ -202,6 +202,13 @@ class Engine(EngineCheckpoints, WeightsMixin, EngineByHand, EngineData, EngineSw
         it.
 
         This changes only the counting of samples: the loader keeps the size it was built with.
+
+        Args:
+            micro_batch_size: samples per rank and forward pass.
+
+        Raises:
+            EngineArgumentError: a number below 1.
+            EngineError: in the middle of an update.
         """
         if micro_batch_size <= 0:
             raise EngineArgumentError(f"set_train_micro_batch_size: got {micro_batch_size}, expected a positive number")
@@ -243,8 +250,13 @@ class Engine(EngineCheckpoints, WeightsMixin, EngineByHand, EngineData, EngineSw
         Args:
             batch_size: samples per micro-batch and rank; None: the configured micro-batch size.
             route: "train" shuffles, with another order in each epoch; "eval" and "predict" keep the dataset's order.
+            pin_memory: hand out page-locked tensors where the device is a CUDA device.
             data_sampler: use this order instead; it must contain this rank's share only.
+            collate_fn: makes a batch of a list of samples; None: torch's.
             num_local_io_workers: number of worker processes that read; None or 0: this process reads.
+
+        Raises:
+            EngineArgumentError: another route.
         """
         if route not in _ROUTES:
             raise EngineArgumentError(f"deepspeed_io(route=...): got {route!r}, expected one of {', '.join(_ROUTES)}")
