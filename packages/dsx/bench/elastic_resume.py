@@ -12,7 +12,6 @@ tiny model, to see that it runs.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -25,7 +24,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+
+from dsx_testkit.results import Table, add_json_option
 
 GOAL_S = 10.0
 WAIT_S = 300.0
@@ -173,21 +173,18 @@ def measure(job: Job, losses: int) -> list[float]:
     return found
 
 
-def report(seconds: list[float], phases: list[dict[str, float]], options: argparse.Namespace) -> dict[str, Any]:
-    """The figures, printed and returned."""
-    names = list(dict.fromkeys(name for one in phases for name in one))
-    median = {name: statistics.median(one[name] for one in phases if name in one) for name in names}
-    figures = {
-        "lost": options.what, "stand-by process": not options.no_stand_by, "seconds": seconds,
-        "median": statistics.median(seconds), "worst": max(seconds), "goal": GOAL_S, "phases": median,
-    }  # fmt: skip
-    print(f"\n| a {options.what} is lost | median s | worst s | goal s |\n|---|---|---|---|")
-    how = "fresh processes" if options.no_stand_by else "stand-by process"
-    print(f"| {how} | {figures['median']:.1f} | {figures['worst']:.1f} | {GOAL_S:g} |\n")
-    print("| phase | median s |\n|---|---|")
-    for name, value in median.items():
-        print(f"| {name} | {value:.1f} |")
-    return figures
+def report(seconds: list[float], phases: list[dict[str, float]], options: argparse.Namespace) -> None:
+    """Print and write the figures."""
+    median, worst = statistics.median(seconds), max(seconds)
+    table = Table({"lost": "", "ranks are": "", "losses": "", "median s": "{:.1f}", "worst s": "{:.1f}"})
+    begun = "fresh processes" if options.no_stand_by else "forked from a stand-by process"
+    table.add(f"a {options.what}", begun, len(seconds), median, worst)
+    table.goal(f"at most {GOAL_S:g} s on 2 cores", f"{worst:.1f} s at most", met=worst <= GOAL_S)
+    table.save(options.json)
+    parts = Table({"phase": "", "median s": "{:.1f}"}, name="phases")
+    for name in dict.fromkeys(name for one in phases for name in one):
+        parts.add(name, statistics.median(one[name] for one in phases if name in one))
+    parts.save(options.json)
 
 
 def main() -> None:
@@ -197,7 +194,7 @@ def main() -> None:
     parser.add_argument("--what", choices=("rank", "host"), default="rank", help="what is lost")
     parser.add_argument("--no_stand_by", action="store_true", help="start ranks as fresh processes")
     parser.add_argument("--small", action="store_true", help="a tiny model: only to see that it runs")
-    parser.add_argument("--json", type=Path, help="also write the figures there")
+    add_json_option(parser)
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train:
@@ -206,12 +203,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         job = Job(Path(name), options)
         try:
-            seconds = measure(job, options.losses)
-            figures = report(seconds, job.phases(), options)
+            report(measure(job, options.losses), job.phases(), options)
         finally:
             job.close()
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=1))
 
 
 if __name__ == "__main__":

@@ -47,6 +47,17 @@ def test_one_line_per_resume_with_every_phase(told):
     )
 
 
+def test_a_rank_may_be_at_work_before_the_agent_has_started_the_last_one(told):
+    phases, lines = told
+    phases.begin()
+    tell_agent(JOINED, f"{time.time()}")
+    time.sleep(0.02)
+    phases.end("starting processes")
+    tell_agent(UPDATED, f"{time.time() + 1} 4")
+    phases.look()
+    assert lines()[0].endswith(": the program up to join 0.0, starting processes 0.0, first update 1.0")
+
+
 def test_ranks_that_say_less_and_no_agent_are_no_error(told, tmp_path, monkeypatch):
     phases, lines = told
     phases.begin()

@@ -65,6 +65,7 @@ class ResumePhases:
             if when:
                 ends.append((f"{name} from {detail}" if note == LOADED and detail else name, float(when)))
             update = detail if note == UPDATED else update
+        ends.sort(key=lambda end: end[1])  # a rank may be at work before the agent has started the last one
         self._ends = []
         log.info(
             "%s: update %s is done %.1f s after the change was noticed: %s", self._host, update,
