@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import pairwise
 from typing import Any
 
 from .errors import shown
 from .format import DTYPES, FAMILIES, FLOAT_MARKER, INDEX_NAME, MODEL, OPTIMIZER, Index, Placed, TensorSpec
+
+_LONGEST_NAME = 255  # of a file, on every file system
 
 
 def expect(value: Any, kind: type) -> Any:
@@ -33,6 +36,8 @@ def expect_file_name(value: Any) -> str:
     name = expect_str(value)
     if not name or "/" in name or "\\" in name or "\0" in name or name.startswith(".") or name == INDEX_NAME:
         raise ValueError(f"file name {shown(name)} leaves the checkpoint")
+    if len(name.encode()) > _LONGEST_NAME:  # `encode` refuses half of a surrogate pair, as file systems do
+        raise ValueError(f"file name {shown(name)} is longer than {_LONGEST_NAME} bytes")
     return name
 
 
@@ -73,8 +78,22 @@ def check_consistent(index: Index) -> None:
             placed, file = entry.placed, index.files.get(entry.placed.file)
             if file is None or not file.header_bytes <= placed.offset <= file.nbytes - placed.spec.nbytes:
                 raise ValueError(f"{shown(name)} lies outside of the file {shown(placed.file)}")
+    _check_apart(index)
     model = set(index.tensors[MODEL])
     states = (name.partition("/")[2] for name in index.tensors[OPTIMIZER])
     owners = {*index.aliases, *states, *(name for values in index.scalars.values() for name in values)}
     if not owners <= model:
         raise ValueError(f"parameters that are not there: {shown(sorted(owners - model)[:10])}")
+
+
+def _check_apart(index: Index) -> None:
+    """Raise `ValueError` where two tensors share bytes: a small file would stand for tensors of any size."""
+    places: dict[str, list[tuple[int, int, str]]] = {}
+    for family in FAMILIES:
+        for name, entry in index.tensors[family].items():
+            places.setdefault(entry.placed.file, []).append((entry.placed.offset, entry.spec.nbytes, name))
+    for found in places.values():
+        found.sort()
+        for (begin, nbytes, name), (following, _, other) in pairwise(found):
+            if begin + nbytes > following:
+                raise ValueError(f"{shown(name)} and {shown(other)} lie over each other")

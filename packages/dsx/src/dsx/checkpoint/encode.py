@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from .errors import CheckpointArgumentError, CheckpointCorruptError, shown
+from .errors import CheckpointArgumentError, CheckpointCorruptError, CheckpointError, shown
 from .format import dtype_name
 
 _TENSOR, _TUPLE, _ITEMS, _FLOAT, _ARRAY = "__tensor__", "__tuple__", "__items__", "__float__", "__ndarray__"
@@ -124,19 +124,26 @@ def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
     Raises:
         CheckpointCorruptError: `value` is not a result of `encode`.
     """
+    try:
+        return _decode(value, tensor)
+    except RecursionError as error:
+        raise CheckpointCorruptError("the state is nested deeper than any that was saved") from error
+
+
+def _decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
     if isinstance(value, list):
-        return [decode(item, tensor) for item in value]
+        return [_decode(item, tensor) for item in value]
     if not isinstance(value, dict):
         return value
     marker = next((key for key in value if key.startswith("__")), None)
     if marker is None:
-        return {key: decode(item, tensor) for key, item in value.items()}
+        return {key: _decode(item, tensor) for key, item in value.items()}
     if len(value) != 1 or marker not in _DECODERS:
         raise CheckpointCorruptError(f"the state holds {shown(marker)}, which means nothing to this version of dsx")
     try:
         return _DECODERS[marker](value[marker], tensor)
-    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
-        if isinstance(error, CheckpointCorruptError):
+    except (ArithmeticError, TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
+        if isinstance(error, (CheckpointError, RecursionError)):
             raise
         raise CheckpointCorruptError(f"the state holds a damaged {marker}: {error}") from error
 
@@ -145,23 +152,26 @@ _Tensors = Callable[[str], torch.Tensor]
 
 
 def _decode_tuple(value: Any, tensor: _Tensors) -> tuple[Any, ...]:
-    return tuple(decode(item, tensor) for item in _expect(value, list))
+    return tuple(_decode(item, tensor) for item in _expect(value, list))
 
 
 def _decode_items(value: Any, tensor: _Tensors) -> dict[Any, Any]:
-    return {decode(key, tensor): decode(item, tensor) for key, item in _expect(value, list)}
+    return {_decode(key, tensor): _decode(item, tensor) for key, item in _expect(value, list)}
 
 
 def _decode_numpy(value: Any, tensor: _Tensors) -> Any:
     import numpy  # lazy import: only checkpoints with numpy values need it
 
     name, plain = _expect(value, list)
-    return numpy.dtype(_expect(name, str)).type(decode(plain, tensor))
+    dtype, number = numpy.dtype(_expect(name, str)), _decode(plain, tensor)
+    if dtype.kind in "SO" or dtype.type is numpy.void:  # bytes_(n) and void(n) would be n bytes
+        raise TypeError(f"got numpy's {name}, expected a number or text")
+    return dtype.type(number)
 
 
 def _decode_namespace(value: Any, tensor: _Tensors) -> argparse.Namespace:
     namespace = argparse.Namespace()
-    vars(namespace).update(_expect(decode(value, tensor), dict))
+    vars(namespace).update(_expect(_decode(value, tensor), dict))
     return namespace
 
 

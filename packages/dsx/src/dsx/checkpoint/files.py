@@ -13,6 +13,7 @@ from .errors import CheckpointCorruptError, CheckpointError
 from .format import Placed
 
 PIECE_BYTES = 16 << 20  # copied from a device, written, read or hashed at a time
+_MOST_TEXT = 1 << 30  # bytes; the index of 1 TB has 3 MB
 
 
 @contextmanager
@@ -34,6 +35,9 @@ def opened(path: Path, flags: int) -> Iterator[int]:
 def read_text(path: Path) -> str:
     """The text of a small file. Raises `CheckpointCorruptError` if it is not text."""
     with opened(path, os.O_RDONLY) as fd, os.fdopen(fd, "rb", closefd=False) as file:
+        size = os.fstat(fd).st_size
+        if size > _MOST_TEXT:
+            raise CheckpointCorruptError(f"{path}: has {size} bytes, expected text of at most {_MOST_TEXT}")
         data = file.read()
     try:
         return data.decode()

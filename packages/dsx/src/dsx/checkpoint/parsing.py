@@ -72,8 +72,8 @@ def _parse(data: dict[str, Any]) -> Index:
     index = Index(
         files=files,
         tensors=tensors,
-        aliases={n: tuple(map(expect_str, a)) for n, a in data["aliases"].items()},
-        excluded=tuple(map(expect_str, data["excluded"])),
+        aliases={n: tuple(map(expect_str, expect(a, list))) for n, a in data["aliases"].items()},
+        excluded=tuple(map(expect_str, expect(data["excluded"], list))),
         scalars={key: parse_scalars(values) for key, values in data["scalars"].items()},
         state=expect(data["state"], dict),
         ranks=tuple(expect(data["ranks"], list)),

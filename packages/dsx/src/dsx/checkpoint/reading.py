@@ -172,8 +172,12 @@ class Reader:
     def _read_region(self, key: tuple[str, str], region: Region) -> torch.Tensor:
         entry = self.index.tensors[key[0]][key[1]]
         sums = Sums(entry.chunks)
-        with opened(self.folder / entry.placed.file, os.O_RDONLY) as fd:
-            values = read_region(fd, entry.placed, region, sums)
+        path = self.folder / entry.placed.file
+        try:
+            with opened(path, os.O_RDONLY) as fd:
+                values = read_region(fd, entry.placed, region, sums)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error}); restore the file or load another tag") from error
         if self.verification is not None:
             self.verification.add(key, region, sums)
             if not self.verifies_later:

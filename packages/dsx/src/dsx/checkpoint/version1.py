@@ -40,8 +40,8 @@ def parse_version1(data: dict[str, Any]) -> Index:
     index = Index(
         files={name: _file_of(name, placed) for name, placed in by_file.items()},
         tensors=tensors,
-        aliases={n: tuple(map(expect_str, a)) for n, a in data["aliases"].items()},
-        excluded=tuple(map(expect_str, data["excluded"])),
+        aliases={n: tuple(map(expect_str, expect(a, list))) for n, a in data["aliases"].items()},
+        excluded=tuple(map(expect_str, expect(data["excluded"], list))),
         scalars={key: parse_scalars(values) for key, values in data["scalars"].items()},
         state=expect(data["state"], dict),
         version=1,

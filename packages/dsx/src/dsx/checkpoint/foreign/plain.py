@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..errors import CheckpointCorruptError, CheckpointError
+from ..checks import expect_int
+from ..errors import CheckpointCorruptError, CheckpointError, shown
 from ..files import opened
 from ..format import DTYPES, Placed, TensorSpec
 from ..regions import read_whole
@@ -67,15 +69,20 @@ def _safetensors(file: Path) -> dict[str, Tensor]:
     try:
         entries: dict[str, Any] = json.loads(header)
         placed = [_placed(file, n, e, 8 + length, size) for n, e in entries.items() if n != "__metadata__"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointCorruptError(f"{file}: its header is damaged ({error!r})") from error
+    for one, following in pairwise(sorted(placed, key=lambda p: (p.offset, p.spec.nbytes))):
+        if one.offset + one.spec.nbytes > following.offset:
+            raise CheckpointCorruptError(
+                f"{file}: {shown(one.spec.name)} and {shown(following.spec.name)} lie over each other"
+            )
     return {p.spec.name: _tensor(file, p) for p in placed}
 
 
 def _placed(file: Path, name: str, entry: dict[str, Any], begin: int, size: int) -> Placed:
-    spec = TensorSpec(name, entry["dtype"], tuple(entry["shape"]))
-    first, last = entry["data_offsets"]
-    if last - first != spec.nbytes or first < 0 or begin + last > size:
+    spec = TensorSpec(name, entry["dtype"], tuple(map(expect_int, entry["shape"])))
+    first, last = map(expect_int, entry["data_offsets"])
+    if last - first != spec.nbytes or begin + last > size:
         raise ValueError(f"the place of {name!r}")
     return Placed(spec, file.name, begin + first)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ..errors import CheckpointError
+from ..errors import CheckpointCorruptError, CheckpointError
 from ..folder import check_folder
 from .deepspeed import deepspeed_folder, read_deepspeed
 from .plain import read_plain
@@ -26,6 +26,18 @@ def read_foreign(path: str | os.PathLike[str], tag: str | None = None) -> Source
         CheckpointError: it is none of these, or damaged.
     """
     given = check_folder(path, "path")
+    try:
+        return _read(given, tag)
+    except CheckpointError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        # what was read without being run may be anything, and no list of checks would name it all
+        raise CheckpointCorruptError(
+            f"{given}: is damaged, or no program that is known has written it ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _read(given: Path, tag: str | None) -> Source:
     found = deepspeed_folder(given, tag)
     if found is not None:
         return read_deepspeed(found)

@@ -17,8 +17,11 @@ from typing import Any
 
 import torch
 
+from ..boxes import Box, Region, why_not_a_tiling
+from ..checks import expect_int
 from ..errors import CheckpointCorruptError, CheckpointError, shown
 from ..files import opened
+from ..format import TensorSpec, dtype_name
 from .source import Source, Tensor, numbers_of_group
 from .unpickling import Opaque, read_bytes, unpickle
 
@@ -29,13 +32,7 @@ _MODEL, _OPTIMIZER = ("model", "module", "state_dict"), ("optim", "optimizer", "
 
 
 class _Record(Opaque):
-    """An object of the format, with its saved attributes."""
-
-    def __hash__(self) -> int:
-        return hash(repr((self.made_from, self.state)))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Record) and (self.made_from, self.state) == (other.made_from, other.state)
+    """An object of the format, with its saved attributes. As a key of a dictionary it is equal to itself only."""
 
 
 _CLASSES = frozenset(
@@ -166,21 +163,33 @@ def _tensor(folder: Path, name: str, entry: Any, chunks: Any, where: dict[Any, A
         if info is None:
             raise CheckpointCorruptError(f"{folder}: the chunk at {offsets} of {shown(name)} is nowhere")
         found.append(_Chunk(offsets, sizes, *_place(folder, info)))
+    _check_chunks(folder, TensorSpec(name, dtype_name(dtype), tuple(map(expect_int, shape))), found)
 
     def fetch() -> torch.Tensor:
         whole = torch.empty(shape, dtype=dtype)
-        covered = 0
         for chunk in found:
             value = _read(chunk, name)
             if tuple(value.shape) != chunk.sizes:
                 raise CheckpointCorruptError(f"{chunk.file}: a chunk of {shown(name)} has shape {tuple(value.shape)}")
             whole[tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes))] = value
-            covered += value.numel()
-        if covered != whole.numel():
-            raise CheckpointCorruptError(f"{folder}: the chunks of {shown(name)} are not the whole tensor")
         return whole
 
     return Tensor(shape, dtype, fetch)
+
+
+def _check_chunks(folder: Path, spec: TensorSpec, chunks: list[_Chunk]) -> None:
+    """Raise `CheckpointCorruptError` unless the chunks are the whole tensor, once, and their files have as many bytes:
+    before anything is made in its size.
+    """
+    boxes = [Box(tuple(map(expect_int, chunk.offsets)), tuple(map(expect_int, chunk.sizes))) for chunk in chunks]
+    wrong = why_not_a_tiling(spec.shape, [Region(box, 0, box.numel) for box in boxes])
+    places = {(chunk.file, chunk.at): chunk.length for chunk in chunks}
+    if wrong or len(places) != len(chunks):
+        why = wrong or "two of them lie in one place"
+        raise CheckpointCorruptError(f"{folder}: the chunks of {shown(spec.name)} are not the whole tensor: {why}")
+    sizes = {file: file.stat().st_size for file, _ in places}
+    if spec.nbytes > sum(places.values()) or any(at + length > sizes[file] for (file, at), length in places.items()):
+        raise CheckpointCorruptError(f"{folder}: the files have fewer bytes than {shown(spec.name)}: cut short")
 
 
 def _place(folder: Path, info: Any) -> tuple[Path, int, int]:

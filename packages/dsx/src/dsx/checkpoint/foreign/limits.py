@@ -1,0 +1,150 @@
+"""What a file of `torch.save` or a pickle may ask of its reader: no more memory than the file has bytes.
+
+`unpickling.py` decides which objects a pickle may make. Three things happen before that, and they are looked at here:
+
+* a zip file may hold records that are larger unpacked than the file, and a program of TorchScript, which torch would
+  load as such (`records_of`);
+* a pickle may speak of more bytes than follow, or of a memo of any size, and Python makes room for them first
+  (`check_pickle`);
+* a tensor may be larger than its storage, which torch would then extend (`check_view`).
+
+Nothing is unpacked or unpickled here.
+"""
+
+from __future__ import annotations
+
+import math
+import pickletools
+import zipfile
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from typing import IO, Any, Protocol
+
+__all__ = ["Bytes", "check_pickle", "check_view", "records_of"]
+
+
+class Bytes(Protocol):
+    """What is read at any place: `bytes` or a memory map."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, key: slice, /) -> bytes: ...
+
+    def find(self, data: bytes, start: int, /) -> int: ...
+
+
+def records_of(file: str | IO[bytes]) -> dict[str, int]:
+    """Name in the archive, without its first folder, -> bytes, of each record of a zip file of `torch.save`.
+
+    Raises:
+        ValueError: it is none, or records are compressed (`torch.save` compresses nothing), or lie over each other.
+    """
+    with zipfile.ZipFile(file) as archive:
+        infos, behind = archive.infolist(), archive.start_dir
+    found: dict[str, int] = {}
+    for info in infos:
+        if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
+            raise ValueError(f"the record {info.filename!r} is compressed, expected one as torch.save writes it")
+        name = info.filename.partition("/")[2]
+        if name in found:
+            raise ValueError(f"the record {info.filename!r} stands twice")
+        found[name] = info.file_size
+    places = sorted((info.header_offset, info.file_size) for info in infos)
+    for (begin, size), (following, _) in pairwise([*places, (behind, 0)]):
+        if begin + size > following:
+            raise ValueError("records lie over each other")
+    if "constants.pkl" in found:
+        raise ValueError("it is a program of TorchScript, expected tensors of torch.save")
+    if "data.pkl" not in found:
+        raise ValueError("it has no record data.pkl")
+    return found
+
+
+def check_view(nbytes: int, itemsize: int, offset: Any, size: Iterable[Any], stride: Iterable[Any]) -> None:
+    """Raise `ValueError` unless a tensor lies in its storage.
+
+    Args:
+        nbytes: of the storage.
+        itemsize: bytes of an element.
+        offset, size, stride: of the tensor, in elements.
+    """
+    shape, steps = tuple(size), tuple(stride)
+    numbers = (offset, *shape, *steps)
+    if len(shape) != len(steps) or not all(type(n) is int and n >= 0 for n in numbers):
+        raise ValueError(f"a tensor of size {shape!r:.200}, stride {steps!r:.200} and offset {offset!r:.50}")
+    if math.prod(shape):
+        end = offset + 1 + sum((n - 1) * step for n, step in zip(shape, steps))
+        if end * itemsize > nbytes or math.prod(shape) * itemsize > max(nbytes, _EXPANDED):
+            raise ValueError(f"a tensor of size {shape!r:.200} does not lie in its storage of {nbytes} bytes")
+
+
+_EXPANDED = 1 << 20
+"""Bytes that a tensor with strides of zero may stand for although its storage has fewer."""
+
+
+# - Pickles
+
+_LINE, _TWO_LINES = -1, -2
+_COUNTED = {
+    pickletools.TAKEN_FROM_ARGUMENT1: 1, pickletools.TAKEN_FROM_ARGUMENT4: 4, pickletools.TAKEN_FROM_ARGUMENT4U: 4,
+    pickletools.TAKEN_FROM_ARGUMENT8U: 8,
+}  # fmt: skip
+
+
+def _arguments() -> dict[int, tuple[int, bool]]:
+    """Code of an instruction -> bytes of its argument, or of the count before it (`True`), or lines."""
+    found: dict[int, tuple[int, bool]] = {}
+    for known in pickletools.opcodes:
+        argument = known.arg
+        if argument is None:
+            found[ord(known.code)] = (0, False)
+        elif argument.n in _COUNTED:
+            found[ord(known.code)] = (_COUNTED[argument.n], True)
+        elif argument.n == pickletools.UP_TO_NEWLINE:
+            found[ord(known.code)] = (_TWO_LINES if argument.name.endswith("_pair") else _LINE, False)
+        else:
+            found[ord(known.code)] = (argument.n, False)
+    return found
+
+
+_ARGUMENTS: Mapping[int, tuple[int, bool]] = _arguments()
+_STOP, _FRAME, _PUT, _LONG_PUT = ord("."), 0x95, ord("p"), ord("r")
+
+
+def check_pickle(data: Bytes, start: int = 0) -> int:
+    """Walk over the instructions of one pickle without obeying them; the byte behind it.
+
+    Raises:
+        ValueError: an instruction speaks of more than there is.
+    """
+    at, size = start, len(data)
+    while True:
+        head = data[at : at + 9]
+        known = _ARGUMENTS.get(head[0]) if head else None
+        if known is None:
+            raise ValueError(f"the pickle has no instruction at byte {at}")
+        code, (length, counted) = head[0], known
+        if length < 0:
+            end = at
+            for _ in range(-length):
+                end = data.find(b"\n", end + 1)
+                if end < 0:
+                    raise ValueError(f"a line of the pickle that begins at byte {at} does not end")
+            if code == _PUT and not _is_small(data[at + 1 : end], size):
+                raise ValueError(f"the pickle asks for a memo of {data[at + 1 : at + 21]!r} places")
+            at = end + 1
+            continue
+        number = int.from_bytes(head[1 : 1 + length], "little")
+        at += 1 + length
+        if counted:
+            at += number
+        if at > size or (code == _FRAME and number > size - at):
+            raise ValueError(f"the pickle asks for {number} bytes, and there are {size} in all")
+        if code == _LONG_PUT and number > size:
+            raise ValueError(f"the pickle asks for a memo of {number} places")
+        if code == _STOP:
+            return at
+
+
+def _is_small(text: bytes, most: int) -> bool:
+    return text.isdigit() and len(text) < 20 and int(text) <= most
