@@ -2,9 +2,9 @@
 
     export(source, "weights", to="safetensors", dtype="bf16", max_shard_size="5GB")
 
-Safetensors are written tensor by tensor, so that one tensor at a time is in memory; if there are several files, an
-index in the form of Hugging Face is written too. torch writes a folder of torch.distributed.checkpoint, also tensor by
-tensor. For a single file of torch, all weights must be in host memory.
+All files are written tensor by tensor, so that one tensor at a time is in memory. If there are several files of
+safetensors, an index in the form of Hugging Face is written too. `torch_file.py` writes a single file of torch; torch
+itself writes a folder of torch.distributed.checkpoint.
 
 With `optimizer=True` a folder of torch.distributed.checkpoint has `model` and `optim` in the layout of
 `torch.distributed.checkpoint.state_dict`, which programs with FSDP2 load.
@@ -24,13 +24,14 @@ from .boxes import Region
 from .crc import Chunks, Sums
 from .direct import writing
 from .errors import CheckpointArgumentError, CheckpointError, shown
-from .files import create, opened, sync_folder
+from .files import create, sync_folder
 from .foreign.source import Progress, Source, Tensor
 from .format import CHUNK_BYTES, MODEL, WEIGHT_MAP_NAME, TensorSpec, dtype_name
 from .plan import FilePlan, plan_files, weight_map
 from .regions import write_region
+from .torch_file import write_torch_file
 
-__all__ = ["DTYPES_OF_EXPORTS", "bytes_of", "export", "state_dict_of"]
+__all__ = ["DTYPES_OF_EXPORTS", "bytes_of", "export"]
 
 DTYPES_OF_EXPORTS: Mapping[str, torch.dtype | None] = {
     "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "as-saved": None,
@@ -100,7 +101,8 @@ def export(
 
             write_dcp(temporary, tensors, source if optimizer else None, progress)
         else:
-            _write_with_torch(temporary, state_dict_of(tensors, progress))
+            total = sum({id(tensor.fetch): tensor.nbytes for tensor in tensors.values()}.values())
+            write_torch_file(temporary, tensors, _Counted(progress, total).add)
         if path.is_dir():
             path.rmdir()
         os.rename(temporary, path)
@@ -135,23 +137,6 @@ def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return Tensor(tensor.shape, dtype, lambda: tensor.fetch().to(dtype))
 
 
-def state_dict_of(
-    tensors: Mapping[str, Tensor], progress: Progress = lambda done, total: None
-) -> dict[str, torch.Tensor]:
-    """All values at once. Tied names share one tensor."""
-    made: dict[int, torch.Tensor] = {}
-    found: dict[str, torch.Tensor] = {}
-    total, done = sum(tensor.nbytes for tensor in tensors.values()), 0
-    for name, tensor in tensors.items():
-        key = id(tensor.fetch)
-        if key not in made:
-            made[key] = tensor.fetch().detach().clone()
-        found[name] = made[key]
-        done += tensor.nbytes
-        progress(done, total)
-    return found
-
-
 def _write_safetensors(folder: Path, tensors: Mapping[str, Tensor], limit: int, progress: Progress) -> None:
     specs = [TensorSpec(name, dtype_name(tensor.dtype), tensor.shape) for name, tensor in tensors.items()]
     files = plan_files(MODEL, specs, limit)
@@ -184,9 +169,3 @@ def _write_file(folder: Path, file: FilePlan, tensors: Mapping[str, Tensor], cou
             write_region(target, placed, Region.whole(spec.shape), value, sums)
             target.wait()  # memory holds one tensor at a time
             count(spec.nbytes)
-
-
-def _write_with_torch(temporary: Path, state: dict[str, torch.Tensor]) -> None:
-    torch.save(state, temporary)
-    with opened(temporary, os.O_RDWR) as fd:
-        os.fsync(fd)
