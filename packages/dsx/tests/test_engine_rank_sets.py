@@ -142,6 +142,82 @@ def test_slices_by_an_mpu_train_save_and_load(stage, told, tmp_path):
         assert {"up.model_rank_00_of_02", "up.model_rank_01_of_02", "bias"} <= set(reader.index.tensors["model"])
 
 
+# - slices of unequal size ---------------------------------------------------------------------------------------------
+
+
+class Uneven(nn.Module):
+    """Sixteen hidden features, cut as `sizes` says; a slice may be empty. `wrong`: one rank cuts along another
+    dimension.
+    """
+
+    def __init__(self, sizes=(16,), rank=0, wrong=False, seed=3):
+        super().__init__()
+        torch.manual_seed(seed)
+        up, down = torch.randn(16, WIDTH) * 0.3, torch.randn(WIDTH, 16) * 0.3
+        begin, end = sum(sizes[:rank]), sum(sizes[: rank + 1])
+        self.up, self.down = nn.Parameter(up[begin:end].clone()), nn.Parameter(down[:, begin:end].clone())
+        for dim, parameter in enumerate((self.up, self.down)):
+            parameter.tensor_model_parallel = len(sizes) > 1
+            parameter.partition_dim = 1 - dim if wrong else dim - 2  # counted from the end
+
+    def forward(self, x):
+        return torch.tanh(x @ self.up.T) @ self.down.T
+
+
+def uneven(rank, world, sizes, folder, loads):
+    """Save, or load what others have saved; the slice that this rank has."""
+    registry = dsx_comm.GroupRegistry(dsx_comm.ProcessTopology(("data", "model"), (world // len(sizes), len(sizes))))
+    mpu = dsx_comm.Mpu(registry)
+    model = Uneven(sizes, mpu.get_model_parallel_rank(), seed=8 if loads else 3)
+    settings = {**config(3), "train_batch_size": 2 * (world // len(sizes)), "gradient_clipping": 0.0}
+    engine = dsx.initialize(model=model, config=settings, mpu=mpu)[0]
+    if loads:
+        engine.load_checkpoint(folder)
+    else:
+        engine.backward(engine(batch(0, 0)[0]).square().sum())
+        engine.step()
+        engine.save_checkpoint(folder)
+    moments = {
+        part.name: (part.start, part.stop, part.states["exp_avg"].clone()) for part in engine.optimizer.held_slices()
+    }
+    return mpu.get_model_parallel_rank(), engine.module_state_dict(), moments
+
+
+def test_slices_of_unequal_size_load_at_other_layouts(tmp_path):
+    saved = run_ranks(uneven, 4, (11, 5), str(tmp_path), False)
+    by_slice = {place: weights for place, weights, _ in saved}
+    up = torch.cat([by_slice[0]["up"], by_slice[1]["up"]])
+    down = torch.cat([by_slice[0]["down"], by_slice[1]["down"]], dim=1)
+    reader = open_checkpoint(tmp_path)
+    assert torch.equal(reader.whole("up"), up) and torch.equal(reader.whole("down"), down)
+    for world, sizes in ((3, (3, 1, 12)), (2, (16, 0))):
+        for place, weights, moments in run_ranks(uneven, world, sizes, str(tmp_path), True):
+            begin, end = sum(sizes[:place]), sum(sizes[: place + 1])
+            assert torch.equal(weights["up"], up[begin:end]) and torch.equal(weights["down"], down[:, begin:end])
+            whole = reader.stored("optimizer", "exp_avg/up")[begin:end].reshape(-1)
+            if "up" in moments:
+                start, stop, value = moments["up"]
+                assert torch.equal(value, whole[start:stop]) and value.any()
+    engine = dsx.initialize(model=Uneven(), config={**config(0), "gradient_accumulation_steps": 2})[0]
+    engine.load_checkpoint(str(tmp_path))
+    assert torch.equal(engine.module.up.detach(), up)
+
+
+def cut_in_two_ways(rank, world):
+    registry = dsx_comm.GroupRegistry(dsx_comm.ProcessTopology(("data", "model"), (1, 2)))
+    mpu = dsx_comm.Mpu(registry)
+    with pytest.raises(ValueError, match=r"up: the slices have \(shape, partition_dim\).*parameter_places") as caught:
+        dsx.initialize(
+            model=Uneven((8, 8), rank, wrong=rank == 1), config={**config(0), "train_batch_size": 2}, mpu=mpu
+        )
+    return str(caught.value)
+
+
+def test_slices_that_contradict_each_other_are_named_on_all_ranks():
+    first, second = run_ranks(cut_in_two_ways, 2)
+    assert first == second
+
+
 # - experts by marks alone ---------------------------------------------------------------------------------------------
 
 

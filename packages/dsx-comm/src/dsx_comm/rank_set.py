@@ -146,6 +146,7 @@ class RankSets:
         batches: (place, number) of the data-parallel ranks that get batches of their own: `data`, but for ranks that
             share sequences.
         tensor_slice: (place, number) of the ranks that hold slices of the same tensors.
+        slice_group: these ranks; None where there are no slices.
         model_size: number of ranks that share one copy of the model in slices (the model-parallel ranks).
     """
 
@@ -160,6 +161,7 @@ class RankSets:
     ) -> None:
         self._groups = groups
         self.tensor_slice = (0, 1) if tensor is None else (tensor.rank, tensor.size)
+        self.slice_group = tensor
         self.batches = (data.rank, data.size) if batches is None else batches
         self.model_size = model_size
         self.rank, self.world_size = (get_rank(), get_world_size()) if is_initialized() else (0, 1)

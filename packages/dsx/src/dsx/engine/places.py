@@ -8,17 +8,19 @@ module that knows this has a method
 
 whose keys are the names of its own parameters and buffers. A value is the name in the whole model (relative to the
 module, like the key), the shape of the whole tensor, and where this rank's part begins in each dimension. Slices with
-Megatron's attribute `partition_dim` need no such method. A tensor that differs between ranks, and for which neither
-exists, is saved under a separate name for each rank (`...expert_rank_01_of_02`): nothing is lost and the same layout
-can load it, but no other layout can.
+Megatron's attribute `partition_dim` need no such method: the ranks tell each other the sizes of their slices, which may
+differ. A tensor that differs between ranks, and for which neither exists, is saved under a separate name for each rank
+(`...expert_rank_01_of_02`): nothing is lost and the same layout can load it, but no other layout can.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import dsx_comm
 import torch
 from dsx_comm import ParameterMarks, RankSets
 from torch import nn
@@ -32,25 +34,26 @@ __all__ = ["differs_between_ranks", "places_of_model"]
 
 def places_of_model(model: nn.Module, sets: RankSets, known: Mapping[str, Place]) -> dict[str, Place]:
     """The place of every parameter and buffer of which this rank has only a part, or which has another name in the
-    whole model.
+    whole model. Collective over the ranks that hold slices of the same tensors, if any.
 
     Args:
         known: places that are known already.
 
     Raises:
         EngineArgumentError: a module's `parameter_places` names a tensor that it does not have, or a box that does not
-            fit.
+            fit; slices of one tensor do not fit together.
     """
     places = {**dict(_told_by_modules(model)), **known}
     suffixes: dict[str, str] = {}
+    cuts = _cuts_of_slices(model, sets, told=places)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         marks = ParameterMarks.read(parameter)
         suffixes[name] = sets.part_of_model(marks)
         if name in places or not suffixes[name]:
             continue
         shape, found = tuple(parameter.shape), None
-        if marks.sliced and marks.expert is None:
-            found = _cut_along(parameter, name, shape, *sets.tensor_slice)
+        if marks.sliced and marks.expert is None and name in cuts:
+            found = cuts[name].place(name, shape, sets.tensor_slice[0])
         places[name] = found or Place(f"{name}.{suffixes[name]}", shape, Box.whole(shape))
     for name, buffer in model.named_buffers(remove_duplicate=False):
         suffix = _suffix_around(name, suffixes)
@@ -86,14 +89,59 @@ def _told_by_modules(model: nn.Module) -> Iterator[tuple[str, Place]]:
             yield f"{prefix}{name}", place
 
 
-def _cut_along(parameter: torch.Tensor, name: str, shape: tuple[int, ...], rank: int, size: int) -> Place | None:
-    """The box of a slice with `partition_dim`, the dimension along which it was cut; None for other tensors."""
+@dataclass(frozen=True)
+class _Cut:
+    """How a tensor was cut: along which dimension, and how much of it each slice has."""
+
+    dim: int
+    sizes: tuple[int, ...]
+
+    def place(self, name: str, shape: tuple[int, ...], number: int) -> Place | None:
+        """The box of slice `number`, which has this shape; None where the whole tensor has no elements."""
+        whole, offset = list(shape), [0] * len(shape)
+        whole[self.dim], offset[self.dim] = sum(self.sizes), sum(self.sizes[:number])
+        return Place(name, tuple(whole), Box(tuple(offset), shape)) if math.prod(whole) else None
+
+
+def _cuts_of_slices(model: nn.Module, sets: RankSets, told: Collection[str]) -> dict[str, _Cut]:
+    """The cuts of the parameters that say along which dimension they were cut. Collective over the slices' ranks.
+
+    Args:
+        told: names of parameters whose places are known.
+
+    Raises:
+        EngineArgumentError: ranks contradict each other; the same on all of them.
+    """
+    if sets.slice_group is None or sets.slice_group.size == 1:
+        return {}
+    mine: dict[str, tuple[tuple[int, ...], int]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        dim = _cut_dimension(parameter)
+        if dim is not None and name not in told and ParameterMarks.read(parameter).sliced:
+            mine[name] = tuple(parameter.shape), dim
+    everyone: list[dict[str, tuple[tuple[int, ...], int]]] = [{}] * sets.slice_group.size
+    dsx_comm.all_gather_object(everyone, mine, group=sets.slice_group.group)
+    found: dict[str, _Cut] = {}
+    for name in dict.fromkeys(name for slices in everyone for name in slices):
+        slices = [slices.get(name) for slices in everyone]  # a rank without the parameter has nothing of the tensor
+        ways = {(dim, (*shape[:dim], *shape[dim + 1 :])) for shape, dim in filter(None, slices)}
+        if len(ways) > 1:
+            raise EngineArgumentError(
+                f"{name}: the slices have (shape, partition_dim) {slices}, expected shapes that differ in one dimension"
+                " only, in which all were cut; set partition_dim alike on all ranks, or give the module a method"
+                " parameter_places()"
+            )
+        dim = ways.pop()[0]
+        found[name] = _Cut(dim, tuple(0 if one is None else one[0][dim] for one in slices))
+    return found
+
+
+def _cut_dimension(parameter: torch.Tensor) -> int | None:
+    """The dimension along which a slice says it was cut; None for one that does not, or was cut into several parts."""
     dim, stride = getattr(parameter, "partition_dim", None), getattr(parameter, "partition_stride", 1)
-    if type(dim) is not int or not -len(shape) <= dim < len(shape) or stride != 1:
+    if type(dim) is not int or not -parameter.dim() <= dim < parameter.dim() or stride != 1:
         return None
-    whole, offset = list(shape), [0] * len(shape)
-    whole[dim], offset[dim] = shape[dim] * size, shape[dim] * rank
-    return Place(name, tuple(whole), Box(tuple(offset), shape)) if math.prod(shape) else None
+    return dim % parameter.dim()
 
 
 def _suffix_around(name: str, suffixes: Mapping[str, str]) -> str:
