@@ -72,27 +72,34 @@ def state(engine):
     return found
 
 
-def save(rank, world, folder, devices, stage, options):
-    nodes = Nodes(world, devices)
+def save(rank, world, folder, devices, stages, options):
+    """At each of the stages, one after the other: starting ranks is what takes time."""
+    nodes, found = Nodes(world, devices), []
     with nodes.environment(rank):
-        engine = build(stage, world, **options)
-        mine = f"{folder}/node{nodes.node_of(rank)}"
-        for tag in ("a", "b", "c"):
-            train(engine, rank, world, engine.global_steps, 1)
-            engine.save_checkpoint(mine, tag=tag, client_state={"at": engine.global_steps, "t": torch.arange(3)})
-        engine.wait_for_checkpoints()
-        return state(engine), train(engine, rank, world, 3, 2)
+        for stage in stages:
+            engine = build(stage, world, **options)
+            mine = f"{folder}/stage{stage}/node{nodes.node_of(rank)}"
+            for tag in ("a", "b", "c"):
+                train(engine, rank, world, engine.global_steps, 1)
+                engine.save_checkpoint(mine, tag=tag, client_state={"at": engine.global_steps, "t": torch.arange(3)})
+            engine.wait_for_checkpoints()
+            found.append((state(engine), train(engine, rank, world, 3, 2)))
+            engine.destroy()
+    return found
 
 
-def load(rank, world, folder, devices, stage, disks=None, tag=None):
-    """With `disks`, node n has the disk of that name."""
-    nodes = Nodes(world, devices)
+def load(rank, world, devices, loads):
+    """Of each load: the folder, the stage, and the name of the disk that each node has (None: its number)."""
+    nodes, results = Nodes(world, devices), []
     with nodes.environment(rank):
-        engine = build(stage, world, seed=9)
-        node = nodes.node_of(rank)
-        path, client = engine.load_checkpoint(f"{folder}/node{node if disks is None else disks[node]}", tag=tag)
-        found = state(engine)
-        return Path(path).name, client["at"], train(engine, rank, world, 3, 2), found
+        for folder, stage, disks in loads:
+            engine = build(stage, world, seed=9)
+            node = nodes.node_of(rank)
+            path, client = engine.load_checkpoint(f"{folder}/node{node if disks is None else disks[node]}")
+            found = state(engine)
+            results.append((Path(path).name, client["at"], train(engine, rank, world, 3, 2), found))
+            engine.destroy()
+    return results
 
 
 def check(results, saved, same_ranks=True):
@@ -109,7 +116,8 @@ def check(results, saved, same_ranks=True):
 def saved(tmp_path_factory):
     """Two nodes of two ranks, stage 3; tests copy the disks."""
     folder = tmp_path_factory.mktemp("disks")
-    return folder, run_ranks(save, 4, str(folder), 2, 3, {})
+    results = run_ranks(save, 4, str(folder), 2, [3], {})
+    return folder / "stage3", [rank[0] for rank in results]
 
 
 @pytest.fixture
@@ -119,40 +127,52 @@ def disks(saved, tmp_path):
     return folder
 
 
-def test_each_node_reads_its_own_disk(saved, disks):
+def test_each_node_reads_its_own_disk_and_the_loss_of_one_loses_nothing(saved, disks, tmp_path):
     assert sorted(p.name for p in (disks / "node0").iterdir()) == ["a", "b", "c", "latest"]
-    check(run_ranks(load, 4, str(disks), 2, 2), saved[1], same_ranks=False)
-
-
-def test_the_loss_of_one_node_loses_nothing(saved, disks):
-    shutil.rmtree(disks / "node0")
-    check(run_ranks(load, 4, str(disks), 2, 3), saved[1])
-    assert (disks / "node0" / "c" / "node.json").is_file()  # the new node has what its ranks need
+    lost = tmp_path / "lost"
+    shutil.copytree(disks, lost)
+    shutil.rmtree(lost / "node0")
+    own, other = zip(*run_ranks(load, 4, 2, [(str(disks), 2, None), (str(lost), 3, None)]))
+    check(own, saved[1], same_ranks=False)
+    check(other, saved[1])
+    assert (lost / "node0" / "c" / "node.json").is_file()  # the new node has what its ranks need
 
 
 def test_other_numbers_of_nodes_and_ranks_load_it(saved, disks):
-    check(run_ranks(load, 1, str(disks), 1, 0, [1]), saved[1], same_ranks=False)  # one node is left
-    check(run_ranks(load, 3, str(disks), 1, 1, [5, 0, 6]), saved[1], same_ranks=False)  # two of three are new
+    one = run_ranks(load, 1, 1, [(str(disks), 0, [1])])  # one node is left
+    three = run_ranks(load, 3, 1, [(str(disks), 1, [5, 0, 6])])  # two of three are new
+    for results in (one, three):
+        check([rank[0] for rank in results], saved[1], same_ranks=False)
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2])
-def test_asynchronous_saves_keep_last_and_stages_with_whole_parameters(tmp_path, stage):
-    saved = run_ranks(save, 3, str(tmp_path), 1, stage, {"asynchronous": True, "keep_last": 2})
-    for node in (0, 1, 2):
-        assert sorted(p.name for p in (tmp_path / f"node{node}").iterdir()) == ["b", "c", "latest"]
-    shutil.rmtree(tmp_path / "node1")
-    check(run_ranks(load, 3, str(tmp_path), 1, 3), saved, same_ranks=False)
+@pytest.mark.parametrize("stages", [[0, 2], pytest.param([1], marks=pytest.mark.slow)])
+def test_asynchronous_saves_keep_last_and_stages_with_whole_parameters(tmp_path, stages):
+    saved = run_ranks(save, 3, str(tmp_path), 1, stages, {"asynchronous": True, "keep_last": 2})
+    for stage in stages:
+        for node in (0, 1, 2):
+            there = (tmp_path / f"stage{stage}" / f"node{node}").iterdir()
+            assert sorted(p.name for p in there) == ["b", "c", "latest"]
+        shutil.rmtree(tmp_path / f"stage{stage}" / "node1")
+    loaded = run_ranks(load, 3, 1, [(str(tmp_path / f"stage{stage}"), 3, None) for stage in stages])
+    for number, _ in enumerate(stages):
+        check([rank[number] for rank in loaded], [rank[number] for rank in saved], same_ranks=False)
 
 
 # - Three nodes: each has two thirds
 
 
-def save_three(rank, world, folder, seed=0):
+def save_three(rank, world, folder):
+    """On the nodes' disks, the same on a disk that all see, and once more with other values."""
     with Nodes(world, 1).environment(rank):
-        engine = build(3, world, seed)
-        for tag in ("a", "b"):
-            train(engine, rank, world, engine.global_steps, 1)
-            engine.save_checkpoint(f"{folder}/node{rank}", tag=tag, client_state={"at": engine.global_steps + seed})
+        for name, seed, options in (
+            ("node{}", 0, {}), ("shared", 0, {"use_node_local_storage": False}), ("new/node{}", 7, {}),
+        ):  # fmt: skip
+            engine = build(3, world, seed, **options)
+            for tag in ("a", "b"):
+                train(engine, rank, world, engine.global_steps, 1)
+                client = {"at": engine.global_steps + seed}
+                engine.save_checkpoint(f"{folder}/{name.format(rank)}", tag=tag, client_state=client)
+            engine.destroy()
 
 
 @pytest.fixture(scope="module")
@@ -160,15 +180,7 @@ def three(tmp_path_factory):
     """Three nodes of one rank, stage 3, and the same saved on a disk that all see."""
     folder = tmp_path_factory.mktemp("three")
     run_ranks(save_three, 3, str(folder))
-    run_ranks(save_shared, 3, str(folder / "shared"))
     return folder
-
-
-def save_shared(rank, world, folder):
-    engine = build(3, world, use_node_local_storage=False)
-    for tag in ("a", "b"):
-        train(engine, rank, world, engine.global_steps, 1)
-        engine.save_checkpoint(folder, tag=tag, client_state={"at": engine.global_steps})
 
 
 @pytest.fixture
@@ -177,14 +189,21 @@ def thirds(three, tmp_path):
     return tmp_path / "three"
 
 
-def try_load(rank, world, folder, tag=None):
+def try_loads(rank, world, loads):
+    """Of each load: the folder of the nodes' disks, and the tag."""
     with Nodes(world, 1).environment(rank):
-        engine = build(3, world, seed=5)
-        try:
-            path, client = engine.load_checkpoint(f"{folder}/node{rank}", tag=tag)
-        except CheckpointError as error:
-            return str(error)
-        return path and (Path(path).name, client["at"])
+        return [try_load(world, f"{folder}/node{rank}", tag) for folder, tag in loads]
+
+
+def try_load(world, folder, tag):
+    engine = build(3, world, seed=5)
+    try:
+        path, client = engine.load_checkpoint(folder, tag=tag)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+    return path and (Path(path).name, client["at"])
 
 
 def test_a_joined_checkpoint_is_the_one_that_a_shared_disk_gets(three, tmp_path, capsys):
@@ -214,37 +233,73 @@ def test_a_part_that_says_too_much_is_found_when_it_is_joined(thirds, tmp_path):
 # - What goes wrong
 
 
-def test_the_loss_of_two_nodes_goes_back_or_says_which_parts_there_are(thirds):
+def lose_two(disks):
     for node in (1, 2):
-        shutil.rmtree(thirds / f"node{node}" / "b")
-    (text, *others) = run_ranks(try_load, 3, str(thirds), "b")
+        shutil.rmtree(disks / f"node{node}" / "b")
+
+
+def stop_before_renames(disks):
+    """A save was killed while the nodes renamed their folders; these had not come to it."""
+    for node in (1, 2):
+        (disks / f"node{node}" / "b").rename(disks / f"node{node}" / ".tmp-b-0123456789ab")
+        (disks / f"node{node}" / "latest").write_text("a")
+
+
+def stop_while_replacing(disks):
+    """A save was killed while it replaced a tag; the new one is on too few disks."""
+    one = disks / "node0"
+    (one / "b").rename(one / ".old-b-0123456789ab")
+    shutil.copytree(disks / "new" / "node0" / "b", one / "b")
+
+
+def damage_texts(disks):
+    (disks / "node1" / "b" / "node.json").write_text("{}")
+    (disks / "node0" / "b" / "dsx.json").write_text("{}")  # the other nodes have it too
+
+
+LOADS = {
+    "lost, by name": (lose_two, "b"), "lost": (lose_two, None), "renaming": (stop_before_renames, None),
+    "replacing": (stop_while_replacing, "b"), "damaged": (damage_texts, None), "damaged, again": ("damaged", None),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tried(three, tmp_path_factory):
+    """What loads give after something has gone wrong: name -> the disks, and what each rank got."""
+    folders, loads = {}, []
+    for name, (harm, tag) in LOADS.items():
+        if isinstance(harm, str):
+            folders[name] = folders[harm]
+        else:
+            folders[name] = tmp_path_factory.mktemp("tried") / "three"
+            shutil.copytree(three, folders[name])
+            harm(folders[name])
+        loads.append((str(folders[name]), tag))
+    by_rank = run_ranks(try_loads, 3, loads)
+    return {name: (folders[name], [rank[number] for rank in by_rank]) for number, name in enumerate(LOADS)}
+
+
+def test_the_loss_of_two_nodes_goes_back_or_says_which_parts_there_are(tried):
+    (text, *others) = tried["lost, by name"][1]
     assert others == [text] * 2
     assert "It was saved by 3 nodes, and there are the parts of nodes [0]" in text
-    assert run_ranks(try_load, 3, str(thirds)) == [("a", 1)] * 3
+    assert tried["lost"][1] == [("a", 1)] * 3
 
 
-def test_a_save_that_was_killed_while_nodes_renamed_their_folders(thirds):
-    for node in (1, 2):  # these had not come to it
-        (thirds / f"node{node}" / "b").rename(thirds / f"node{node}" / ".tmp-b-0123456789ab")
-        (thirds / f"node{node}" / "latest").write_text("a")
-    assert run_ranks(try_load, 3, str(thirds)) == [("b", 2)] * 3
-    assert all((thirds / f"node{node}" / "b" / "dsx.json").is_file() for node in range(3))
+def test_a_save_that_was_killed_while_nodes_renamed_their_folders(tried):
+    disks, found = tried["renaming"]
+    assert found == [("b", 2)] * 3
+    assert all((disks / f"node{node}" / "b" / "dsx.json").is_file() for node in range(3))
 
 
-def test_a_save_that_was_killed_while_it_replaced_a_tag(thirds, tmp_path):
-    run_ranks(save_three, 3, str(tmp_path / "new"), 7)
-    one = thirds / "node0"
-    (one / "b").rename(one / ".old-b-0123456789ab")
-    shutil.copytree(tmp_path / "new" / "node0" / "b", one / "b")  # the new one is on too few disks
-    assert run_ranks(try_load, 3, str(thirds), "b") == [("b", 2)] * 3
-    assert len({(thirds / f"node{n}" / "b" / "dsx.json").read_bytes() for n in range(3)}) == 1
+def test_a_save_that_was_killed_while_it_replaced_a_tag(tried):
+    disks, found = tried["replacing"]
+    assert found == [("b", 2)] * 3
+    assert len({(disks / f"node{n}" / "b" / "dsx.json").read_bytes() for n in range(3)}) == 1
 
 
-def test_a_damaged_part_is_as_good_as_lost(thirds):
-    (thirds / "node1" / "b" / "node.json").write_text("{}")
-    (thirds / "node0" / "b" / "dsx.json").write_text("{}")  # the other nodes have it too
-    assert run_ranks(try_load, 3, str(thirds)) == [("b", 2)] * 3
-    assert run_ranks(try_load, 3, str(thirds)) == [("b", 2)] * 3  # and now it is whole again
+def test_a_damaged_part_is_as_good_as_lost(tried):
+    assert tried["damaged"][1] == tried["damaged, again"][1] == [("b", 2)] * 3  # the second time it is whole again
 
 
 def see_one_folder(rank, world, folder):

@@ -119,8 +119,7 @@ def prepare_load(
     damage: CheckpointError | None = None
     for name in disks.candidates(root, tag, ranks):
         try:
-            disks.make_ready(root, name, request, ranks)
-            prepared = request.prepare(root, name, ranks, checks=disks.checks(ranks), parts=disks.parts)
+            prepared = _mended(root, name, request, disks, ranks)
         except CheckpointError as error:  # the same on all ranks, so that all go on here together
             if tag is not None or (damage is None and not isinstance(error, CheckpointCorruptError)):
                 raise
@@ -134,6 +133,22 @@ def prepare_load(
     if damage is not None:
         raise damage
     return None
+
+
+def _mended(root: Path, name: str, request: LoadRequest, disks: LoadDisks, ranks: Ranks) -> Prepared:
+    """Read one checkpoint; where it is damaged and there are copies, once more after these have mended it."""
+
+    def read() -> Prepared:
+        disks.make_ready(root, name, request, ranks)
+        return request.prepare(root, name, ranks, checks=disks.checks(ranks), parts=disks.parts)
+
+    try:
+        return read()
+    except CheckpointCorruptError as error:  # the same on all ranks, so that all look for copies together
+        if not disks.mend(root, name, ranks):
+            raise
+        logger.warning("%s\nIt was mended from copies, and is read again", error)
+        return read()
 
 
 class LoadDisks(Protocol):
@@ -157,6 +172,12 @@ class LoadDisks(Protocol):
 
     def make_ready(self, root: Path, name: str, request: LoadRequest, ranks: Ranks) -> None:
         """Make the parts of a checkpoint that this rank needs readable for it. Collective."""
+        ...
+
+    def mend(self, root: Path, name: str, ranks: Ranks) -> bool:
+        """A checkpoint was found to be damaged: write it anew from copies. Collective; False where nothing was
+        mended.
+        """
         ...
 
     def checks(self, ranks: Ranks) -> bool:
@@ -184,6 +205,10 @@ class OneDisk:
 
     def make_ready(self, root: Path, name: str, request: LoadRequest, ranks: Ranks) -> None:
         """Does nothing: all ranks see all files."""
+
+    def mend(self, root: Path, name: str, ranks: Ranks) -> bool:
+        """See `LoadDisks`; there are no copies."""
+        return False
 
     def checks(self, ranks: Ranks) -> bool:
         """See `LoadDisks`."""

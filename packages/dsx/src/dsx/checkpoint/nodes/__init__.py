@@ -5,7 +5,9 @@
     saving.py        each node writes what its ranks hold, and the next node gets a copy of what no other has
     finding.py       which saves the disks have parts of
     loading.py       finds a checkpoint over all disks, and brings each node what its ranks need and it does not have
-    disks.py         both as `plan_save` and `prepare_load` want them
+    copies.py        hashes of what lies in parts of files
+    repairing.py     damaged bytes are written anew from a copy
+    disks.py         all of it as `plan_save` and `prepare_load` want them
     joining.py       one checkpoint from the folders of the nodes, without a job
 
 Each node's folder of a tag has the same index and the same files at full size. Only some of their bytes are there;

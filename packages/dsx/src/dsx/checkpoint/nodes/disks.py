@@ -10,7 +10,7 @@ from ..loading import LoadRequest
 from ..plan import Announcement
 from ..ranks import Ranks
 from ..writing import PlannedSave
-from .loading import bring, candidates
+from .loading import bring, candidates, mend_copies
 from .saving import NodePlan, NodeSave
 from .topology import Nodes
 
@@ -49,6 +49,10 @@ class NodeDisks:
     def make_ready(self, root: Path, name: str, request: LoadRequest, ranks: Ranks) -> None:
         """Bring what this rank needs to its node's disk. Collective."""
         bring(self.nodes, root, name, request, ranks)
+
+    def mend(self, root: Path, name: str, ranks: Ranks) -> bool:
+        """Write damaged bytes anew from copies on other nodes. Collective."""
+        return mend_copies(self.nodes, root, name, ranks)
 
     def checks(self, ranks: Ranks) -> bool:
         """The lowest rank of each node looks at the files there."""

@@ -6,6 +6,9 @@
     4) bring     bytes that a node needs and does not have are sent by nodes that have them, and written to its disk
     5) load      as from a folder that all ranks see (`loading.py`): every rank finds its bytes on its own node
 
+Where 4 or 5 finds bytes that are not those that were saved, they are mended from copies (`repairing.py`), and both are
+done once more.
+
 A node that lost its disk, or is new, has no folder of the tag: it gets one. So a load repairs what it needs, and is the
 same whatever the number of nodes and wherever a rank runs now. What a node has got stays on its disk and is noted in
 `node.json`.
@@ -40,11 +43,12 @@ from ..ranks import Ranks
 from ..reading import Reader
 from ..spans import Spans, spans_of_region
 from .finding import Found, check_complete, look_into, saves_of
+from .repairing import mend
 from .saving import create_sparse
 from .topology import Nodes
 from .transfers import Transfer, in_rounds, run_transfers, transfers_between
 
-__all__ = ["bring", "candidates"]
+__all__ = ["bring", "candidates", "mend_copies"]
 
 Key = tuple[str, str]
 """Family and name of a tensor."""
@@ -162,9 +166,7 @@ def bring(nodes: Nodes, root: Path, tag: str, request: LoadRequest, ranks: Ranks
         CheckpointError: what is there does not fit the model, or a disk is full.
     """
     me, leads = nodes.of_rank[ranks.rank], nodes.leads(ranks.rank)
-    mine = ranks.together("finding a checkpoint", lambda: [f for f in look_into(root) if f.tag == tag] if leads else [])
-    by_node = {nodes.of_rank[rank]: found for rank, found in enumerate(mine) if nodes.leads(rank)}
-    held, text = _chosen(by_node, root, tag, nodes, ranks)
+    held, text = _chosen(_parts_of(tag, nodes, root, ranks), root, tag, nodes, ranks)
     index = parse_index(text, str(root / tag / INDEX_NAME))
     save = next(iter(held.values())).part
 
@@ -192,6 +194,43 @@ def bring(nodes: Nodes, root: Path, tag: str, request: LoadRequest, ranks: Ranks
             part.extended(got).write(root / tag)
 
     ranks.all_or_none(f"noting what came of {tag}", note)
+
+
+def _parts_of(tag: str, nodes: Nodes, root: Path, ranks: Ranks) -> dict[int, list[Found]]:
+    """Node -> what its disk has of a tag. Collective."""
+    leads = nodes.leads(ranks.rank)
+    mine = ranks.together("finding a checkpoint", lambda: [f for f in look_into(root) if f.tag == tag] if leads else [])
+    return {nodes.of_rank[rank]: found for rank, found in enumerate(mine) if nodes.leads(rank)}
+
+
+def mend_copies(nodes: Nodes, root: Path, tag: str, ranks: Ranks) -> bool:
+    """A load has found damage: let copies on other nodes mend it. Collective, with the same answer on all ranks.
+
+    Returns:
+        Whether anything was mended. False: nobody has the right bytes, or the damage is elsewhere.
+    """
+    try:
+        held, text = _chosen(_parts_of(tag, nodes, root, ranks), root, tag, nodes, ranks)
+        index = parse_index(text, str(root / tag / INDEX_NAME))
+        folders = {node: root / one.name for node, one in held.items()}
+        have = [held[node].part.spans & all_of(index) if node in held else Spans() for node in range(nodes.count)]
+        damage = mend(nodes, folders, index, have, ranks)
+    except CheckpointError as error:  # the same on all ranks
+        logger.debug("nothing is mended: %s", error)
+        return False
+    if damage.nbytes and ranks.rank == 0:
+        logger.warning(
+            "load_checkpoint: %s: %d damaged bytes on the disks of nodes %s were written anew from copies on other"
+            " nodes; look at these disks",
+            root / tag, damage.nbytes, sorted(damage.wrong),
+        )  # fmt: skip
+    if damage.lost and ranks.rank == 0:
+        file, begin, end = next(iter(damage.lost))
+        logger.warning(
+            "load_checkpoint: %s: %d bytes are damaged on every disk that has them, the first are %d to %d of %s",
+            root / tag, damage.lost.nbytes, begin, end, file,
+        )  # fmt: skip
+    return bool(damage.nbytes) and not damage.lost
 
 
 def _chosen(

@@ -6,7 +6,8 @@ on two disks and the loss of one node loses nothing.
 
     1) make       the lowest rank of each node makes the files at full size, with room for its own bytes only
     2) write      every rank writes its pieces there
-    3) copy       bytes that no other node has go to the next node (`transfers.py`)
+    3) copy       bytes that no other node has go to the next node (`transfers.py`), which hashes what comes: a copy
+                  is compared with what its rank has held, not with what the disk and the network have made of it
     4) complete   each node writes the index and `node.json` into its unfinished folder
     5) commit     each node renames its folder
 
@@ -26,6 +27,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..errors import CheckpointError, shown
 from ..files import opened, replace_text, write_all
 from ..folder import publish, remove_replaced, saving
 from ..format import INDEX_NAME, WEIGHT_MAP_NAME
@@ -34,7 +36,8 @@ from ..parsing import parse_index
 from ..plan import Announcement, PieceKey, WritePlan
 from ..ranks import Ranks
 from ..spans import Spans, spans_of_region
-from ..writing import PlannedSave, build_index, write_pieces
+from ..writing import PlannedSave, Written, build_index, write_pieces
+from .copies import ChunkKey, Layout, Registers
 from .topology import Nodes
 from .transfers import Transfer, in_rounds, run_transfers, transfers_between
 
@@ -50,12 +53,14 @@ class NodePlan:
         writers: piece -> the ranks that write it, one on each node that holds it.
         own: per node, what its ranks write: headers, and their pieces.
         copies: per node, what it gets from the node before it.
+        copied: piece -> the node that gets a copy of it.
     """
 
     nodes: Nodes
     writers: Mapping[PieceKey, frozenset[int]]
     own: tuple[Spans, ...]
     copies: tuple[Spans, ...]
+    copied: Mapping[PieceKey, int]
 
     @staticmethod
     def make(plan: WritePlan, announcements: Sequence[Announcement], nodes: Nodes) -> NodePlan:
@@ -72,14 +77,17 @@ class NodePlan:
         headers += [(WEIGHT_MAP_NAME, 0, len(plan.map_text))] if plan.map_text else []
         own = [[*headers] for _ in range(nodes.count)]
         copies: list[list[tuple[str, int, int]]] = [[] for _ in range(nodes.count)]
-        for (family, name, region), by_node in holders.items():
+        copied: dict[PieceKey, int] = {}
+        for key, by_node in holders.items():
+            family, name, region = key
             ranges = list(spans_of_region(plan.placed[family][name], region))
             for node in by_node:
                 own[node] += ranges
                 if len(by_node) == 1 < nodes.count:
-                    copies[(node + 1) % nodes.count] += ranges
+                    copied[key] = (node + 1) % nodes.count
+                    copies[copied[key]] += ranges
         writers = {key: frozenset(by_node.values()) for key, by_node in holders.items()}
-        return NodePlan(nodes, writers, tuple(map(Spans.of, own)), tuple(map(Spans.of, copies)))
+        return NodePlan(nodes, writers, tuple(map(Spans.of, own)), tuple(map(Spans.of, copies)), copied)
 
     def writes(self, rank: int) -> Callable[[PieceKey], bool]:
         """Whether a rank writes a piece."""
@@ -94,6 +102,40 @@ class NodePlan:
             for transfer in transfers_between(nodes, (node - 1) % nodes.count, node, spans)
         ]
         return in_rounds(nodes, found)
+
+
+def check_copies(plan: NodePlan, written: Sequence[Written], came: Sequence[Registers]) -> None:
+    """Compare what has come to each node with what the ranks of the node before it have hashed when they wrote it.
+
+    Args:
+        written: of each rank, its regions and their registers.
+        came: of each rank, the registers of the ranges that it has received.
+
+    Raises:
+        CheckpointError: a copy is another one; names the tensor and the node.
+    """
+    left: list[Registers] = [{} for _ in range(plan.nodes.count)]
+
+    def take(node: int, key: ChunkKey, register: int) -> None:
+        left[node][key] = left[node].get(key, 0) ^ register
+
+    for rank, regions in enumerate(written):
+        for (family, name), parts in regions.items():
+            for region, registers in parts:
+                key = (family, name, region)
+                if key in plan.copied and rank in plan.writers[key]:
+                    for chunk, register in registers.items():
+                        take(plan.copied[key], (family, name, chunk), register)
+    for rank, registers in enumerate(came):
+        for key, register in registers.items():
+            take(plan.nodes.of_rank[rank], key, register)
+    for node, registers in enumerate(left):
+        wrong = next((key for key, register in registers.items() if register), None)
+        if wrong is not None:
+            raise CheckpointError(
+                f"the copy of {shown(wrong[1])} on node {node} is not what was written on the node before it (chunk"
+                f" {wrong[2]}): a disk or the network has changed bytes; nothing was saved"
+            )
 
 
 def _pieces(announced: Announcement) -> Iterator[PieceKey]:
@@ -129,15 +171,15 @@ class NodeSave(PlannedSave):
                     f"writing {target.name}",
                     lambda: write_pieces(plan, self.pieces, here.writes(ranks.rank), temporary),
                 )
-                transfers = here.transfers()
-                ranks.all_or_none(
-                    f"copying {target.name} to the next node", lambda: run_transfers(ranks, transfers, temporary)
+                came = ranks.together(
+                    f"copying {target.name} to the next node", lambda: self._copy(ranks, here.transfers(), temporary)
                 )
-                built = (
-                    (lambda: (build_index(plan, written, self.state, self.latest).to_json(), time.time()))
-                    if ranks.rank == 0
-                    else lambda: ("", 0.0)
-                )
+
+                def build() -> tuple[str, float]:
+                    check_copies(here, written, came)
+                    return build_index(plan, written, self.state, self.latest).to_json(), time.time()
+
+                built = build if ranks.rank == 0 else lambda: ("", 0.0)
                 text, saved_at = ranks.together(f"completing {target.name}", built)[0]
                 ranks.all_or_none(f"completing {target.name}", lambda: leader.complete(text, saved_at))
                 ranks.all_or_none(f"committing {target.name}", leader.commit)
@@ -146,6 +188,12 @@ class NodeSave(PlannedSave):
                 raise
             leader.clean_up()
         return target
+
+    def _copy(self, ranks: Ranks, transfers: Sequence[Transfer], folder: Path) -> Registers:
+        """Send and receive copies; the registers of what has come."""
+        layout, found = Layout.of_plan(self.plan), Registers()
+        run_transfers(ranks, transfers, folder, lambda item, data: layout.add(found, item, data))
+        return found
 
 
 class _Follower:

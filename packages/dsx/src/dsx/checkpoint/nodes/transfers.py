@@ -75,8 +75,16 @@ def in_rounds(nodes: Nodes, transfers: Iterable[Transfer]) -> list[Transfer]:
     return sorted(transfers, key=order)  # stable
 
 
-def run_transfers(ranks: Ranks, transfers: Sequence[Transfer], folder: Path) -> None:
+def run_transfers(
+    ranks: Ranks,
+    transfers: Sequence[Transfer],
+    folder: Path,
+    came: Callable[[Range, memoryview], None] = lambda item, data: None,
+) -> None:
     """Do the transfers of this rank: read from files in `folder`, or write to them and flush. Every rank calls it.
+
+    Args:
+        came: called with each range that is written here, and its bytes.
 
     A rank that cannot read or write goes on with its messages, so that no other rank waits for it, and raises at the
     end.
@@ -96,9 +104,17 @@ def run_transfers(ranks: Ranks, transfers: Sequence[Transfer], folder: Path) -> 
             elif transfer.target == ranks.rank:
                 ranks.receive(message, transfer.source)
                 failure = failure or _try(files.write, transfer.ranges, raw_bytes(message))
+                _tell(came, transfer.ranges, raw_bytes(message))
         failure = failure or _try(files.sync)
     if failure is not None:
         raise failure
+
+
+def _tell(came: Callable[[Range, memoryview], None], ranges: Iterable[Range], data: memoryview) -> None:
+    for item in ranges:
+        size = item[2] - item[1]
+        came(item, data[:size])
+        data = data[size:]
 
 
 def _try(action: Callable[..., None], *arguments: Any) -> Exception | None:

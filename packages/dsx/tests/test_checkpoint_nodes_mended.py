@@ -1,0 +1,262 @@
+"""`use_node_local_storage`: damaged bytes are mended from the copies on other nodes, and copies are compared with what
+was written.
+
+Three nodes of one rank: each has what its rank holds, and a copy of what the node before it has.
+"""
+
+import itertools
+import random
+import shutil
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from dsx.checkpoint import CheckpointError
+from dsx.checkpoint.crc import Chunks, register_of
+from dsx.checkpoint.format import Entry, FileEntry, Index, Placed, TensorSpec
+from dsx.checkpoint.node_part import read_part
+from dsx.checkpoint.nodes.copies import Layout
+from dsx.checkpoint.nodes.repairing import Part, judge
+from dsx.checkpoint.spans import Spans
+from dsx_testkit import Nodes, run_ranks
+
+TRAINED = "optimizer.safetensors"
+
+
+def build(world, seed=0):
+    import dsx
+
+    torch.manual_seed(seed)
+    config = {
+        "train_batch_size": 3,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.05}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "checkpoint": {"use_node_local_storage": True},
+        "steps_per_print": None,
+    }
+    return dsx.initialize(model=torch.nn.Sequential(torch.nn.Linear(9, 40), torch.nn.Linear(40, 5)), config=config)[0]
+
+
+def state(engine):
+    found = dict(engine.module_state_dict())
+    for part in engine.optimizer.held_slices():
+        found |= {f"{key}/{part.name}": torch.as_tensor(value).clone() for key, value in part.states.items()}
+    return found
+
+
+def save(rank, world, folder):
+    with Nodes(world, 1).environment(rank):
+        engine, found = build(world), {}
+        for tag in ("a", "b"):
+            engine.backward(engine(torch.ones(1, 9)).square().sum())
+            engine.step()
+            engine.save_checkpoint(f"{folder}/node{rank}", tag=tag)
+            found[tag] = state(engine)
+        return found
+
+
+def loads(rank, world, folders):
+    """What each load gives: the tag, the state, and whether it warned of the disks."""
+    import logging
+
+    found, said = [], []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("dsx").addHandler(handler)
+    with Nodes(world, 1).environment(rank):
+        for folder in folders:
+            engine = build(world, seed=5)
+            said.clear()
+            try:
+                path, _ = engine.load_checkpoint(f"{folder}/node{rank}")
+                found.append((Path(path).name, state(engine), any("look at these disks" in text for text in said)))
+            except CheckpointError as error:
+                found.append((str(error), {}, False))
+            engine.destroy()
+    return found
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    return folder, run_ranks(save, 3, str(folder))
+
+
+def own_bytes(disks, node, file):
+    """Bytes that the rank of this node holds, and reads there: those that the next node has a copy of."""
+    mine, copy = (read_part(disks / f"node{n % 3}" / "b").spans for n in (node, node + 1))
+    header = Spans.of([(file, 0, 8 + int.from_bytes((disks / f"node{node}" / "b" / file).read_bytes()[:8], "little"))])
+    return [(begin, end) for name, begin, end in (mine & copy) - header if name == file]
+
+
+def flip(disks, node, file, places):
+    path = disks / f"node{node}" / "b" / file
+    data = bytearray(path.read_bytes())
+    for place in places:
+        data[place] ^= 0x40
+    path.write_bytes(data)
+
+
+def one_byte(disks):
+    flip(disks, 1, TRAINED, [own_bytes(disks, 1, TRAINED)[0][0] + 1])
+
+
+def many_bytes(disks):
+    """A byte of everything that the rank of node 2 reads, in both files."""
+    for file in (TRAINED, "model.safetensors"):
+        flip(disks, 2, file, [end - 1 for _, end in own_bytes(disks, 2, file)])
+
+
+def a_header(disks):
+    flip(disks, 0, "model.safetensors", [20])
+
+
+def cut_short(disks):
+    path = disks / "node1" / "b" / TRAINED
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+def removed(disks):
+    (disks / "node2" / "b" / "model.safetensors").unlink()
+
+
+def two_nodes(disks):
+    """In other chunks: each node has what the other one needs."""
+    (first, *_), (*_, last) = own_bytes(disks, 0, TRAINED), own_bytes(disks, 2, TRAINED)
+    flip(disks, 0, TRAINED, [first[0]])
+    flip(disks, 2, TRAINED, [last[1] - 1])
+
+
+MENDED = [one_byte, many_bytes, a_header, cut_short, removed, two_nodes]
+
+
+def both_copies(disks):
+    place = own_bytes(disks, 1, TRAINED)[0][0]
+    for node in (1, 2):
+        flip(disks, node, TRAINED, [place])
+
+
+def test_damaged_bytes_are_mended_from_the_copies_of_other_nodes(saved, tmp_path):
+    folder, results = saved
+    cases = [*MENDED, both_copies]
+    disks = {}
+    for harm in cases:
+        disks[harm] = tmp_path / harm.__name__
+        shutil.copytree(folder, disks[harm])
+        harm(disks[harm])
+    found = run_ranks(loads, 3, [str(disks[harm]) for harm in cases])
+    for number, harm in enumerate(cases):
+        for rank in range(3):
+            tag, got, warned = found[rank][number]
+            expected = results[rank]["b" if harm in MENDED else "a"]
+            assert tag == ("b" if harm in MENDED else "a"), (harm, tag)
+            assert got.keys() == expected.keys() and all(torch.equal(got[n], v) for n, v in expected.items()), harm
+            assert warned == (rank == 0 and harm in MENDED), harm
+    for harm in MENDED:  # and all files are as they were, but for what no node is to have
+        for node in range(3):
+            part = read_part(disks[harm] / f"node{node}" / "b")
+            for file, begin, end in part.spans:
+                good, now = ((root / f"node{node}" / "b" / file).read_bytes() for root in (folder, disks[harm]))
+                assert len(good) == len(now) and good[begin:end] == now[begin:end], (harm, node, file)
+
+
+def save_over_a_bad_network(rank, world, folder):
+    """One byte of a message changes on its way from rank 1 to rank 2."""
+    from dsx.checkpoint.ranks import GroupRanks
+
+    with Nodes(world, 1).environment(rank):
+        engine = build(world)
+        engine.save_checkpoint(f"{folder}/node{rank}", tag="old")
+        send, bad = GroupRanks.send, rank == 1
+
+        def sent(self, data, to):
+            nonlocal bad
+            data = data.clone()
+            if bad:
+                data[len(data) // 2] ^= 1
+                bad = False
+            send(self, data, to)
+
+        GroupRanks.send = sent
+        try:
+            engine.save_checkpoint(f"{folder}/node{rank}", tag="new")
+        except CheckpointError as error:
+            text = str(error)
+        engine.save_checkpoint(f"{folder}/node{rank}", tag="after")
+        return text, sorted(p.name for p in Path(f"{folder}/node{rank}").iterdir())
+
+
+def test_a_copy_that_is_another_one_is_not_kept(tmp_path):
+    (text, left), *others = run_ranks(save_over_a_bad_network, 3, str(tmp_path))
+    assert others == [(text, left)] * 2 and left == ["after", "latest", "old"]
+    assert "the copy of " in text and "on node 2 is not what was written" in text and "nothing was saved" in text
+
+
+# - The judgement alone, against every way in which copies can differ
+
+
+def made_up(values, cuts, chunk):
+    """An index of one tensor of these bytes, and its parts, cut at `cuts`, with the nodes that have them."""
+    spec = TensorSpec("w", "U8", (len(values),))
+    starts = range(0, len(values), chunk)
+    crcs = [zlib.crc32(values[at : at + chunk]) for at in starts]
+    entry = Entry(Placed(spec, "f", 0), Chunks.grid(len(values), chunk, crcs))
+    index = Index({"f": FileEntry(len(values), 0, 0)}, {"model": {"w": entry}, "optimizer": {}, "client": {}},
+                  {"w": ()}, (), {}, {})  # fmt: skip
+    layout = Layout.of_index(index.tensors)
+    parts = []
+    for (begin, end), nodes in cuts:
+        parts += [Part("f", first, stop, key, nodes) for key, first, stop in layout.parts("f", begin, end)]
+    return index, layout, parts
+
+
+def register(layout, part, data):
+    registers = {}
+    layout.add(registers, part.range, memoryview(bytearray(data)))
+    return registers[part.chunk]
+
+
+def test_those_are_right_with_which_a_chunk_has_its_hash():
+    chosen = random.Random(4)
+    for _ in range(300):
+        size, chunk = chosen.randrange(1, 60), chosen.randrange(1, 25)
+        values = chosen.randbytes(size)
+        edges = sorted({0, size, *(chosen.randrange(size + 1) for _ in range(3))})
+        cuts = [
+            (pair, tuple(sorted(chosen.sample(range(4), chosen.randrange(1, 4))))) for pair in itertools.pairwise(edges)
+        ]
+        index, layout, parts = made_up(values, cuts, chunk)
+        bad, seen = set(), []
+        for number, part in enumerate(parts):
+            seen.append({})
+            for node in part.nodes:
+                data = bytearray(values[part.begin : part.end])
+                fate = chosen.random()
+                if fate < 0.15:
+                    data[chosen.randrange(len(data))] ^= 1 << chosen.randrange(8)
+                    bad.add((number, node))
+                seen[-1][node] = register(layout, part, data)
+                if fate > 0.95:
+                    seen[-1][node] = None
+                    bad.add((number, node))
+        damage = judge(parts, seen, index)
+        hopeless = {part.chunk for n, part in enumerate(parts) if all((n, node) in bad for node in part.nodes)}
+        lost = Spans.of(part.range for part in parts if part.chunk in hopeless)
+        assert damage.lost == lost
+        for node in range(4):
+            wrong = [p.range for n, p in enumerate(parts) if (n, node) in bad and p.chunk not in hopeless]
+            by_source = damage.wrong.get(node, {})
+            assert Spans.of(item for spans in by_source.values() for item in spans) == Spans.of(wrong)
+            for source, spans in by_source.items():
+                for n, part in enumerate(parts):
+                    if Spans.of([part.range]) & spans:
+                        assert source in part.nodes and (n, source) not in bad
+
+
+def test_a_register_is_that_of_its_bytes():
+    index, layout, parts = made_up(bytes(range(50)), [((0, 50), (0,))], 20)
+    for part in parts:
+        data = bytes(range(50))[part.begin : part.end]
+        assert register(layout, part, data) == register_of(zlib.crc32(data), len(data))
+    assert index.files["f"].nbytes == parts[-1].end
