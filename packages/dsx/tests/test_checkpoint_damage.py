@@ -1,7 +1,9 @@
 """Damage is found before anything changes: flipped bytes, lost parts of the training state, states that are incomplete.
 
 The engine trains in bf16, so that there are weights which a load does not read (it takes the masters); `dsx checkpoint
-verify` reads them.
+verify` reads them. 1000 flipped bytes are slow, a quarter of them is in the suite:
+
+    pytest -m slow packages/dsx/tests/test_checkpoint_damage.py
 """
 
 import json
@@ -16,7 +18,8 @@ from dsx.checkpoint.command import main as checkpoint_command
 from dsx.checkpoint.format import seal
 from dsx.checkpoint.verifying import verify_all
 
-FLIPS = 250
+FLIPS = [pytest.param(250, 3, id="250"), pytest.param(1000, 4, id="1000", marks=pytest.mark.slow)]
+"""How many bytes are changed, and the seed."""
 
 
 def build(seed=0, scheduler=True):
@@ -88,13 +91,14 @@ def victim():
     return engine
 
 
-def test_every_flipped_byte_is_found_and_changes_nothing(saved, victim, tmp_path):
+@pytest.mark.parametrize(("flips", "seed"), FLIPS)
+def test_every_flipped_byte_is_found_and_changes_nothing(saved, victim, tmp_path, flips, seed):
     engine, before = victim, everything(victim)
     folder = tmp_path / "copy"
     shutil.copytree(saved, folder)
     tag = open_checkpoint(folder).folder
     assert is_good(folder)
-    chosen, unread = random.Random(3), 0
+    chosen, unread = random.Random(seed), 0
     files = sorted(path for path in tag.iterdir() if path.name != "latest")
     assert {path.name for path in files} >= {
         "dsx.json",
@@ -102,7 +106,7 @@ def test_every_flipped_byte_is_found_and_changes_nothing(saved, victim, tmp_path
         "optimizer.safetensors",
         "client.safetensors",
     }
-    for number in range(FLIPS):
+    for number in range(flips):
         path = files[number % len(files)]
         original = path.read_bytes()
         damaged = bytearray(original)
@@ -121,7 +125,7 @@ def test_every_flipped_byte_is_found_and_changes_nothing(saved, victim, tmp_path
             engine.load_checkpoint(saved)
             before = everything(engine)
         path.write_bytes(original)
-    assert unread < FLIPS // len(files)
+    assert unread < flips // len(files)
 
 
 def test_verify_names_the_file_and_a_good_checkpoint_is_good(saved, tmp_path, capsys):

@@ -82,19 +82,55 @@ class Calls:
 
 def export_in_16_bits(rank, world, folder):
     import dsx_comm
+    from dsx.checkpoint import writing
     from safetensors.torch import load_file
 
     engine = build(3, world, low=True)
-    calls = Calls()
+    calls, write, during = Calls(), writing.write_pieces, []
+
+    def write_pieces(*args, **kwargs):
+        before = len(calls.names)
+        written = write(*args, **kwargs)
+        during.append(calls.names[before:])
+        return written
+
+    writing.write_pieces = write_pieces
     stop = dsx_comm.observe(calls)
     path = engine.save_checkpoint(folder)
     stop()
+    writing.write_pieces = write
     weights = engine.module_state_dict()
     stored = load_file(os.path.join(path, "model.safetensors"))
     same = all(torch.equal(stored[name], value) and value.dtype == torch.bfloat16 for name, value in weights.items())
-    return set(calls.names), same
+    return calls.names, during, same
 
 
 def test_the_16_bit_weights_are_written_without_gathering_them(tmp_path):
-    for names, same in run_ranks(export_in_16_bits, 2, str(tmp_path)):
-        assert names == {"all_gather_object"} and same  # the lists of what is there, and whether all went well
+    """No collective while they are written; the few around it carry lists of what is there, and whether all went well,
+    whatever the number of weights.
+    """
+    for world in (2, 3):
+        for names, during, same in run_ranks(export_in_16_bits, world, str(tmp_path / str(world))):
+            assert during == [[]] and same
+            assert set(names) == {"all_gather_object"} and len(names) < 12
+
+
+def export_alone(rank, world, folder):
+    """The 16-bit weights of what several ranks have saved, for other programs, by one process."""
+    import dsx_comm
+    from dsx.checkpoint.exporting import export
+    from dsx.checkpoint.zero_to_fp32 import source_of
+
+    calls = Calls()
+    stop = dsx_comm.observe(calls)
+    for to in ("safetensors", "torch"):
+        export(source_of(f"{folder}/saved"), f"{folder}/rank{rank}.{to}", to=to, dtype="bf16")
+    stop()
+    return calls.names
+
+
+def test_an_export_needs_no_other_rank(tmp_path):
+    run_ranks(write, 2, str(tmp_path / "saved"), 3, True)
+    assert run_ranks(export_alone, 2, str(tmp_path)) == [[], []]
+    weights = torch.load(tmp_path / "rank1.torch", weights_only=True)
+    assert len(weights) == 8 and all(value.dtype == torch.bfloat16 for value in weights.values())

@@ -207,9 +207,7 @@ def saving(root: Path, tag: str) -> Iterator[None]:
         yield
     finally:
         if fd is not None:
-            (root / _LOCK_NAME).unlink(missing_ok=True)  # before the lock is released: see `_lock`
-            fcntl.flock(fd, fcntl.LOCK_UN)  # after a close alone, children forked meanwhile would still hold the lock
-            os.close(fd)
+            _give_up(root / _LOCK_NAME, fd)
 
 
 def _lock(path: Path, tag: str) -> int | None:
@@ -236,6 +234,16 @@ def _lock(path: Path, tag: str) -> int | None:
                 raise
             logger.debug("%s: this file system has no locks (%s)", path, error)
             return None
+
+
+def _give_up(path: Path, fd: int) -> None:
+    try:
+        path.unlink(missing_ok=True)  # before the lock is released: see `_lock`
+    except OSError as error:  # what was saved is there, and the next job can lock the file that stays
+        logger.warning("%s: cannot be removed (%s)", path, error)
+    finally:
+        fcntl.flock(fd, fcntl.LOCK_UN)  # after a close alone, children forked meanwhile would still hold the lock
+        os.close(fd)
 
 
 def _sign(fd: int, text: str) -> None:
