@@ -28,6 +28,7 @@ from .homes.chosen import (
 )
 from .homes.stored import TensorStore
 from .homes.tiers import Placement, UnitPlacement
+from .locked_pages import ask_for_locked_pages
 from .optimizer import ZeroOptimizer
 from .params.init import InitParameter
 from .params.partitioned import PartitionedParameter
@@ -129,6 +130,7 @@ def shard(
 
     Raises:
         ZeroConfigError: a setting that is wrong or not available yet.
+        ZeroStateError: page-locked host memory is refused. Nothing has changed then.
         ZeroModelError: a model that cannot be sharded.
         ZeroOptimizerError: an optimizer that cannot work on slices, or with parameters the model does not have.
         RanksDifferError: the ranks have different models, optimizers or settings, or one of them raised one of the
@@ -203,6 +205,7 @@ def shard(
             recipe = replace(recipe, settings=paying, ranks_of=choose(paying), transports=given_up)
             planned = recipe.plan(infos, inner)
         _check_late_update(settings, inner, planned.placements)
+        ask_for_locked_pages(planned, stage=settings.stage, precision=precision)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
     agree(_CALL, {**dict(optimizer_facts(inner, names)), **plan_facts(planned.plans)}, data.group)
     if data.rank == 0 and isinstance(config, dict):  # the owner of a `ZeroConfig` has its notices
