@@ -39,6 +39,8 @@ def test_operations_are_those_of_sets_and_ranges_do_not_touch():
             assert Spans.of(reversed(list(spans))) == spans  # one form for one set
             for items in spans.by_file.values():
                 assert all(end < begin for (_, end), (begin, _) in itertools.pairwise(items))
+        for file, begin, end in other:
+            assert left.covers(file, begin, end) == (as_set([(file, begin, end)]) <= as_set(one))
         pieces = list(left.pieces(5))
         assert all(end - begin <= 5 for _, begin, end in pieces) and Spans.of(pieces) == left
 

@@ -210,7 +210,8 @@ def test_a_joined_checkpoint_is_the_one_that_a_shared_disk_gets(three, tmp_path,
     parts = [str(three / f"node{node}") for node in range(3)]
     with pytest.raises(CheckpointError, match=r"holds the part of node 0 of 3.*dsx checkpoint join"):
         open_checkpoint(parts[0])
-    assert checkpoint_command(["verify", parts[0]]) == 1
+    assert checkpoint_command(["verify", parts[0]]) == 0
+    assert "that node 0 of 3 has" in capsys.readouterr().out
     assert checkpoint_command(["inspect", parts[0]]) == 0
     assert checkpoint_command(["join", parts[0], str(tmp_path / "whole")]) == 1
     assert "there are the parts of nodes [0]" in capsys.readouterr().err

@@ -161,6 +161,24 @@ def test_damaged_bytes_are_mended_from_the_copies_of_other_nodes(saved, tmp_path
                 assert len(good) == len(now) and good[begin:end] == now[begin:end], (harm, node, file)
 
 
+def test_one_node_alone_verifies_the_chunks_that_it_has(saved, tmp_path, capsys):
+    from dsx.checkpoint.command import main
+
+    disks = tmp_path / "disks"
+    shutil.copytree(saved[0], disks)
+    assert main(["verify", str(disks / "node1")]) == 0
+    said = capsys.readouterr().out
+    assert "ok, as far as one node can say" in said and "node 1 of 3" in said
+    found = 0
+    for node in range(3):
+        for _, end in own_bytes(disks, node, TRAINED):
+            flip(disks, node, TRAINED, [end - 1])
+            found += main(["verify", str(disks / f"node{node}")])
+            flip(disks, node, TRAINED, [end - 1])
+    assert found and "not those that were saved" in capsys.readouterr().err
+    assert [main(["verify", str(disks / f"node{node}")]) for node in range(3)] == [0, 0, 0]
+
+
 def save_over_a_bad_network(rank, world, folder):
     """One byte of a message changes on its way from rank 1 to rank 2."""
     from dsx.checkpoint.ranks import GroupRanks

@@ -8,6 +8,7 @@ Pure arithmetic.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -64,6 +65,12 @@ class Spans:
             for file, items in self.by_file.items()
             for begin, end in _without(items, other.by_file.get(file, ()))
         )
+
+    def covers(self, file: str, begin: int, end: int) -> bool:
+        """Are all bytes of one range there?"""
+        items = self.by_file.get(file, ())
+        number = bisect_right(items, begin, key=lambda item: item[0]) - 1
+        return begin >= end or (number >= 0 and end <= items[number][1])
 
     def pieces(self, most: int) -> Iterator[Range]:
         """The ranges, cut into pieces of at most so many bytes."""

@@ -22,6 +22,7 @@ from .files import opened, register_of_chunk
 from .folder import foreign_files
 from .format import FAMILIES, INDEX_NAME, NODE_NAME, Entry, Index
 from .ranks import Ranks
+from .spans import Spans
 from .version1 import own_files
 
 Key = tuple[str, str]  # family and name of a tensor
@@ -89,6 +90,37 @@ def verify_all(folder: Path, index: Index, progress: Callable[[int, int], None] 
         nbytes=sum(file.nbytes for file in index.files.values()),
         foreign=foreign_files(folder, own),
     )
+
+
+def verify_part(
+    folder: Path, index: Index, spans: Spans, progress: Callable[[int, int], None] = lambda done, total: None
+) -> int:
+    """Read what one node has of a checkpoint (`nodes/`) and compare hashes, as far as whole chunks are there.
+
+    Args:
+        spans: the bytes that are there.
+        progress: called with the bytes that are done, and all there are.
+
+    Returns:
+        How many bytes of tensors were compared.
+
+    Raises:
+        CheckpointCorruptError: the first thing that is not as it was written.
+    """
+    check_files(folder, index)
+    done = 0
+    for family in FAMILIES:
+        for entry in index.tensors[family].values():
+            numbers = [number for number in range(len(entry.chunks)) if _is_there(entry, number, spans)]
+            verify_chunks(folder, entry, numbers)
+            done += sum(stop - start for start, stop in map(entry.chunks.span, numbers))
+            progress(done, spans.nbytes)
+    return done
+
+
+def _is_there(entry: Entry, number: int, spans: Spans) -> bool:
+    begin, end = (entry.placed.offset + edge for edge in entry.chunks.span(number))
+    return spans.covers(entry.placed.file, begin, end)
 
 
 def verify_chunks(folder: Path, entry: Entry, numbers: Iterable[int]) -> None:

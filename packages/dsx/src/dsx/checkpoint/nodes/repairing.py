@@ -17,7 +17,6 @@ from __future__ import annotations
 import itertools
 import os
 import zlib
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,10 +123,9 @@ def _parts(layout: Layout, index: Index, have: Sequence[Spans]) -> list[Part]:
     found: list[Part] = []
     for name, file in index.files.items():
         edges = {0, file.header_bytes, file.nbytes}
-        held = [spans.by_file.get(name, ()) for spans in have]
-        edges |= {edge for spans in held for pair in spans for edge in pair}
+        edges |= {edge for spans in have for pair in spans.by_file.get(name, ()) for edge in pair}
         for begin, end in itertools.pairwise(sorted(edge for edge in edges if 0 <= edge <= file.nbytes)):
-            holders = tuple(node for node, spans in enumerate(held) if _covers(spans, begin))
+            holders = tuple(node for node, spans in enumerate(have) if spans.covers(name, begin, end))
             if holders and end <= file.header_bytes:
                 found.append(Part(name, begin, end, None, holders))
             elif holders:
@@ -140,12 +138,6 @@ def _to_look_at(parts: Sequence[Part], nodes: Nodes, rank: int) -> list[int]:
     node = nodes.of_rank[rank]
     mine = nodes.ranks_of(node)
     return [number for number, part in enumerate(parts) if node in part.nodes][mine.index(rank) :: len(mine)]
-
-
-def _covers(spans: Sequence[tuple[int, int]], byte: int) -> bool:
-    """Does a byte lie in one of these, which are sorted?"""
-    number = bisect_right(spans, byte, key=lambda span: span[0]) - 1
-    return number >= 0 and byte < spans[number][1]
 
 
 def _look(folder: Path, layout: Layout, part: Part) -> Sight:
