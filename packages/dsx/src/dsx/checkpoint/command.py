@@ -1,7 +1,7 @@
 """`dsx checkpoint`: inspect checkpoints, and import and export them, without training.
 
 dsx checkpoint inspect ckpt                          what it is; --tensors PATTERN lists tensors, --json for programs
-dsx checkpoint verify ckpt                           every byte of the checkpoint that `latest` names, or of a node's part
+dsx checkpoint verify ckpt                           every byte of the latest checkpoint, or of a node's part
 dsx checkpoint diff ckpt other --tag1 a --tag2 b     in what two differ
 dsx checkpoint export ckpt weights --dtype bf16      safetensors, one file of torch, or torch.distributed.checkpoint
 dsx checkpoint import deepspeed_run ckpt             DeepSpeed, torch.distributed.checkpoint, FSDP, state dicts

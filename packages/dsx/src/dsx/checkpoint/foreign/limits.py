@@ -4,8 +4,8 @@
 
 * a zip file may hold records that are larger unpacked than the file, and a program of TorchScript, which torch would
   load as such (`records_of`);
-* a pickle may speak of more bytes than follow, or of a memo of any size, and Python makes room for them first
-  (`check_pickle`);
+* a pickle may speak of more bytes than follow, or of a memo of any size, and Python makes room for them first; or nest
+  tuples so deep that their hash ends the process (`check_pickle`);
 * a tensor may be larger than its storage, which torch would then extend (`check_view`).
 
 Nothing is unpacked or unpickled here.
@@ -108,7 +108,60 @@ def _arguments() -> dict[int, tuple[int, bool]]:
 
 
 _ARGUMENTS: Mapping[int, tuple[int, bool]] = _arguments()
-_STOP, _FRAME, _PUT, _LONG_PUT = ord("."), 0x95, ord("p"), ord("r")
+_STOP, _FRAME, _LONG_PUT, _MARK, _DUP, _MEMOIZE = ord("."), 0x95, ord("r"), ord("("), ord("2"), 0x94
+_PUT, _GET = ord("p"), ord("g")
+_TUPLES, _PUTS, _GETS = frozenset(b"t\x85\x86\x87"), frozenset(b"pqr"), frozenset(b"ghj")
+_DEEPEST = 1000
+"""Tuples in tuples."""
+
+
+def _effects() -> dict[int, tuple[int, bool, int]]:
+    """Code of an instruction -> what it does to the stack: values that it takes, whether it takes those down to the
+    last mark too, and values that it puts there.
+    """
+    found: dict[int, tuple[int, bool, int]] = {}
+    for known in pickletools.opcodes:
+        before, to_mark = known.stack_before, pickletools.markobject in known.stack_before
+        pops = before.index(pickletools.markobject) if to_mark else len(before)
+        found[ord(known.code)] = (pops, to_mark, len(known.stack_after))
+    return found
+
+
+_EFFECTS: Mapping[int, tuple[int, bool, int]] = _effects()
+
+
+class _Nesting:
+    """How deep tuples lie in each other, while a pickle is walked through: of the stack and the memo nothing else is
+    kept. Lists and tables count as flat: they have no hash.
+    """
+
+    def __init__(self) -> None:
+        self._stack: list[int] = []
+        self._marks: list[int] = []
+        self._memo: dict[int, int] = {}
+
+    def follow(self, code: int, number: int) -> None:
+        """One instruction, with its number. Raises `ValueError` where a tuple is too deep."""
+        stack = self._stack
+        if code == _MARK:
+            self._marks.append(len(stack))
+            return
+        pops, to_mark, pushes = _EFFECTS[code]
+        begin = self._marks.pop() if to_mark and self._marks else len(stack)
+        begin = max(0, begin - pops)
+        depth = max(stack[begin:], default=0)
+        del stack[begin:]
+        if code in _TUPLES:
+            depth += 1
+        elif code in _GETS:
+            depth = self._memo.get(number, 0)
+        elif code != _DUP:
+            depth = 0
+        stack.extend([depth] * pushes)
+        if code in _PUTS or code == _MEMOIZE:
+            self._memo[number if code in _PUTS else len(self._memo)] = stack[-1] if stack else 0
+        if depth > _DEEPEST:
+            raise ValueError(f"the pickle has tuples in tuples, more than {_DEEPEST} deep")
 
 
 def check_pickle(data: Bytes, start: int = 0) -> int:
@@ -117,7 +170,7 @@ def check_pickle(data: Bytes, start: int = 0) -> int:
     Raises:
         ValueError: an instruction speaks of more than there is.
     """
-    at, size = start, len(data)
+    at, size, nesting = start, len(data), _Nesting()
     while True:
         head = data[at : at + 9]
         known = _ARGUMENTS.get(head[0]) if head else None
@@ -130,8 +183,10 @@ def check_pickle(data: Bytes, start: int = 0) -> int:
                 end = data.find(b"\n", end + 1)
                 if end < 0:
                     raise ValueError(f"a line of the pickle that begins at byte {at} does not end")
-            if code == _PUT and not _is_small(data[at + 1 : end], size):
+            number = _small(data[at + 1 : end], size) if code in (_PUT, _GET) else 0
+            if number is None:
                 raise ValueError(f"the pickle asks for a memo of {data[at + 1 : at + 21]!r} places")
+            nesting.follow(code, number)
             at = end + 1
             continue
         number = int.from_bytes(head[1 : 1 + length], "little")
@@ -142,9 +197,11 @@ def check_pickle(data: Bytes, start: int = 0) -> int:
             raise ValueError(f"the pickle asks for {number} bytes, and there are {size} in all")
         if code == _LONG_PUT and number > size:
             raise ValueError(f"the pickle asks for a memo of {number} places")
+        nesting.follow(code, number)
         if code == _STOP:
             return at
 
 
-def _is_small(text: bytes, most: int) -> bool:
-    return text.isdigit() and len(text) < 20 and int(text) <= most
+def _small(text: bytes, most: int) -> int | None:
+    """A number in digits, if it is at most `most`."""
+    return int(text) if text.isdigit() and len(text) < 20 and int(text) <= most else None
