@@ -321,7 +321,7 @@ def read_all(rank, world, folder):
     good = {name: ended(way) for name, way in ways(Path(folder) / "good", Path(folder) / "good-out").items()}
     for number, (name, make) in enumerate(CASES.items()):
         root = Path(folder) / f"case{number}"
-        write(root)
+        shutil.copytree(Path(folder) / "good", root)
         make(root)
         with little_memory(ROOM):
             ends = {way: ended(action) for way, action in ways(root, Path(folder) / f"out{number}").items()}
@@ -337,7 +337,8 @@ def test_every_hostile_folder_is_refused_by_name(tmp_path, monkeypatch):
     assert len(found) == len(CASES) > 85 and not any(end.kinds for end in good.values()), good
     for name, ends in found.items():
         assert "CheckpointError" in ends["load"].kinds, (name, ends["load"])
-        assert ends["read"].kinds or name == "a shape with an empty and a huge side", name
+        looked = ends["verify"].kinds or ends["read"].kinds
+        assert looked or name == "a shape with an empty and a huge side", name
         for way, end in ends.items():  # a tool that does not look at what is wrong may go on
             assert not end.kinds or "CheckpointError" in end.kinds, (name, way, end)
             assert not end.wanted_memory, (name, way, end)

@@ -218,11 +218,11 @@ def mend_copies(nodes: Nodes, root: Path, tag: str, ranks: Ranks) -> bool:
     except CheckpointError as error:  # the same on all ranks
         logger.debug("nothing is mended: %s", error)
         return False
-    if damage.nbytes and ranks.rank == 0:
+    if damage.nodes and not damage.lost and ranks.rank == 0:
         logger.warning(
             "load_checkpoint: %s: %d damaged bytes on the disks of nodes %s were written anew from copies on other"
             " nodes; look at these disks",
-            root / tag, damage.nbytes, sorted(damage.wrong),
+            root / tag, damage.nbytes, damage.nodes,
         )  # fmt: skip
     if damage.lost and ranks.rank == 0:
         file, begin, end = next(iter(damage.lost))
@@ -230,7 +230,7 @@ def mend_copies(nodes: Nodes, root: Path, tag: str, ranks: Ranks) -> bool:
             "load_checkpoint: %s: %d bytes are damaged on every disk that has them, the first are %d to %d of %s",
             root / tag, damage.lost.nbytes, begin, end, file,
         )  # fmt: skip
-    return bool(damage.nbytes) and not damage.lost
+    return bool(damage.nodes) and not damage.lost
 
 
 def _chosen(

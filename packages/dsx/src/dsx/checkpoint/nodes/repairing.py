@@ -18,7 +18,7 @@ import itertools
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..crc import Sums
@@ -46,10 +46,17 @@ class Damage:
     Attributes:
         wrong: node -> its wrong bytes, by the node that has the right ones.
         lost: bytes of which no node has the right ones.
+        sizes: nodes with files that are missing, or of another size: perhaps only where they need no bytes.
     """
 
     wrong: Mapping[int, Mapping[int, Spans]]
     lost: Spans
+    sizes: frozenset[int] = frozenset()
+
+    @property
+    def nodes(self) -> list[int]:
+        """Those that have damage."""
+        return sorted({*self.wrong, *self.sizes})
 
     @property
     def nbytes(self) -> int:
@@ -58,7 +65,8 @@ class Damage:
 
 
 def mend(nodes: Nodes, folders: Mapping[int, Path], index: Index, have: Sequence[Spans], ranks: Ranks) -> Damage:
-    """Find damage on all nodes and mend what can be. Collective, with the same result on all ranks.
+    """Find damage on all nodes and mend it; nothing is written where bytes are lost. Collective, with the same result
+    on all ranks.
 
     Args:
         folders: node -> its folder of the checkpoint; nodes without one are left out.
@@ -70,14 +78,20 @@ def mend(nodes: Nodes, folders: Mapping[int, Path], index: Index, have: Sequence
     me, layout = nodes.of_rank[ranks.rank], Layout.of_index(index.tensors)
     parts = _parts(layout, index, have)
 
-    def look() -> list[Sight]:
-        return [_look(folders[me], layout, parts[number]) for number in _to_look_at(parts, nodes, ranks.rank)]
+    def look() -> tuple[list[Sight], bool]:
+        sights = [_look(folders[me], layout, parts[number]) for number in _to_look_at(parts, nodes, ranks.rank)]
+        return sights, me in folders and not _has_its_sizes(folders[me], index)
 
     seen: list[dict[int, Sight]] = [{} for _ in parts]
-    for rank, sights in enumerate(ranks.together("looking for damage", look)):
+    sizes = set()
+    for rank, (sights, wrong) in enumerate(ranks.together("looking for damage", look)):
+        node = nodes.of_rank[rank]
+        sizes |= {node} if wrong else set()
         for number, sight in zip(_to_look_at(parts, nodes, rank), sights, strict=True):
-            seen[number][nodes.of_rank[rank]] = sight
-    damage = judge(parts, seen, index)
+            seen[number][node] = sight
+    damage = replace(judge(parts, seen, index), sizes=frozenset(sizes))
+    if damage.lost:
+        return damage
     transfers = in_rounds(
         nodes,
         [
@@ -89,7 +103,7 @@ def mend(nodes: Nodes, folders: Mapping[int, Path], index: Index, have: Sequence
     )
 
     def make_room() -> None:
-        if transfers and me in folders and nodes.leads(ranks.rank) and me in damage.wrong:
+        if me in damage.sizes and nodes.leads(ranks.rank):
             _make_whole(folders[me], index)
 
     ranks.all_or_none("mending files", make_room)
@@ -215,6 +229,13 @@ def _right(expected: int, choices: Sequence[set[int | None]]) -> tuple[int, ...]
 
 def _combinations(choices: Sequence[set[int | None]]) -> Iterator[tuple[int, ...]]:
     return itertools.product(*(sorted(one for one in found if one is not None) for found in choices))
+
+
+def _has_its_sizes(folder: Path, index: Index) -> bool:
+    try:
+        return all((folder / name).stat().st_size == file.nbytes for name, file in index.files.items())
+    except OSError:
+        return False
 
 
 def _make_whole(folder: Path, index: Index) -> None:
