@@ -1,7 +1,7 @@
-"""Balance without a loss: a bias of the choice, moved against the load once per optimizer step.
+"""Balances the experts without a loss: a bias for the choice of experts is updated once per optimizer step.
 
-Every router with `bias_update_rate` u has a bias b[e] that is added to its scores where experts are chosen and nowhere
-else. With c[e] requests of expert e since the last update, over all data-parallel ranks and micro-batches:
+Every router with `bias_update_rate` u has a bias b[e] that is added to its scores only for the choice of experts. With
+c[e] requests of expert e since the last update, over all data-parallel ranks and micro-batches:
 
     b[e] += u * sign(mean(c) - c[e])
 

@@ -1,7 +1,7 @@
 """The `expert_parallel` section of a training configuration, and how it is applied to a model.
 
 Only code that reads a configuration imports this module (pydantic). Keys and defaults are those of DeepSpeed's AutoEP.
-`MEANINGLESS` names keys that change nothing here, so that whoever loads a configuration can say so.
+`MEANINGLESS` names keys that have no effect here, so that code that loads a configuration can warn about them.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
     sent  -> experts' ranks, exact splits, chunk by chunk
     out[t] = sum over t's routes of weight * expert(row), added up in float32 (float64 for float64)
 
-The same way serves dropping and dropless routings, one rank and many. Every rank takes part in every transfer, in
-forward and backward, also with zero rows, and the experts run on zero rows where none came: their parameters then get
-zero gradients, and no rank waits for another one that skipped its part.
+The same code is used for dropping and dropless routings, for one rank and many. Every rank takes part in every
+transfer, in forward and backward, also with zero rows, and experts that received no rows run on zero rows: their
+parameters then get zero gradients, and no rank waits for another one that skipped its part.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""How rows travel between the ranks of an expert-parallel group: directly, or in two hops over two classes of links.
+"""Sends rows between the ranks of an expert-parallel group: directly, or in two hops, inside the node and between
+nodes.
 
-An `Exchange` moves rows by a matrix `traffic[s][d]` (rows from rank s to rank d), exactly that many, and gives a
-`Transfer` back at once: its `rows` are filled when `wait()` has returned. `send_rows` begins such a transfer inside
-autograd and `receive_rows` ends it; each is the other's derivative, so the gradients travel back the same way, in
-flight while other chunks are computed, and derivatives of any order exist.
+An `Exchange` sends exactly as many rows as a matrix `traffic[s][d]` says (rows from rank s to rank d), and returns a
+`Transfer` at once: its `rows` are filled when `wait()` has returned. `send_rows` begins such a transfer inside
+autograd and `receive_rows` ends it. Each is the derivative of the other, so gradients are sent back in the same way,
+while other chunks are computed, and derivatives of any order exist.
 
 Direct: one all-to-all. Two hops (`HierarchicalExchange`): with D ranks per node, rows for device d of any node first go
 to device d of the own node, over the fast links, and then to their node, in one message per node instead of D.

@@ -1,13 +1,13 @@
 """The experts that one rank holds: copies of a module, or packed weights that one grouped GEMM multiplies.
 
-* `Experts`: one child module per expert. Children are numbered from 0 on every rank, because those who divide a model
-  among ranks want equal names on all of them; its state dict numbers them through all ranks. So the state dicts of all
-  ranks together are that of a model on one rank, which loads under any expert-parallel size.
+* `Experts`: one child module per expert. Children are numbered from 0 on every rank, because code that divides a model
+  among ranks needs equal names on all of them. Its state dict numbers the experts of all ranks consecutively. So the
+  state dicts of all ranks together are that of a model on one rank, which loads with any expert-parallel size.
 * `PackedExperts`: feed-forward experts as three-dimensional tensors [experts, out, in], the layout of Hugging Face's
   models. A rank holds a slice along the first dimension; a tensor-parallel group may slice the inner size too.
 
-Both compute *segments*: rows sorted by expert with a count for each. A segment without rows is computed as well, on no
-rows, so that every parameter has its zero gradient.
+Both compute *segments*: rows sorted by expert with a count for each. A segment without rows is computed as well, on
+zero rows, so that every parameter gets a zero gradient.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The router of a layer: logits in float32 from a bias-free linear map, then top-1, top-2 or top-k gating.
 
-What it adds to the pure functions of `gating`: noise in training, the router z-loss, and the bias that balances the
-experts without a loss (`balancing`). A layer without randomness in evaluation: noise, random token selection and
-sampling of the second expert are of training only.
+It adds to the pure functions of `gating`: noise in training, the router z-loss, and the bias that balances the
+experts without a loss (`balancing`). Noise, random token selection and sampling of the second expert are used only in
+training, so evaluation is deterministic.
 """
 
 from __future__ import annotations

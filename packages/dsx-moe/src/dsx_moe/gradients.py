@@ -1,4 +1,4 @@
-"""Training without an engine: equal starts, averaged gradients, one norm, over dense and expert parameters.
+"""Training without an engine: equal initial values, averaged gradients, one norm, for dense and expert parameters.
 
     broadcast_parameters(model)
     for batch in loader:
@@ -8,8 +8,8 @@
         optimizer.step(); optimizer.zero_grad()
 
 With D data-parallel ranks, each with the mean loss of its own tokens, the loss is the mean over the ranks. A dense
-gradient is the sum over the D ranks divided by D. An expert's gradient holds already what the tokens of all ranks of
-its expert-parallel group gave it; it is summed over the ranks that hold the same expert, and divided by D as well.
+gradient is the sum over the D ranks divided by D. An expert's gradient already contains the tokens of all ranks of
+its expert-parallel group; it is summed over the ranks that hold the same expert, and also divided by D.
 A parameter without a gradient counts as zeros, so a rank that skipped a layer does not stop the others.
 """
 

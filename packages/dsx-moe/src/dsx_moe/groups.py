@@ -1,4 +1,4 @@
-"""The groups of one expert-parallel layout: who shares the experts out, and who holds the same ones.
+"""The groups of one expert-parallel layout: ranks that divide the experts among them, and ranks with the same experts.
 
 They come from the topology in use (`dsx_comm.parallel_groups`), under DeepSpeed's names ("ep_size_4"), so that every
 layer of one size shares them. Without an initialised process group there is one rank and no group.

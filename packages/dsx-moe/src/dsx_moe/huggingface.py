@@ -1,10 +1,10 @@
-"""Mixture-of-experts models of Hugging Face in expert-parallel form, by rule, and back.
+"""Converts mixture-of-experts models of Hugging Face to expert parallelism, by rules, and back.
 
     replaced = apply_expert_parallel(model, ep_size=4)       # after from_pretrained, on every rank
     ...
-    restore_experts(model); model.save_pretrained(folder)    # the layout it came in
+    restore_experts(model); model.save_pretrained(folder)    # the original layout
 
-The rule is the form of a module, not its class, so that a model nobody listed is found too:
+The rules look at the form of a module, not at its class, so that unknown models are found too:
 
 * packed: a module with a number `num_experts` whose parameters all have that many rows, and whose forward takes tokens,
   chosen experts and weights. This is the form of Mixtral, Qwen-MoE, OLMoE, DeepSeek and others since transformers 5.
@@ -12,8 +12,8 @@ The rule is the form of a module, not its class, so that a model nobody listed i
 * listed: a module with a `ModuleList` of experts beside a linear router, as models had it before. The whole block is
   replaced; how its router turns logits into weights is read from the block, or given (`RouterRule`).
 
-Before a module is replaced, a few random tokens are sent through it and through what replaces it; where the two differ
-the module is refused by name. So a router or expert of an unknown kind is never silently computed differently. Names of
+Before a module is replaced, a few random tokens are sent through it and through its replacement; if the results differ,
+an error names the module. So a router or expert of an unknown kind is never silently computed differently. Names of
 parameters stay, and each rank holds its slice of them. Left out: loading without all experts in memory once.
 """
 

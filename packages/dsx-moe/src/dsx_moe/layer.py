@@ -1,12 +1,12 @@
-"""`MoE`: a mixture-of-experts layer for any model, on one rank or with its experts spread over many.
+"""`MoE`: a mixture-of-experts layer for any model, on one rank or with its experts divided among many.
 
     layer = MoE(hidden_size=512, expert=FeedForward(512, 2048), num_experts=8, ep_size=4, k=2)
     output, l_aux, exp_counts = layer(hidden_states)
     loss = task_loss + 0.01 * l_aux
 
 The arguments are DeepSpeed's. A layer knows its ranks when it is built, so that each rank makes only its own experts.
-The formulas stand in `gating`, the way of the tokens in `dispatch`. Left out: averaging of gradients (`gradients`, or
-an engine, which reads the marks of the parameters), and the task loss, to which the user adds `l_aux`.
+The formulas are in `gating`, the transfer of the tokens in `dispatch`. Left out: averaging of gradients (`gradients`,
+or an engine, which reads the marks of the parameters), and the task loss, to which the user adds `l_aux`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How expert parameters are told from dense ones: the attributes that DeepSpeed's carry, and who reads them.
+"""The attributes that distinguish expert parameters from dense ones. They are those of DeepSpeed.
 
-`allreduce = False` says that a parameter's gradient is not averaged over all data-parallel ranks, `group_name` which
-expert groups it belongs to. They are the public convention of the field, which optimizers, clipping and checkpoints of
-other packages read; this package keeps nothing else on tensors.
+`allreduce = False` says that a parameter's gradient is not averaged over all data-parallel ranks, `group_name` to which
+expert groups it belongs. Optimizers, clipping and checkpoints of other packages read this public convention; this
+package sets no other attributes on tensors.
 """
 
 from __future__ import annotations

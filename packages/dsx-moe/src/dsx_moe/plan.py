@@ -1,9 +1,9 @@
-"""Who sends how many rows to whom: arithmetic of expert parallelism over integers, without communication.
+"""How many rows each rank sends to each other rank: integer arithmetic of expert parallelism, without communication.
 
 Of P ranks, rank r holds experts r * L ... (r + 1) * L - 1. All ranks know the matrix `counts[s][e]`: rows that rank s
-routes to expert e. From it follow the exact splits of every all-to-all, in any number of chunks, and the order in which
-received rows lie. A chunk is a part of the rows that travels and is computed by itself, so that the transfer of one
-hides behind the experts' work on another: whole experts where a rank holds enough of them, else parts of segments.
+routes to expert e. It determines the exact splits of every all-to-all, in any number of chunks, and the order of the
+received rows. A chunk is a part of the rows that is sent and computed separately, so that the transfer of one chunk
+overlaps with the experts' work on another: whole experts if a rank holds enough of them, else parts of segments.
 Everything here is on the host.
 """
 

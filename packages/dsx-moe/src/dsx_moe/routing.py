@@ -2,7 +2,7 @@
 
 The idea: a *route* is one (token, expert, weight). Routes are kept as flat arrays sorted by expert, so that the rows of
 one expert are neighbours: a segment. No buffer of [experts, capacity] is ever made, so nothing is padded, and the
-same arrays serve the dropping and the dropless case. Left out: how routes are chosen (`gating`) and how rows travel
+same arrays are used with and without dropping. Left out: how routes are chosen (`gating`) and how rows are sent
 (`dispatch`).
 """
 

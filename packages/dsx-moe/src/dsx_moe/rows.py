@@ -1,8 +1,8 @@
 """Rows of tokens to rows of routes, and back: two linear maps that are each other's adjoint.
 
-`gather_rows` copies a token's row for each of its routes; `sum_rows` adds the rows of a token's routes up. The backward
-of one is the other, so gradients of any order exist, and both are gathers: no scatter-add, whose order of additions
-would differ from run to run on a GPU.
+`gather_rows` copies a token's row for each of its routes; `sum_rows` adds the rows of a token's routes. The backward
+of one is the other, so gradients of any order exist. Both are gathers: a scatter-add is not used, because its order of
+additions would differ from run to run on a GPU.
 """
 
 from __future__ import annotations

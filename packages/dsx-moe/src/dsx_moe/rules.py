@@ -3,8 +3,8 @@
 * packed: a number `num_experts`, parameters of that many rows, and a forward of tokens, chosen experts and weights;
 * listed: a `ModuleList` of experts beside a router.
 
-No class is named here, so a model that nobody listed is found too. Whether a module computes what its form suggests is
-checked by `huggingface`, on a few tokens.
+No class is named here, so unknown models are found too. `huggingface` checks on a few tokens whether a module computes
+what its form suggests.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Experts cut along their inner size over a tensor-parallel group: which piece a rank has, and the whole again.
+"""Slices experts along their inner size over a tensor-parallel group, and joins the slices again.
 
-A weight is cut along one dimension. One that holds several parts along it (gate and up in one weight) is cut in each,
-so that every rank has a piece of all parts. Marks on the parameters are Megatron's, which engines read.
+A weight is cut along one dimension. If it holds several parts along this dimension (gate and up in one weight), each
+part is cut, so that every rank has a piece of all parts. The parameters get Megatron's marks, which engines read.
 """
 
 from __future__ import annotations

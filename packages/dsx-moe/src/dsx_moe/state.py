@@ -1,4 +1,4 @@
-"""Checkpoints without an engine: one state dict of all experts, whatever the number of ranks, and back.
+"""Checkpoints without an engine: one state dict of all experts, for any number of ranks, and back.
 
     full = full_state_dict(model)                            # on every rank; names and shapes of a model on one rank
     optimizer_state = full_optimizer_state_dict(model, optimizer)
@@ -6,8 +6,8 @@
     model.load_state_dict(full)                              # any expert-parallel size: shards take their own experts
     load_full_optimizer_state_dict(model, optimizer, optimizer_state)
 
-Tensors of experts are gathered over the ranks that share them out, on the device where they are, one at a time, and
-stay on the host. Left out: files (any format does), and shards of ZeRO, whose engine writes its own.
+Tensors of experts are gathered one at a time over the ranks among which they are divided, on their device, and
+are then kept on the host. Left out: files (use any format), and shards of ZeRO, whose engine writes its own.
 """
 
 from __future__ import annotations

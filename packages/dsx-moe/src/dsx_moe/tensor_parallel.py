@@ -1,13 +1,13 @@
-"""Experts beside tensor slicing: ranks that hold the same tokens, or slices of the same experts.
+"""Experts with tensor parallelism: ranks that hold the same tokens, or slices of the same experts.
 
-In a tensor-parallel group all ranks hold the same activations. Sent as they are, every token would travel once per rank
-of the group. So each rank dispatches its own share of the tokens only, and the results are added up at the end:
+In a tensor-parallel group all ranks hold the same activations. If each sent all of them, every token would be sent once
+per rank of the group. So each rank dispatches only its own share of the tokens, and the results are added at the end:
 
-    copy_to_group      same values on all ranks; backward adds the ranks' gradients up      (before the dispatch)
-    sum_over_group     adds the ranks' values up; backward passes the gradient on           (after the combine)
+    copy_to_group      same values on all ranks; backward adds the ranks' gradients         (before the dispatch)
+    sum_over_group     adds the ranks' values; backward passes the gradient on              (after the combine)
 
 Experts that are themselves sliced over the group need the rows of all its ranks: `GatheredExperts` gathers them before
-the experts and keeps this rank's rows behind them. A group is any `torch.distributed` process group.
+the experts and keeps this rank's rows after them. A group is any `torch.distributed` process group.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What monitors see of the experts: load, dropped share and loss as events, and a picture of the load over time.
+"""Monitoring of the experts: load, dropped share and loss as events, and a picture of the load over time.
 
     writer.write_events(moe_events(model, samples))          # the triples of dsx_monitor, and of DeepSpeed's monitors
 
@@ -6,7 +6,7 @@
     history.record(model, step)                              # once per step
     history.write_svg("load.svg")
 
-Everything speaks of the last forward of each layer on this rank; `all_ranks=True` adds the data-parallel ranks up.
+All values are of the last forward of each layer on this rank; `all_ranks=True` sums over the data-parallel ranks.
 Labels: Train/MoE/{layer}/load_{e}, where 1 is an even load; /max_load, /dropped_share, /l_aux.
 """
 

@@ -4,8 +4,9 @@
     pipe = dsx_pipe.Pipeline(stage_module, plan, loss_fn=loss_fn)
     loss = pipe.step(inputs, labels)
 
-`schedule/` makes, checks, simulates and draws schedules; `runtime/` carries them out; `module.py` and `models.py` cut
-models into stages; `planner.py` chooses; `tensor/` slices layers over ranks. Nothing here knows ZeRO or an engine.
+`schedule/` makes, checks, simulates and draws schedules; `runtime/` executes them; `module.py` and `models.py` divide
+models into stages; `planner.py` chooses a schedule; `tensor/` slices layers over ranks. This package does not depend on
+ZeRO or an engine.
 """
 
 from ._version import __version__

@@ -1,3 +1,3 @@
-"""Version of dsx-monitor, read by the build."""
+"""Version of dsx-pipe, read by the build."""
 
 __version__ = "0.1.0"

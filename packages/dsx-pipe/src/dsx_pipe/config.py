@@ -1,7 +1,8 @@
-"""The `pipeline` and `tensor_parallel` sections of a configuration (needs pydantic; imported by who loads one).
+"""The `pipeline` and `tensor_parallel` sections of a configuration (needs pydantic; imported only by code that loads
+one).
 
 Every key takes effect: `stages`, `partition`, `seed_layers`, `activation_checkpoint_interval` and `use_reentrant` give
-the arguments of `PipelineModule` where the script does not (`module_options`), `pipe_partitioned` and
+the arguments of `PipelineModule` if the script does not (`module_options`), `pipe_partitioned` and
 `grad_partitioned` those of the runtime; `tensor_parallel` those of `tensor.slice_model`.
 """
 

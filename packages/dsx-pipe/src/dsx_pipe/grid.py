@@ -1,4 +1,4 @@
-"""Who is where in a grid of pipe x data x model ranks, under DeepSpeed's names.
+"""The places of ranks in a grid of pipe x data x model ranks, under DeepSpeed's names.
 
 `ProcessTopology`, `PipeDataParallelTopology` and `PipeModelDataParallelTopology` are dsx_comm's. `PipelineParallelGrid`
 makes this rank's groups over one of them and is an `mpu`: engines and Megatron-style models ask it for groups.

@@ -1,13 +1,13 @@
-"""DeepSpeed's checkpoint of a pipeline's weights: one file per layer, whatever the number of stages.
+"""DeepSpeed's checkpoint of a pipeline's weights: one file per layer, for any number of stages.
 
     layer_03-model_states.pt              the state dict of layer 3
     layer_03-model_01-model_states.pt     ... of slice 1 of it, under tensor slicing
 
-A file holds the layer's own names. Shared layers are in the file of their first use. Other numbers of slices are read
-too: the marks of sliced parameters say how pieces are put together and cut.
+The names in a file are those inside the layer. Shared layers are in the file of their first use. Files with another
+number of slices can be read: the marks of sliced parameters say how pieces are joined and cut.
 
-Files are read without running pickled code (`weights_only`). Left out: optimizer states, and whatever is not a weight
-or a buffer; checkpoints of `dsx` have them, and need no file per layer.
+Files are read without running pickled code (`weights_only`). Left out: optimizer states, and everything that is not a
+weight or a buffer; checkpoints of `dsx` have them, and need no file per layer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Layers that are built where they are needed.
+"""Layers that are built only on the ranks that run them.
 
-A pipeline given as `LayerSpec`s builds on each rank only the layers of its own stages, so no rank ever holds the whole
-model. `TiedLayerSpec`s with one key share their weights, wherever they lie.
+A pipeline of `LayerSpec`s builds on each rank only the layers of its own stages, so no rank ever holds the whole
+model. `TiedLayerSpec`s with the same key share their weights, also on different stages.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Measuring what layers cost, for the planner and for partition_method="time".
 
-Each layer runs alone on the output of the one before: forward, input backward and weight backward are timed apart, at
-two sizes of the batch, so that the part of the time that does not depend on the size is known too. The bytes that
-autograd keeps are counted by `saved_tensors_hooks`.
+Each layer runs alone on the output of the previous layer. Forward, input backward and weight backward are timed
+separately, at two batch sizes, so that the part of the time that does not depend on the size is known too. The bytes
+that autograd keeps are counted by `saved_tensors_hooks`.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Hugging Face GPT-2, Llama and BERT-style models as pipelines, without rewriting them.
 
-A model is seen as a list of units: everything before the blocks (embeddings), one unit per block, everything behind
-(final norm and head). A stage keeps the model's own `forward`; units that lie elsewhere are replaced by modules that
-pass their input on, and later stages get the hidden state as `inputs_embeds`. So masks, rotary embeddings and all else
-that a model computes around its blocks is its own code, and parameter names stay the model's.
+A model is treated as a list of units: everything before the blocks (embeddings), one unit per block, everything after
+them (final norm and head). A stage keeps the model's own `forward`; units of other stages are replaced by modules that
+return their input, and later stages get the hidden state as `inputs_embeds`. So masks, rotary embeddings and everything
+else around the blocks is computed by the model's own code, and parameter names stay the model's.
 
-What travels between stages: {"hidden": the hidden state, "extra": the other inputs, such as attention_mask}.
+Between stages this dict is sent: {"hidden": the hidden state, "extra": the other inputs, such as attention_mask}.
 
-Known by structure, not by class: GPT-2 (`transformer.h`), Llama, Mistral, Qwen2 and others of their layout
-(`model.layers`), BERT and RoBERTa (`<base>.encoder.layer`). Caches are switched off.
+Models are recognised by structure, not by class: GPT-2 (`transformer.h`), Llama, Mistral, Qwen2 and others of their
+layout (`model.layers`), BERT and RoBERTa (`<base>.encoder.layer`). Caches are switched off.
 """
 
 from __future__ import annotations

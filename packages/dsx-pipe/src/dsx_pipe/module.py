@@ -1,9 +1,9 @@
-"""`PipelineModule`: a model as a list of layers, of which each rank builds and runs its stages'.
+"""`PipelineModule`: a model as a list of layers; each rank builds and runs the layers of its stages.
 
     layers = [LayerSpec(Embedding, ...), *(LayerSpec(Block, ...) for _ in range(24)), LayerSpec(Head, ...)]
     model = PipelineModule(layers, num_stages=4, loss_fn=loss_fn)
 
-Also taken as they are: an `nn.Sequential`, and Hugging Face GPT-2, Llama and BERT-style models (`models.py`). Layers
+It also accepts an unchanged `nn.Sequential`, and Hugging Face GPT-2, Llama and BERT-style models (`models.py`). Layers
 are named by their index in the whole list, so parameter names do not depend on the number of stages.
 """
 

@@ -2,7 +2,7 @@
 
 Two rules. DeepSpeed's (`partition_uniform`, `partition_balanced`) are kept exactly, because splits are visible to users
 and in their checkpoints: `partition_balanced` minimises the largest minus the smallest part. `split_by_weights`
-minimises the largest part, which is what decides the length of a step; partition methods by measured time and the
+minimises the largest part, which determines the length of a step; partition methods by measured time and the
 planner use it.
 
 All return the bounds of the parts: part i is [bounds[i], bounds[i + 1]).

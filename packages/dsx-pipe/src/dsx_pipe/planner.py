@@ -3,8 +3,8 @@
 The planner simulates every candidate (`schedule.simulate`) with the measured times and returns the fastest one that
 fits. Nothing is run; measuring the layers takes one pass over them (`measure.py`).
 
-What a candidate costs on rank r, in bytes: the states of its layers' parameters, plus the activations that the schedule
-keeps at one time. What is left out: buffers of the communication library and of the allocator.
+The memory of a candidate on rank r is the bytes of the states of its layers' parameters, plus those of the activations
+that the schedule keeps at one time. Left out: buffers of the communication library and of the allocator.
 """
 
 from __future__ import annotations

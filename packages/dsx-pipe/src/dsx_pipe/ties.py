@@ -1,7 +1,7 @@
 """Weights that several stages share.
 
 Each rank that uses a shared weight holds a copy. The copies start equal (the lowest rank's values are sent to the
-others) and stay equal, because each step adds up their gradients over the ranks before the optimizer sees them.
+others) and stay equal, because each step sums their gradients over the ranks before the optimizer uses them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Carrying a schedule out: messages between ranks, forward and backward of stages, steps, failures, reports."""
+"""Executes a schedule: messages between ranks, forward and backward of stages, steps, failures, reports."""
 
 from .messages import PeerLost
 from .pipeline import Pipeline

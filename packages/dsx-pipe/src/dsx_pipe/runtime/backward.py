@@ -1,17 +1,17 @@
 """Backward of one stage, whole or in two parts: gradient of the input first, gradients of the parameters later.
 
 The parts of zero-bubble schedules are found in autograd's graph, so any module can be split. A *junction* is a node on
-a way from the output to the stage's input that also has an edge into a *branch* which leads to parameters only (the
+a path from the output to the stage's input that also has an edge into a *branch*, which leads only to parameters (the
 weight of a linear layer, the scale of a norm). The input part runs autograd towards the input and records the gradients
-that reach each junction. The weight part starts at the junctions with those gradients and computes their branches. What
-the input part has done is not done again, since a node computes only the gradients that are asked for. (A node of a
-user's own `autograd.Function` with parameters among its arguments computes all of them, so twice.)
+that reach each junction. The weight part starts at the junctions with those gradients and computes their branches.
+Nothing of the input part is repeated, since a node computes only the gradients that are asked for. (A node of a user's
+own `autograd.Function` with parameters among its arguments computes all its gradients, so it does this twice.)
 
-The graph and what it saved live until the weight part is done; schedules count it so.
+The graph and its saved tensors are kept until the weight part is done; schedules count activations accordingly.
 
-Not split: a stage whose input needs no gradient (the first) does all of it in the weight part, since no other stage
-waits for it; a graph with a reentrant checkpoint, which cannot be asked for single gradients, all in the input part. A
-parameter that several junctions use belongs to the input part.
+Two kinds of stages are not split. If the stage's input needs no gradient (the first stage), the whole backward runs in
+the weight part, since no other stage waits for it. If the graph has a reentrant checkpoint, which cannot compute single
+gradients, the whole backward runs in the input part. A parameter that several junctions use belongs to the input part.
 """
 
 from __future__ import annotations

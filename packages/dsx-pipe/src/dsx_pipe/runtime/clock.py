@@ -1,4 +1,4 @@
-"""When computations begin and end: on the host's clock, or on the device's, where the host only issues them."""
+"""When computations begin and end: by the host's clock, or by the device's if the host only issues them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The failure of a stage as data that travels, and as the error that every rank raises."""
+"""The failure of a stage, as data that is sent to other ranks, and as the error that every rank raises."""
 
 from __future__ import annotations
 

@@ -1,20 +1,20 @@
-"""Messages between the ranks of a pipeline: values of any structure, or the news that a stage failed.
+"""Messages between the ranks of a pipeline: values of any structure, or the failure of a stage.
 
-Between two ranks messages form one queue. Each begins with a header of eight whole numbers (who, which micro-batch,
-data or failure, sizes of what follows), so a receiver always knows what comes next: it can tell a message of another
-step, and a stage that failed sends its error in place of tensors. Shapes and structure are sent when they differ from
-the last message of the same kind; in an ordinary run that is once. Receivers take messages from the queue in the order
-they come and keep those that are wanted later, so the ranks' orders need not agree.
+Between two ranks messages form one queue. Each begins with a header of eight whole numbers (the stage, the micro-batch,
+data or failure, sizes of the following parts), so a receiver always knows what comes next: it can recognise a message
+of another step, and a stage that failed sends its error instead of tensors. Shapes and structure are sent if they
+differ from the last message of the same kind; in an ordinary run that is once. Receivers take messages from the queue
+in the order they come and keep those that are needed later, so the ranks' orders may differ.
 
 A send never waits. Its tensors are kept until it is done (`reap`, `wait_sent`).
 
-On a device headers travel over a group for host tensors, and payloads in batches over one device group. Operations of
-one communicator run in the order in which they are issued, and a send there waits for its receive, so two ranks that
-each send before they receive would wait for each other. Therefore the messages come in the order of
-`schedule.with_communication`, which is right where every send waits (`schedule.check`). One batch are the tensors of a
-message that is received, or of the sends that follow each other. A receive is no batch with its neighbours: its header
-may come from a rank that waits for them. Headers are read on the host before a payload is issued, so a failure takes
-its place there too. (Tested with recorded batches; not run with more than one device yet.)
+On a device headers are sent over a group for host tensors, and payloads in batches over one device group. Operations of
+one communicator run in the order in which they are issued, and a send waits for its receive, so two ranks that
+each send before they receive would wait for each other. Therefore the messages have the order of
+`schedule.with_communication`, which is free of deadlock even if every send waits (`schedule.check`). A batch has the
+tensors of one received message, or those of consecutive sends. A receive is not batched with other messages, because
+its header may come from a rank that waits for them. Headers are read on the host before a payload is issued, so a
+failure can be sent instead of a payload here too. (Tested with recorded batches; not run on more than one device yet.)
 """
 
 from __future__ import annotations

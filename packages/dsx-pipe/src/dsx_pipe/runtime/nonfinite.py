@@ -1,8 +1,8 @@
 """Where values of a stage stop being finite: in which layer, in the forward or in the backward.
 
-A stage that finds a loss or a gradient that is not finite runs once more on the input that it has kept. In the forward
-every layer's output is looked at. In the backward the gradients of every layer's input and output are asked for, and
-`.grad` is left alone: the layer whose output has a finite gradient and whose input has not is where it began.
+A stage that finds a loss or a gradient that is not finite runs again on its kept input. In the forward
+every layer's output is checked. In the backward the gradients of every layer's input and output are computed, and
+`.grad` is not changed. The error began in the layer whose output has a finite gradient and whose input has not.
 """
 
 from __future__ import annotations

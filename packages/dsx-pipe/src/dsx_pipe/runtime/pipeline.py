@@ -1,4 +1,4 @@
-"""`Pipeline`: a schedule carried out over the ranks of a group, with any module as a stage.
+"""`Pipeline` executes a schedule over the ranks of a group, with any module as a stage.
 
     plan = dsx_pipe.build("zb-h1", ranks=2, micro_batches=8)
     pipe = dsx_pipe.Pipeline(my_stage, plan, loss_fn=torch.nn.functional.cross_entropy)
@@ -6,8 +6,8 @@
     optimizer.step(); optimizer.zero_grad()
 
 A stage takes one argument, the output of the stage before it (the data's inputs on the first stage), and returns one
-value: a tensor, or tuples, lists, dicts and dataclasses of tensors and other values. What carries a gradient on one
-side carries one on the other.
+value: a tensor, or tuples, lists, dicts and dataclasses of tensors and other values. A tensor that requires a gradient
+on the sending stage also requires one on the receiving stage.
 
 The optimizer, data-parallel reduction and precision are not part of it: an engine adds them through `StageCallbacks`.
 """

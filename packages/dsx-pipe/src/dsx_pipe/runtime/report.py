@@ -1,4 +1,4 @@
-"""What a step took: stage times, the ideal step computed from them, and the bubble measured against it."""
+"""The times of a step: stage times, the ideal step computed from them, and the measured bubble compared with it."""
 
 from __future__ import annotations
 

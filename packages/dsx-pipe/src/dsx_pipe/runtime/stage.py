@@ -1,4 +1,4 @@
-"""One stage on one rank: forward and backward of single micro-batches, and what is kept between the two."""
+"""One stage on one rank: forward and backward of single micro-batches, and the values kept between the two."""
 
 from __future__ import annotations
 

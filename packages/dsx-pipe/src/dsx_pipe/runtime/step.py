@@ -1,9 +1,9 @@
-"""One step of one rank: its actions in order, with what arrives and what is sent.
+"""One step of one rank: its actions in order, with the messages that it receives and sends.
 
-A stage that fails does not stop the schedule. Its rank goes on through its actions without computing, takes what the
-others send, and sends the failure in place of every value; so does each rank that the failure reaches. So every send
-keeps its receive, nothing hangs, nothing is left in the queues, and at the end all ranks know. Only a rank whose
-process has ended is left out.
+A stage that fails does not stop the schedule. Its rank goes through its remaining actions without computing, receives
+the messages of the others, and sends the failure instead of every value; so does each rank that receives the failure.
+So every send still has its receive, no rank hangs, the queues are empty, and at the end all ranks know of the failure.
+Only a rank whose process has ended does not take part.
 """
 
 from __future__ import annotations

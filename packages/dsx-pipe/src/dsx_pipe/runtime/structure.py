@@ -1,7 +1,7 @@
-"""Values that travel between stages: tensors inside tuples, lists, dicts, named tuples and dataclasses.
+"""Values that are sent between stages: tensors inside tuples, lists, dicts, named tuples and dataclasses.
 
-`flatten` takes a value apart into its structure (which is small, picklable and comparable), its tensors and its other
-values; `unflatten` puts it together again. `describe` says in words what a value is, for errors.
+`flatten` divides a value into its structure (which is small, picklable and comparable), its tensors and its other
+values; `unflatten` joins them again. `describe` describes a value in words, for errors.
 """
 
 from __future__ import annotations

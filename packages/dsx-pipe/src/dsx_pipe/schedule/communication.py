@@ -1,8 +1,8 @@
-"""Writing the sends and receives of a schedule out, so that it also runs where a send waits for its receive.
+"""Adds explicit sends and receives to a schedule, so that it also runs if a send waits for its receive.
 
-The idea: lay all actions of all ranks into one sequence, sorted by the end of each action in a simulated step, and put
-every message right behind the action that produces it. Each rank's list is its part of that sequence. The sequence
-itself is a valid serial run, so no rank can wait for another in a circle, whatever the buffering.
+The idea: put all actions of all ranks into one sequence, sorted by the end of each action in a simulated step, and put
+every message directly after the action that produces it. Each rank's list is its part of that sequence. The sequence
+itself is a valid serial run, so ranks cannot wait for each other in a circle, with any amount of buffering.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Gantt charts of a step as SVG: one row per rank, one box per action. Planned and measured steps look the same.
 
-SVG is text, so no library is needed. `png` needs Pillow (`pip install pillow`) and says so where it is missing.
+SVG is text, so no library is needed. `png` needs Pillow (`pip install pillow`) and raises an error if it is missing.
 """
 
 from __future__ import annotations

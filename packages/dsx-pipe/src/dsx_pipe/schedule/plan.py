@@ -1,4 +1,4 @@
-"""A schedule as frozen data: for every rank the list of actions it carries out, in order.
+"""A schedule as frozen data: for every rank the list of its actions, in order.
 
     plan = one_f_one_b(ranks=2, micro_batches=4)
     print(plan)                          # name, stages and one line per rank
@@ -8,7 +8,7 @@ Words: a *rank* is a process of the pipeline; a *stage* is a part of the model. 
 (interleaved and V-shaped schedules). Sends and receives may be left out: the runtime then sends as soon as an output is
 there and receives when an input is needed. `with_communication` writes them out.
 
-What is left out: nothing here knows about time (`simulate.py`), correctness (`validate.py`) or torch.
+Left out: time (`simulate.py`) and correctness (`validate.py`). This module does not import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a schedule costs: start and end of every action, from the time each stage needs.
+"""The time of a schedule: start and end of every action, computed from the time that each stage needs.
 
 The result is the *ideal* step: every rank starts an action as soon as the actions before it on the rank are done and
 its input has arrived. A real step is compared with it (`Pipeline.report`), and the planner searches over it.

@@ -5,9 +5,9 @@
 1. Every stage does the forward of every micro-batch once, on its own rank; if the schedule trains, also its backward,
    whole (B) or as input (I) and weight (W) parts.
 2. On a rank a backward comes after its forward, and W after I.
-3. Where sends and receives are written out, each send has its receive on the neighbouring stage's rank and each receive
-   its send, once; an output is computed before it is sent, an input is received before it is used.
-4. Nothing waits for itself. With written sends the check is the strict one: a send waits until the receiver has
+3. If sends and receives are explicit, each send has exactly one receive on the neighbouring stage's rank and each
+   receive has exactly one send; an output is computed before it is sent, an input is received before it is used.
+4. There is no deadlock. With explicit sends the check is strict: a send waits until the receiver has
    come to its receive (rendezvous). A program whose receives name their sender and that ends under rendezvous also ends
    with any amount of buffering, because more buffering only lets sends return earlier.
 5. With `max_live`, no rank keeps more micro-batches' activations than that.

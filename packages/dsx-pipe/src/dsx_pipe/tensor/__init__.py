@@ -1,4 +1,4 @@
-"""Tensor slicing: the weights of a layer cut over ranks (tensor parallelism), by hand or by rule.
+"""Tensor parallelism: the weights of a layer are sliced over ranks, by hand or by rules.
 
     slice_model(model, group=group)                                   # a Hugging Face model, in place
     up, down = ColumnParallelLinear(512, 2048), RowParallelLinear(2048, 512)

@@ -1,11 +1,11 @@
-"""Slicing a whole model by rule: which of its layers are cut, and how.
+"""Slicing a whole model by rules: which of its layers are cut, and how.
 
-    slice_model(model, group=group)                       # GPT-2, Llama and BERT layouts of Hugging Face by themselves
-    slice_model(model, group=group, config=partition_config)
+    slice_model(model, group=group)                       # GPT-2, Llama and BERT layouts of Hugging Face: built-in
+    rules slice_model(model, group=group, config=partition_config)
 
-Rules are patterns over module names. A layer keeps its name and its parameters' names; the parameters are pieces of the
-old ones and carry Megatron's marks. Attention modules get the number of heads that they have left. Dropout inside a
-sliced region draws from each rank's own generator.
+Rules are patterns of module names. A layer keeps its name and its parameters' names; the parameters are pieces of the
+old ones and have Megatron's marks. The number of heads of attention modules is set to that of the slice. Dropout inside
+a sliced region draws from each rank's own generator.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
-"""Sequence-parallel regions of a sliced model, by rule.
+"""Sequence-parallel regions of a sliced model, found by rules.
 
-Between the sliced layers of a block each rank needs a part of the tokens only: norms, residual sums and dropout work on
-single tokens. So the hidden state is split along the sequence in front of the blocks, gathered in front of each module
-with column-parallel layers, reduced and scattered by its row-parallel layer, and gathered behind the blocks:
+Between the sliced layers of a block each rank needs only a part of the tokens: norms, residual sums and dropout work on
+single tokens. So the hidden state is split along the sequence before the blocks, gathered before each module
+with column-parallel layers, reduced and scattered by its row-parallel layer, and gathered after the blocks:
 
     first block's input   scatter        (backward: all-gather)
     attention, mlp        gather         (backward: reduce-scatter)
     row-parallel layer    reduce-scatter (backward: all-gather)
     last block's output   gather         (backward: own piece)
 
-The activations between the sliced layers then take 1 / ranks of the memory, for the same number of bytes sent. What
-stands around the blocks (embeddings, final norm, head) sees the whole sequence, so a model's own masks and positions
-stay right, and so does what pipeline stages send to each other.
+The activations between the sliced layers then take 1 / ranks of the memory, for the same number of bytes sent. The
+modules around the blocks (embeddings, final norm, head) see the whole sequence, so a model's own masks and positions
+stay right, and so do the messages between pipeline stages.
 
-The gathering is a hook on the modules, not a part of the layers, because a model's attention takes shapes from the
-input that it is given. Left out: cross-attention, and hidden states whose sequence is not dimension 1.
+The gathering is a hook on the modules, not a part of the layers, because a model's attention takes shapes from
+its input. Left out: cross-attention, and hidden states whose sequence is not dimension 1.
 """
 
 from __future__ import annotations

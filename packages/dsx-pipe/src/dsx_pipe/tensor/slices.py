@@ -1,4 +1,4 @@
-"""Which part of a tensor lies on which rank. Pure arithmetic, and the marks that Megatron puts on sliced parameters.
+"""Which part of a tensor each rank has. Pure arithmetic, and the marks that Megatron puts on sliced parameters.
 
 A tensor is cut along one dimension into as many pieces as the group has ranks; sizes differ by one at most. A fused
 tensor (query, key and value in one weight) is first cut into its `parts`, so that each rank gets a piece of every part.

@@ -1,7 +1,7 @@
-"""Embedding and cross-entropy over a vocabulary that is cut over ranks.
+"""Embedding and cross-entropy over a vocabulary that is divided among ranks.
 
 The logits of a large vocabulary are the largest tensor of a language model. With `vocab_parallel_cross_entropy` each
-rank keeps its piece of them, and only three numbers per token travel. The vocabulary need not divide evenly.
+rank keeps its piece of them, and only three numbers per token are sent. The pieces may have unequal sizes.
 """
 
 from __future__ import annotations
