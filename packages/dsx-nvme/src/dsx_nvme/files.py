@@ -139,7 +139,7 @@ def open_file(path: str | os.PathLike | int, *, write: bool, engine: str = "auto
     flags = os.O_RDWR | os.O_CREAT if write else os.O_RDONLY
     flags |= getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
     if isinstance(path, int):
-        name, plain_fd = _name_of(path), _twin(path, write)
+        name, plain_fd = _name_of(path), _reopened(path, write)
     else:
         name = os.fspath(path)
         with contextlib.suppress(FileNotFoundError):
@@ -171,7 +171,7 @@ def _refuse_stream(name: str, info: os.stat_result) -> None:
         raise TransferError(errno.ESPIPE, text, name, op="open", offset=0, nbytes=0)
 
 
-def _twin(fd: int, write: bool) -> int:
+def _reopened(fd: int, write: bool) -> int:
     """A second descriptor for the same file.
 
     A duplicate shares the flags of the original. With O_DIRECT it would refuse unaligned heads and tails; with O_APPEND

@@ -187,7 +187,7 @@ class _Run:
             self._began = before
         elif self._began is not None:
             state.rng.restore(self._began)
-        _meet_device(state)
+        _synchronize_if_asked(state)
         began = time.perf_counter()
         state.depth += 1
         try:
@@ -197,7 +197,7 @@ class _Run:
             if not first and before is not None:
                 state.rng.restore(before)
             restore_buffers(buffers)
-            _meet_device(state)
+            _synchronize_if_asked(state)
             if state.settings.profile:
                 what = "forward" if first else "recomputation"
                 _log.info("checkpoint %d: %s %.3f ms", self._number, what, (time.perf_counter() - began) * 1e3)
@@ -234,7 +234,7 @@ def restore_buffers(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None
                 buffer.copy_(value)
 
 
-def _meet_device(state: State) -> None:
+def _synchronize_if_asked(state: State) -> None:
     wanted = state.settings.synchronize_checkpoint_boundary or state.settings.profile
     if wanted and torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()

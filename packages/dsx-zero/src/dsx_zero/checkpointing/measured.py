@@ -148,10 +148,10 @@ class _Probe:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         outputs, alive = self._count(args, kwargs)
         keeping = None if outputs is None else self._keeping(args, kwargs)
-        _meet(self._inputs)
+        _synchronize_device(self._inputs)
         began = time.perf_counter()
         out = self._forward(*args, **kwargs)
-        _meet(self._inputs)
+        _synchronize_device(self._inputs)
         self.seconds = time.perf_counter() - began
         if keeping is not None and outputs is not None:
             first, again = keeping
@@ -185,11 +185,11 @@ class _Probe:
             for context in keep_operators():
                 # With other hooks: the hooks around this call belong to the checkpoint that it is inside of.
                 with self._undone(), saved_tensors_hooks(lambda t: t, lambda t: t):
-                    _meet(self._inputs)
+                    _synchronize_device(self._inputs)
                     began = time.perf_counter()
                     with context:
                         self._forward(*args, **kwargs)
-                    _meet(self._inputs)
+                    _synchronize_device(self._inputs)
                     times.append(time.perf_counter() - began)
         except RuntimeError as error:
             _log.debug("%s: results of operators are not kept: %s", type(self._module).__name__, error)
@@ -240,6 +240,6 @@ def _storages(modules: Iterable[nn.Module]) -> set[int]:
     return _of([tensor.detach() for tensor in own if type(tensor) in (torch.Tensor, nn.Parameter)])
 
 
-def _meet(tensors: Sequence[torch.Tensor]) -> None:
+def _synchronize_device(tensors: Sequence[torch.Tensor]) -> None:
     if any(tensor.is_cuda for tensor in tensors):
         torch.cuda.synchronize()

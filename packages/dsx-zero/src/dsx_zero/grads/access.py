@@ -27,7 +27,7 @@ from .sharded import GradientSource, ShardedGradientError
 
 __all__ = ["GradientAccess", "GradientPlace"]
 
-_WAY = (
+_REMEDY = (
     "Read it with dsx_zero.safe_get_full_grad(p) and write it with dsx_zero.safe_set_full_grad(p, value), on every"
     " rank. Clip with optimizer.step(max_norm=...) or torch.nn.utils.clip_grad_norm_(model.parameters(), ...); update"
     " parameters with the optimizer that dsx_zero.shard returned"
@@ -223,7 +223,7 @@ class GradientPlace:
         """See `GradientSource`."""
         return ShardedGradientError(
             f"the gradient of parameter '{self.name}' (shape {tuple(self._shape)}) is averaged over the ranks and"
-            f" divided among them, and cannot be {what}: no rank holds its values. {_WAY}."
+            f" divided among them, and cannot be {what}: no rank holds its values. {_REMEDY}."
         )
 
     def norm(self, order: float, *, added_up: bool) -> torch.Tensor:

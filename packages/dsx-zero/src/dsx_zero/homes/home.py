@@ -228,7 +228,7 @@ class HostHome(_InMemory):
         return ticket
 
 
-_HERE = HostLane()
+_HOST_LANE = HostLane()
 """The lane of `read` and `write`, which wait at once."""
 
 
@@ -242,7 +242,7 @@ def read(home: Home, start: int = 0, stop: int | None = None, *, device: torch.d
     else:
         numel = (home.numel if stop is None else stop) - start
         found = torch.empty(numel, dtype=home.dtype, device=home.device)
-        home.fetch(found, _HERE, start=start).synchronize()
+        home.fetch(found, _HOST_LANE, start=start).synchronize()
     return found if device is None else found.to(device)
 
 
@@ -252,7 +252,7 @@ def write(home: Home, values: torch.Tensor, start: int = 0) -> None:
     if view is not None:
         view[start : start + flat.numel()].copy_(flat)
     elif flat.numel():
-        home.store(flat.to(device=home.device, dtype=home.dtype), _HERE, start=start).synchronize()
+        home.store(flat.to(device=home.device, dtype=home.dtype), _HOST_LANE, start=start).synchronize()
 
 
 @contextmanager

@@ -45,10 +45,10 @@ _log = logging.getLogger(__name__)
 _TRIALS = 2
 """Announced steps in which nothing is stepped early."""
 
-_WAY = (
+_REMEDY = (
     "do it before the last backward of an update or after step(), or set"
-    " zero_optimization.offload_optimizer.step_during_backward to false. This step was begun and cannot be ended: load"
-    " a checkpoint to go on"
+    " zero_optimization.offload_optimizer.step_during_backward to false. This step was begun and cannot be completed:"
+    " load a checkpoint to go on"
 )
 
 
@@ -164,7 +164,7 @@ class StepDuringBackward:
         self._answers: dict[int, Answer] = {}
         self._stepped: dict[int, tuple[_Group, ...]] = {}
         """By unit: the groups that the worker steps. In a trial nothing is stepped, and these are only watched."""
-        self._trials, self._refrains = _TRIALS, False
+        self._trials, self._only_afterwards = _TRIALS, False
         self._disturbed: str | None = None
 
     # Before and during backward ---------------------------------------------------------------------------------------
@@ -174,8 +174,8 @@ class StepDuringBackward:
         self._runtime.gradients.expect_last()
         self._was_announced = True
         if self._announced is not None:
-            self._disturb("several backwards were the last one before one step")
-        if self._refrains or has_step_hooks(self._inner):
+            self._report_disturbance("more than one backward was announced as the last before the step")
+        if self._only_afterwards or has_step_hooks(self._inner):
             return False
         settings = settings_of(self._inner)
         inner_step = self._runner.inner_step.for_twin(settings)
@@ -185,7 +185,7 @@ class StepDuringBackward:
     def begin_backward(self) -> None:
         """See `ReductionWatch`: units that are stepped already must not get other gradients."""
         if self._stepped:
-            self._disturb("a backward came after the one that was said to be the last before the step")
+            self._report_disturbance("a backward came after the one that was said to be the last before the step")
             self.check_not_begun()
 
     def started(self, unit: int) -> None:
@@ -193,7 +193,7 @@ class StepDuringBackward:
         if unit in self._stepped and self._announced is not None and self._announced.trial:
             del self._stepped[unit]  # it was not the last one, and the ranks would have said so
         elif unit in self._stepped:
-            self._disturb(f"the gradients of unit {self._names[unit]} were reduced again after its step")
+            self._report_disturbance(f"the gradients of unit {self._names[unit]} were reduced again after its step")
         if self._asks:
             self._answers[unit] = self._channel.ask(self._runtime.gradients.is_final(unit))
 
@@ -206,14 +206,14 @@ class StepDuringBackward:
         groups = tuple(_Group(*found) for found in self._runtime.gradients.reduced(unit))
         self._stepped[unit] = groups
         if announced.trial:
-            _arrive(groups)
-            _note(groups)
+            _wait_for_gradients(groups)
+            _note_versions(groups)
         else:
             self._worker.submit(lambda: self._step(self._sub_groups[unit], groups, announced))
 
     def _step(self, sub_groups: Sequence[int], groups: Sequence[_Group], announced: _Announced) -> None:
         """Step the masters of a unit. Runs on the worker thread."""
-        _arrive(groups)
+        _wait_for_gradients(groups)
         self._edits.take_over([entry.group for entry in groups])
         of = {id(entry.group): entry.gradients for entry in groups}
 
@@ -222,7 +222,7 @@ class StepDuringBackward:
 
         for number in sub_groups:
             self._runner.step_apart(number, 1.0 / announced.grad_scale, announced.inner_step, gradients)
-        _note(groups)
+        _note_versions(groups)
 
     # At the step ------------------------------------------------------------------------------------------------------
 
@@ -236,10 +236,10 @@ class StepDuringBackward:
             changes = self._changes(announced, grad_scale, max_norm)
             problem = problem or next(changes, None)
         if problem is not None and not self._early():
-            self._refrain(problem)
+            self._stop_early_steps(problem)
             problem = None
         elif problem is not None and failure is None:
-            problem = f"{problem}, but units were stepped during backward: {_WAY}"
+            problem = f"{problem}, but units were stepped during backward: {_REMEDY}"
         if self._asks:
             raise_on_all_ranks(self._channel, self._runtime.ranks, problem, failure)
         return frozenset(number for unit in self._early() for number in self._sub_groups[unit])
@@ -299,26 +299,27 @@ class StepDuringBackward:
     def check_not_begun(self) -> None:
         """Refuse another backward after units were stepped. Raises ZeroStateError."""
         if self._early():
-            raise ZeroStateError(f"{self._disturbed}, but units were stepped during backward: {_WAY}")
+            raise ZeroStateError(f"{self._disturbed}, but units were stepped during backward: {_REMEDY}")
 
-    def _disturb(self, what: str) -> None:
+    def _report_disturbance(self, what: str) -> None:
         """Remember the first event that makes an early step wrong; `complete` acts on it."""
         self._disturbed = self._disturbed or what
 
-    def _refrain(self, why: str) -> None:
+    def _stop_early_steps(self, why: str) -> None:
         """Do not step early from now on."""
-        if not self._refrains:
-            self._refrains = True
+        if not self._only_afterwards:
+            self._only_afterwards = True
             _log.info("units are stepped after backward, not during it: %s", why)
 
 
-def _arrive(groups: Sequence[_Group]) -> None:
+def _wait_for_gradients(groups: Sequence[_Group]) -> None:
     """Wait until the reduced gradients are in their homes."""
     for entry in groups:
         if entry.arriving is not None:
             entry.arriving.synchronize()
 
 
-def _note(groups: Sequence[_Group]) -> None:
+def _note_versions(groups: Sequence[_Group]) -> None:
+    """Remember the versions of the tensors, by which later writes are found."""
     for entry in groups:
         entry.seen = entry.versions()

@@ -20,7 +20,7 @@ from ..params.flat import FlatGroup
 __all__ = ["ModelCheck"]
 
 _SHOWN = 5
-_WAY = (
+_REMEDY = (
     "Change values in place (`with torch.no_grad(): p.copy_(value)`, model.load_state_dict(...) without assign=True);"
     " change the model (layers, dtype, device, parametrizations, pruning) before dsx_zero.shard or dsx.initialize, or"
     " shard it again with a new optimizer"
@@ -112,7 +112,7 @@ class ModelCheck:
             more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
             raise ZeroStateError(
                 f"the model is not the one that was sharded: {'; '.join(problems[:_SHOWN])}{more}. Training and"
-                f" checkpoints would go on with the parameters of before. {_WAY}",
+                f" checkpoints would go on with the parameters of before. {_REMEDY}",
                 code="DSX306",
             )
 

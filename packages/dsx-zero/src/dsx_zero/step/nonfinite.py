@@ -27,7 +27,7 @@ __all__ = ["NonFiniteWarning"]
 _log = logging.getLogger(__name__)
 
 _SHOWN = 3
-_ON_THE_WAY = 16
+_MOST_PENDING = 16
 """At most so many norms are on their way to the host; if the host runs further ahead of the device, the norms of those
 steps are not looked at.
 """
@@ -64,18 +64,18 @@ class NonFiniteWarning:
         """
         self._steps += 1
         if norm.device.type == "cpu":
-            if self._is_news(norm.item()):
+            if self._has_become_nonfinite(norm.item()):
                 self._warn(run, norm.item(), everywhere)
             return
         speaks = not everywhere or run.ranks.rank == 0
         while speaks and self._arriving and (value := self._arriving[0][1]()) is not None:
             step, _ = self._arriving.popleft()
-            if self._is_news(value):
+            if self._has_become_nonfinite(value):
                 self._warn_late(step, value)
-        if speaks and len(self._arriving) < _ON_THE_WAY and (arrival := self._send(norm)) is not None:
+        if speaks and len(self._arriving) < _MOST_PENDING and (arrival := self._send(norm)) is not None:
             self._arriving.append((self._steps, arrival))
 
-    def _is_news(self, norm: float) -> bool:
+    def _has_become_nonfinite(self, norm: float) -> bool:
         """Is this norm not finite, and the one before it was?"""
         known, self._warned = self._warned, not math.isfinite(norm)
         return self._warned and not known
