@@ -8,15 +8,15 @@ environment, and also where the real DeepSpeed is installed:
     dsx_compat.activate()  # before anything imports deepspeed
     import deepspeed
 
-Nothing of training is implemented here: each name maps to dsx.
+No training code is implemented here: each name maps to dsx.
 
 | file | what |
 |---|---|
 | `names` | the tables: name of DeepSpeed -> name of dsx, or what to use in its place |
 | `modules` | makes modules from the tables, on first use |
-| `engine`, `entry`, `settings` | `initialize`, the engine under DeepSpeed's names, what clients write in configs |
+| `engine`, `entry`, `settings` | `initialize`, the engine under DeepSpeed's names, unneeded keys that programs write |
 | `parameters` | `ds_shape`, `ds_numel`, `ds_status`, ... of parameters that stage 3 manages |
-| `activation` | where the `deepspeed` package lies, `activate()`, and which other one is in the way |
+| `activation` | where the `deepspeed` package is, `activate()`, and which other one hides it |
 | `commands` | `deepspeed`, `ds_report`, `ds_bench`, ... |
 | `_site` | the folder that holds the package `deepspeed` and its metadata |
 """

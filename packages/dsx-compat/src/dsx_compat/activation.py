@@ -1,8 +1,8 @@
-"""Which `deepspeed` a process gets: the folder that holds ours, `activate()`, and a look for others.
+"""Which `deepspeed` a process gets: the folder of our package, `activate()`, and a search for others.
 
-The package and its metadata lie in a folder of their own (`_site`), not in site-packages. A line in `dsx_compat.pth`
-puts that folder at the end of `sys.path`. So files of the real DeepSpeed are never mixed with ours, a real one that is
-installed wins, and `activate()` is that folder at the beginning of `sys.path`, for one process
+The package and its metadata are in a separate folder (`_site`), not in site-packages. A line in `dsx_compat.pth`
+puts that folder at the end of `sys.path`. So files of the real DeepSpeed are never mixed with ours, and an installed
+real one comes first. `activate()` puts the folder at the beginning of `sys.path`, for one process
 (docs/decisions/0028-deepspeed-by-a-folder.md).
 """
 

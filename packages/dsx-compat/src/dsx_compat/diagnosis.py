@@ -1,4 +1,4 @@
-"""What `dsx doctor` says about `deepspeed`: whose it is, and what is in the way."""
+"""What `dsx doctor` reports about `deepspeed`: which package it is from, and what hides it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The engine and the optimizer of dsx under DeepSpeed's names.
 
-`entry.initialize` builds dsx's engine and gives it one of these classes. They add names, no state of training: a method
-here calls the public method of dsx that does the work.
+`entry.initialize` builds dsx's engine and gives it one of these classes. They add names, but no training state: each
+method here calls the public method of dsx that does the work.
 """
 
 from __future__ import annotations

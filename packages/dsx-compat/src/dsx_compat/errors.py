@@ -1,4 +1,4 @@
-"""What can go wrong when a program meets the `deepspeed` module of dsx, by name."""
+"""The errors of a program that uses the `deepspeed` module of dsx."""
 
 from __future__ import annotations
 

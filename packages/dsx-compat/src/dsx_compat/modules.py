@@ -1,8 +1,8 @@
 """The modules `deepspeed` and `deepspeed.*`, made from the tables in `names`.
 
-A module of this kind holds nothing when it is made. Its names arrive on first use (`__getattr__`), so that importing
-`deepspeed` loads neither pydantic nor any package of dsx. What is assigned to a module stays there, as in any module:
-programs replace functions for a while.
+A module of this kind is empty when it is made. Its names are loaded on first use (`__getattr__`), so that importing
+`deepspeed` loads neither pydantic nor any package of dsx. A value that is assigned to a module stays there, as in any
+module, because some programs replace functions temporarily.
 
 Every module counts as a package. Then `from deepspeed.x import name` asks the finder below for a submodule `name` where
 the module has no such attribute, and the error for a name that dsx does not have can say what to use; `hasattr` is

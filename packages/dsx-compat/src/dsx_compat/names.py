@@ -1,7 +1,7 @@
 """Which name of DeepSpeed is which name of dsx: tables only.
 
 `MODULES` gives for each module of DeepSpeed its names, and for each name where the object is (`module:attribute`, or a
-module). `UNSUPPORTED` and `UNSUPPORTED_MODULES` say what to use in the place of what dsx does not have. `COMMANDS` are
+module). `UNSUPPORTED` and `UNSUPPORTED_MODULES` say what to use instead of names that dsx does not have. `COMMANDS` are
 the modules that people run with `python -m`.
 """
 

@@ -1,7 +1,7 @@
-"""What clients write into configurations that dsx has no use for: taken out with one warning.
+"""Removes keys that other programs write into configurations and that dsx does not need, with one warning.
 
-dsx refuses unknown keys, because a mistyped one would be without effect. Some programs write keys that DeepSpeed never
-read, and their users cannot change that. Only what is known of such programs is taken out:
+dsx refuses unknown keys, because a mistyped one would have no effect. Some programs write keys that DeepSpeed never
+read, and their users cannot change that. Only known keys of such programs are removed:
 
 * flat names, `"zero_optimization.reduce_bucket_size": 8e7` (trl writes them for its forward-only engines);
 * places of offload where nothing is divided (trl sets stage 0 and leaves them).

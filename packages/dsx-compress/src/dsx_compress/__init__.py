@@ -4,8 +4,8 @@
     scheduler = compression_scheduler(model, config)    # scheduler.step() after every optimizer step
     model = redundancy_clean(model, config)             # a smaller ordinary model
 
-Importing this package loads nothing but this table; every name arrives on first use, so that neither pydantic nor torch
-is paid for before it is needed.
+Importing this package loads only this table; every name is loaded on first use, so that pydantic and torch
+are imported only when they are needed.
 """
 
 from __future__ import annotations

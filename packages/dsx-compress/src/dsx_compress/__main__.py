@@ -1,4 +1,4 @@
-"""`dsx-compress report FILE`: what a file of `export_model` holds."""
+"""`dsx-compress report FILE` shows the contents of a file of `export_model`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`init_compression`: from the configuration to techniques on the layers of a model.
 
-Everything is matched and judged before the first layer is touched, so that a mistake leaves the model as it was.
+All patterns are matched and checked before the first layer is changed, so that after an error the model is unchanged.
 """
 
 from __future__ import annotations

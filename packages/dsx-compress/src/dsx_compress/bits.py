@@ -1,8 +1,8 @@
 """When a quantiser loses a bit (the schedule of Mixture of Quantisation).
 
-Bits begin at `start`. When `period` steps are done one bit goes, and the period doubles; with eigenvalues it is also
-multiplied by 1 + floor(4 x eigenvalue), eigenvalue in [0, 1] relative to the largest of all blocks, so that blocks of
-great curvature stay precise for longer. That goes on until `target` is reached.
+The bits begin at `start`. After `period` steps one bit is removed, and the period doubles. With eigenvalues the period
+is also multiplied by 1 + floor(4 x eigenvalue), where the eigenvalue is in [0, 1], relative to the largest of all
+blocks, so that blocks with large curvature stay precise for longer. This is repeated until `target` is reached.
 """
 
 from __future__ import annotations

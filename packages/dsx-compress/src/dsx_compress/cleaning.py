@@ -1,9 +1,9 @@
 """`redundancy_clean`: from a compressed model to a smaller ordinary one with the same outputs.
 
-Quantised values and masks become the stored weights, in the order weights, sparse, rows, heads, channels; then what the
-row, head and channel prunings of modules with `related_modules` have zeroed is removed. Removing is exact where a zero
+Quantised values and masks become the stored weights, in the order weights, sparse, rows, heads, channels. Then the
+rows, heads and channels that were pruned in modules with `related_modules` are removed. Removal is exact if a zero
 stays a zero until it reaches the related module: through ReLU, GELU, SiLU, tanh, dropout, pooling and a batch norm that
-is itself related, and not through sigmoid or a layer norm. `example` checks it.
+is itself related, but not through sigmoid or a layer norm. `example` checks it.
 """
 
 from __future__ import annotations

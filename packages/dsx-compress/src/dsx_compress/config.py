@@ -1,7 +1,7 @@
 """The `compression_training` and `quantize_training` sections, as frozen models that refuse unknown keys.
 
-Keys and defaults are those of DeepSpeed's documentation; where its source had other defaults, the documented ones hold
-(`schedule_offset` 0, static ranges of activations, `modules` means all layers). Combinations that mean nothing are
+Keys and defaults are those of DeepSpeed's documentation. If its source has other defaults, the documented ones are used
+(`schedule_offset` 0, static ranges of activations, `modules` means all layers). Combinations without a meaning are
 refused here, so that no key is accepted without effect. Only code that reads a configuration imports this module,
 because pydantic costs more than the rest of the package.
 """

@@ -1,4 +1,4 @@
-"""Small helpers of model surgery that scripts for DeepSpeed's compression library use."""
+"""Small helpers that replace modules of a model; scripts for DeepSpeed's compression library use them."""
 
 from __future__ import annotations
 

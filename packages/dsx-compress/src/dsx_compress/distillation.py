@@ -1,4 +1,4 @@
-"""Knowledge distillation: a loss that pulls a student towards its teacher, and a teacher that costs little.
+"""Knowledge distillation: a loss that makes a student similar to its teacher, and a teacher that needs little memory.
 
     teacher = Teacher(big_model, bits=8)
     distillation = DistillationLoss(student, teacher, temperature=2.0, alpha=0.5, hidden={"layers.0": "layers.1"})

@@ -7,9 +7,9 @@ model:
 
     value[r, c] = code[r, c] * scale[g] + zero[g],   g = (r * columns + c) // (rows * columns / groups)
 
-of the weight seen as (first dimension, everything else). A pruned weight keeps its zeros: as a code where the code has
-a zero, otherwise one step wider (binary weights with zeros are stored as ternary). What no code can hold is stored
-dense, and the report says so.
+of the weight seen as (first dimension, everything else). A pruned weight keeps its zeros: as a code if the code has
+a zero, otherwise with the next wider code (binary weights with zeros are stored as ternary). Weights that no code can
+represent are stored dense, and the report says so.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""The layers that can be compressed, and where their inputs and outputs lie in the weight.
+"""The layers that can be compressed, and which dimensions of the weight are their inputs and outputs.
 
-A layer is known by its class: torch's `Linear`, `Conv2d`, `Embedding`; `Conv1D` of transformers, which is a linear
+A layer is recognised by its class: torch's `Linear`, `Conv2d`, `Embedding`; `Conv1D` of transformers, which is a linear
 layer with the weight transposed; and the tensor-sliced layers of Megatron-like libraries, which hold one rank's part of
-a linear layer or an embedding. The last two are known by the name of their class, so that neither library is imported.
+a linear layer or an embedding. The last two are recognised by the name of their class, so that neither library is
+imported.
 
 torch's `MultiheadAttention` holds its input projections itself, as one tensor or three; they can be quantised and made
-sparse. Its `out_proj` is a `Linear` of which it only reads the weight: the layer is never called, so nothing can change
-its input.
+sparse. Its `out_proj` is a `Linear`, but only its weight is used: the layer is never called, so its input cannot be
+quantised.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The optimizer's side of Mixture of Quantisation: quantise stored weights in place after each step.
 
-For training loops that keep full-precision masters apart from the low-precision weights that the model uses: the
-optimizer updates the masters, copies them to the weights, and `OptimizerQuantizer.step` quantises the weights. dsx
-needs none of this: its engine computes the quantised weights in the forward pass (`WeightQuantizer`), with the same
-result.
+It is for training loops with separate full-precision masters and low-precision weights: the optimizer updates the
+masters, copies them to the weights, and `OptimizerQuantizer.step` quantises the weights. dsx does not need it: its
+engine computes the quantised weights in the forward pass (`WeightQuantizer`), with the same result.
 
 Stochastic rounding is drawn from a seed, the step and the tensor's place, so that all ranks write the same values.
 """

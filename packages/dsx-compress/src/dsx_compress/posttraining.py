@@ -4,8 +4,8 @@
     export_model(model, "model.safetensors")
 
 Weights are quantised in groups of a row's inputs, inputs token by token. Then each block is trained for a few steps to
-give what it gave before quantisation, on the inputs that the quantised blocks before it produce (layer-by-layer
-distillation): no labels, no backward pass through the whole model, memory for one block's training only.
+reproduce its outputs before quantisation, on the inputs that the quantised blocks before it produce (layer-by-layer
+distillation). This needs no labels and no backward pass through the whole model, and memory for training one block.
 """
 
 from __future__ import annotations

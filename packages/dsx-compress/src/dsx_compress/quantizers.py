@@ -10,8 +10,9 @@ A tensor is cut, in memory order, into groups of equal size; each group has a sc
     binary       s = mean|x|                 code = sign(x)                                         value = code s
 
 Ties go to the even neighbour (torch.round); stochastic rounding takes floor(x / s + u), u uniform in [0, 1). A group
-whose scale is 0 keeps its values: all are the same number. Gradients pass straight through, also where codes are
-clamped (Bengio et al. 2013). Ternary weights follow Li et al. 2016, binary ones Rastegari et al. 2016.
+whose scale is 0 keeps its values: all are the same number. Gradients pass through unchanged, also where codes are
+clamped (straight-through estimator, Bengio et al. 2013). Ternary weights follow Li et al. 2016, binary ones Rastegari
+et al. 2016.
 
 Half-precision tensors are computed in fp32 and rounded once at the end.
 """

@@ -1,4 +1,6 @@
-"""What was compressed and by how much: a table, JSON, and a picture (SVG) of sparsity and error per layer."""
+"""A report of what was compressed and by how much: a table, JSON, and a picture (SVG) of sparsity and error per
+layer.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Running from packed weights: `QuantizedLinear` keeps codes and scales in memory and multiplies by them.
 
 With dsx_ops installed, products with few rows on the CPU use its int8 and int4 kernels, which read a quarter or an
-eighth of the bytes; everything else restores the weight for the length of the call. Both compute x (codes * scale +
-zero)^T + b.
+eighth of the bytes; in all other cases the weight is restored for the duration of the call. Both compute x (codes *
+scale + zero)^T + b.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ A technique with `schedule_offset` n works from the forward pass after n steps o
 the optimizer skipped (overflow) must not be counted: do not call `step` then.
 
 The state dict of the model has masks, scores and ranges; the state dict of the scheduler has the step and the bits.
-With both, training goes on in the middle exactly.
+With both, training resumes exactly.
 """
 
 from __future__ import annotations

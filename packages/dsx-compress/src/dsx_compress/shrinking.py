@@ -1,7 +1,7 @@
-"""Which parts of which tensors are removed at clean-up: a plan made of a compressed model, and its execution.
+"""Which parts of which tensors are removed at clean-up: a plan made from a compressed model, and its execution.
 
 The plan is data: for every tensor the dimensions and the indices that stay, and the integer attributes of modules that
-say how many outputs, channels or heads there are. The same plan cuts a model's weights, and codes and scales at export.
+are numbers of outputs, channels or heads. The same plan cuts a model's weights, and codes and scales at export.
 """
 
 from __future__ import annotations

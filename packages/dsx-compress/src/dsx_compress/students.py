@@ -1,4 +1,4 @@
-"""Layer reduction: a student whose layers begin as chosen layers of its teacher."""
+"""Layer reduction: a student whose layers are initialised from chosen layers of its teacher."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The parametrisations: what stands between a stored weight and the weight that a layer uses.
+"""The parametrisations, which compute the weight that a layer uses from the stored weight.
 
 Each technique is a module registered with `torch.nn.utils.parametrize`. The stored parameter stays the one that the
 optimizer trains; the layer's `weight` is computed from it in every forward pass. Techniques of one tensor run in the
 order of `init_compression`: the quantiser first, then the masks.
 
 A technique does nothing until `CompressionScheduler` switches it on. Masks that are computed once are buffers;
-learnable scores are parameters; so a state dict has all of it, and its names do not change in the course of training.
+learnable scores are parameters. So a state dict has all of them, and its names do not change during training.
 """
 
 from __future__ import annotations

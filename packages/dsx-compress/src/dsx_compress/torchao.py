@@ -6,9 +6,9 @@
 
 torchao has one tensor that holds any code of up to 8 bits on any device, `IntxUnpackedToInt8Tensor`: a byte for each
 code, and a scale and a zero point for each block: (code - zero point) scale. Symmetric weights keep their values to the
-last bit, asymmetric ones to a rounding. Binary and ternary weights take part, at a byte each; our own file is the small
-one. Left dense: codes of 16 bits, fp64, weights that are no matrices, and groups that are no rectangles of the weight
-(parts of a row and of the next one).
+last bit, asymmetric ones except for rounding. Binary and ternary weights also take a byte per code, so our own file is
+smaller. Left dense: codes of 16 bits, fp64, weights that are not matrices, and groups that are not rectangles of the
+weight (parts of a row and of the next one).
 
 torchao is not a dependency; every function here needs it installed.
 """

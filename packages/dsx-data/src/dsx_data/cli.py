@@ -1,4 +1,4 @@
-"""The command `dsx-data`: analyse a dataset, draw its difficulties, look into index files, convert and schedule."""
+"""The command `dsx-data`: analyse a dataset, draw its difficulties, show and convert index files, print schedules."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The configuration sections of dsx-data, as frozen models that refuse unknown keys.
 
-Only code that reads a configuration imports this module, because pydantic costs time. `findings` judges what single
-fields cannot: numbers that are missing where a section is switched on, and features that do not exist. Keys, defaults
-and meanings are those of DeepSpeed's `data_efficiency`, `curriculum_learning` and `progressive_layer_drop`.
+Only code that reads a configuration imports this module, because importing pydantic takes time. `findings` checks rules
+over several fields: numbers that are missing although a section is enabled, and features that do not exist. Keys,
+defaults and meanings are those of DeepSpeed's `data_efficiency`, `curriculum_learning` and `progressive_layer_drop`.
 """
 
 from __future__ import annotations

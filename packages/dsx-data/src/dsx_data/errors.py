@@ -1,4 +1,4 @@
-"""The exceptions of dsx-data. Each says what it got, what it expected and how to mend it."""
+"""The exceptions of dsx-data. Each says what it got, what it expected and how to fix it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A progress bar on standard error for long work, without a dependency.
 
-On a terminal one line is drawn over and over; elsewhere (a log file) one line is written every half minute. A bar that
-is switched off costs an addition per call.
+On a terminal one line is drawn repeatedly; otherwise (a log file) one line is written every half minute. A disabled
+bar costs an addition per call.
 """
 
 from __future__ import annotations

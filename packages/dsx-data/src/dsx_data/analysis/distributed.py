@@ -1,7 +1,7 @@
 """An analysis by the ranks of a process group: every rank maps a share, rank 0 reduces.
 
-The ranks share a file system: `save_path` is the same folder for all. A failure on one rank ends the call on every rank
-with its text.
+The ranks must share a file system: `save_path` is the same folder for all. If one rank fails, every rank raises an
+error with its text.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The map of an analysis: metrics of the samples, chunk by chunk, each chunk's result in files of its own.
+"""The map phase of an analysis: metrics of the samples, chunk by chunk, each chunk's result in separate files.
 
-The chunks are the same however many processes there are. A chunk's file is renamed to its name when it is complete, and
-names the range of samples it holds, so that an analysis that was stopped goes on with what is missing, also with
-another number of processes.
+The chunks are the same for any number of processes. A chunk's file gets its final name when it is complete, and the
+name has the range of its samples. So an analysis that was stopped continues with the missing chunks, also with another
+number of processes.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ For a metric of one value per sample, below ``SAVE_PATH/METRIC/``:
     METRIC_index_to_sample                        row i: the samples that have the i-th distinct value
     METRIC_index_to_sample_percentile_merged      row i of 100: the samples between percentile i and i + 1
 
-For a metric that is added up: ``METRIC_metric_value``, one row. Within a row samples are in increasing order. The names
-are those of DeepSpeed; the format is that of this package (suffix ``.dsxi``), or Megatron's pair of files.
+For a metric that is summed over all samples: ``METRIC_metric_value``, one row. Within a row samples are in increasing
+order. The names are those of DeepSpeed; the format is that of this package (suffix ``.dsxi``), or Megatron's pair of
+files.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Work of the ranks of a process group on one analysis, where a failure on one rank ends it on every rank."""
+"""Work of the ranks of a process group on one analysis; a failure on one rank ends it on every rank."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Several sequences in one row, without padding and without seeing each other.
+"""Packs several sequences into one row, without padding; no sequence attends to another.
 
 A packed batch keeps each sequence's own positions (from 0) and an attention mask that is block diagonal: a token
-attends only to tokens of its own sequence. So a packed row gives every sequence the outputs it has alone. Labels of a
-first token are set to -100, since models that shift labels would predict it from the last token of the sequence before.
+attends only to tokens of its own sequence. So the outputs of a sequence are the same as without packing. The label of a
+first token is set to -100, since models that shift labels would predict it from the last token of the previous
+sequence.
 """
 
 from __future__ import annotations

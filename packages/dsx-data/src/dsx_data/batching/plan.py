@@ -5,9 +5,9 @@ taken in order, and a batch ends before the sample that would exceed the budget.
 lengths ("sum", what packed and nested batches hold) or its number of samples times its greatest length ("padded", what
 a rectangular batch holds).
 
-Orders: "dataloader" is that of the dataset, "random" another one each epoch, "seqlen" from short to long, and
-"bucketed" a random order sorted within windows of some batches, with the batches then shuffled: nearly no padding, and
-still random.
+Orders: "dataloader" is that of the dataset, "random" is another random order in each epoch, "seqlen" is from short to
+long. "bucketed" is a random order that is sorted within windows of some batches, and then the batches are shuffled:
+it needs nearly no padding and is still random.
 
 A sample that fits into no batch is left out; `BatchPlan.left_out` names them all, and making a plan fails unless that
 was allowed (`too_long="drop"`).

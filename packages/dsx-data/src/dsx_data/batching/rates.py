@@ -1,4 +1,4 @@
-"""Learning rate for a batch of another size than the one it was chosen for."""
+"""Learning rates for batches whose size differs from the one that the rate was chosen for."""
 
 from __future__ import annotations
 

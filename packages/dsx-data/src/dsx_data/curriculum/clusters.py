@@ -1,8 +1,8 @@
-"""Clusters: the samples that one rise of the difficulty admitted, in a random order that can be made again.
+"""Clusters: the samples that one increase of the difficulty admitted, in a random order that can be computed again.
 
 A cluster's order is a function of (seed, number of the cluster, round), so that its state is two numbers: the round,
 and how many samples of it are used. Its samples are kept in memory, or in an index file below `folder` which every rank
-of a machine maps. The file is a cache: it is made again when it is missing, and the file's facts say what it holds.
+of a machine maps. The file is a cache: if it is missing it is made again, and its header describes its contents.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The samples of a dataset in the order of one metric, from its index files.
 
-Whatever the kind of difficulty, the samples that a metric admits are the first so many of this order. "value" counts
-the samples whose value is at most the difficulty; "percentile" takes the share difficulty / max_difficulty of all
+For every kind of difficulty, the samples that a metric admits are a first part of this order. With "value" these are
+the samples whose value is at most the difficulty; with "percentile" the share difficulty / max_difficulty of all
 samples, at least one.
 """
 

@@ -1,11 +1,11 @@
 """Samples drawn by difficulty, over several metrics at once.
 
-Each step has a difficulty per metric (`schedule`). A sample is admitted when every metric admits it. The samples that a
-rise of the difficulties admits form a cluster. A global batch draws for each of its samples a cluster, with a
+Each step has a difficulty per metric (`schedule`). A sample is admitted when every metric admits it. The samples that
+one increase of the difficulties admits form a cluster. A global batch draws for each of its samples a cluster, with a
 probability proportional to the cluster's size, and takes the next sample of that cluster's random order.
 
-Everything is a function of the configuration, the seed, the index files and the number of the draw. So every rank draws
-the whole global batch itself and takes its share: nothing is sent, and a run goes on at any number of ranks.
+All draws are a function of the configuration, the seed, the index files and the number of the draw. So every rank draws
+the whole global batch itself and takes its share, without communication, and a run resumes at any number of ranks.
 
 A metric with clustering_type "single_cluster" does not choose samples. Its difficulty only reaches the function that
 post-processes batches, which may cut sequences to it.

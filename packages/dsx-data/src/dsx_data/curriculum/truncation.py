@@ -1,8 +1,8 @@
-"""Sequences cut to a length: what a curriculum of sequence lengths does to a batch.
+"""Truncates sequences to a length, for a curriculum of sequence lengths.
 
 The sequence length is the second dimension of the batch's token numbers (`input_ids`, else the first tensor of whole
-numbers with two dimensions). Every tensor whose second dimension has this length is cut along it; the last two
-dimensions of square attention masks are cut both. Everything else stays as it is.
+numbers with two dimensions). Every tensor whose second dimension has this length is cut along it; square attention
+masks are cut along their last two dimensions. Other values do not change.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The index file of this package: rows of numbers in one file, read through a memory map.
 
-A row is what belongs to one entry: the tokens of a sample, the samples of one difficulty, one value. All rows have one
-data type. Rows either have one common size, or an array of offsets says where each begins.
+A row has the numbers of one entry: the tokens of a sample, the samples of one difficulty, one value. All rows have the
+same data type. Rows either have one common size, or an array of offsets says where each begins.
 
 Layout, all numbers little endian:
 
@@ -17,9 +17,9 @@ Layout, all numbers little endian:
     {"values": {"dtype": "<u4", "count": 10, "offset": 64, "crc32": 123},
      "offsets": {...} or null,          first value of each row, and the count of values: u64, rows + 1 entries
      "row_size": 1 or null,             numbers per row where offsets is null
-     "facts": {...}}                    what the writer wants to say about the content
+     "facts": {...}}                    the writer's description of the content
 
-The header stands at the end, so that a file can be written in one pass without knowing how many rows will come. It is
+The header is at the end, so that a file can be written in one pass without knowing the number of rows. It is
 written under a temporary name and renamed when complete: a file with the right name is complete. Opening a file checks
 magic, version, header and size; `verify()` also reads every value and compares the CRC-32.
 

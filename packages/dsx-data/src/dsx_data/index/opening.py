@@ -1,4 +1,4 @@
-"""Which kind of index lies at a path, and a common way to read both kinds."""
+"""Finds out which kind of index is at a path, and reads both kinds in the same way."""
 
 from __future__ import annotations
 

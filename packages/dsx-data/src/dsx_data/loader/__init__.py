@@ -1,7 +1,7 @@
-"""The training loader: which sample goes to which rank, in which order, and where the next one is.
+"""The training loader: which sample goes to which rank, in which order, and the position of the next one.
 
-`order` is the arithmetic of shares, `stream` shares out iterable datasets, `tracks` know epoch and position of each
-kind of order, `training` is the loader itself.
+`order` is the arithmetic of shares, `stream` divides iterable datasets among ranks, `tracks` has epoch and position for
+each kind of order, `training` is the loader itself.
 """
 
 from .order import ShardedSampler, epoch_order, rank_share

@@ -1,10 +1,10 @@
-"""An order without tails: the orders of the epochs, one behind the other, cut into whole global batches.
+"""An order without smaller last batches: the orders of the epochs, one after the other, cut into whole global batches.
 
-An epoch's samples seldom fill whole global batches. Elsewhere the last batch of an epoch is smaller, or filled up with
-samples that are used twice, and how depends on the number of ranks. Here what is left over opens the first batch of
-the next epoch. So the samples of update k are numbers kB to (k+1)B of one endless sequence, whatever the number of
-ranks and the micro-batch size, and no sample is left out or used twice within its epoch's order. Elastic runs need
-that.
+An epoch's samples seldom fill whole global batches. In the other orders the last batch of an epoch is smaller, or
+filled with samples that are used twice, depending on the number of ranks. Here the remaining samples begin the first
+batch of the next epoch. So the samples of update k are numbers kB to (k+1)B of one endless sequence, for any number of
+ranks and any micro-batch size, and no sample is left out or used twice within its epoch's order. Elastic runs need
+this.
 
     epoch 0: 10 samples, B = 4       0..3  4..7  8 9 | 0 1      the loop of epoch 0 ends here, after three batches
     epoch 1                          2..5  6..9                 that of epoch 1 after two

@@ -2,7 +2,7 @@
 
 The order is a function of (seed, epoch) alone, and a position in it is counted in *global* samples. Ranks take turns:
 of the samples of one global micro-batch, rank r of W takes number r, r + W, r + 2W, ... So the set of samples in each
-global batch does not depend on the number of ranks, and a run that stopped at a position goes on there with any other
+global batch does not depend on the number of ranks, and a run that stopped at a position resumes there with any
 number of ranks. Each epoch has its own order.
 """
 

@@ -1,13 +1,13 @@
 """Random augmentations as a function of the run's seed and the sample's place, so that a resumed run repeats them.
 
-torch gives each worker process a random state of its own, which no checkpoint holds: a run that goes on would draw
-other crops, flips and masks than one that never stopped, and other ones with another number of workers. Here Python's,
-numpy's and torch's generators are seeded before each sample is read, and once more before a batch is put together, with
-numbers that only the order of the samples decides. In the training process the generators get their states back
-afterwards, so that dropout and the like are not disturbed.
+torch gives each worker process its own random state, which no checkpoint holds: a resumed run would draw
+other crops, flips and masks than a run that never stopped, and so would a run with another number of workers. Here
+Python's, numpy's and torch's generators are seeded before each sample is read, and again before a batch is collated,
+with numbers that depend only on the order of the samples. In the training process the states of the generators are
+restored afterwards, so that dropout and other random operations do not change.
 
-Left out: generators of the dataset's own. Datasets that fetch whole batches (`__getitems__`) are seeded once per batch,
-so they, like random collate functions, repeat only with the same number of ranks and batch size.
+Left out: generators that the dataset owns. Datasets that fetch whole batches (`__getitems__`) are seeded once per
+batch, so they, like random collate functions, repeat only with the same number of ranks and batch size.
 """
 
 from __future__ import annotations

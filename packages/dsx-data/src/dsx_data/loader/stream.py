@@ -1,11 +1,11 @@
-"""Iterable datasets that every rank reads alike, shared out so that a run resumes at any number of ranks.
+"""Iterable datasets that every rank reads completely and that are divided so that a run resumes at any number of ranks.
 
-torch leaves it to an iterable dataset to give each rank and each worker process something else. `SharedStream` turns
-this round: every reader sees the same stream, and takes its share of each global micro-batch by counting. So the
-samples of each global batch are those of the stream in order, whatever the number of ranks and workers, and a position
-in the stream is one number. The price: every reader produces, or skips, every sample. Where the dataset has a method
-`skip(n)`, as those of Hugging Face `datasets` have, a resumed run skips with it. A dataset that shares itself out among
-worker processes is read as if there were none; one that shares itself out among ranks must not be wrapped.
+With torch, an iterable dataset itself must give each rank and each worker process different samples. With
+`SharedStream` every reader sees the same stream, and takes its share of each global micro-batch by counting. So the
+samples of each global batch are those of the stream in order, for any number of ranks and workers, and a position
+in the stream is one number. The price: every reader produces, or skips, every sample. If the dataset has a method
+`skip(n)`, as those of Hugging Face `datasets` have, a resumed run uses it. A dataset that divides itself among
+worker processes is read as if there were none; one that divides itself among ranks must not be wrapped.
 
 With a number of samples per update (`StreamShare.global_batch`) an epoch ends with a whole update, as in `continuous`:
 what is left over of its stream opens the first update of the next epoch. Nobody knows beforehand where a stream ends,

@@ -1,8 +1,8 @@
 """The training loader over any dataset, and a loader that never ends.
 
-Datasets: map-style (`__len__` and `__getitem__`), iterable, and the objects of Hugging Face `datasets`, which are known
-by their methods. A map-style Hugging Face dataset without a format is read with format "torch": its samples are lists
-of numbers otherwise, which torch's collate function turns inside out.
+Datasets: map-style (`__len__` and `__getitem__`), iterable, and the objects of Hugging Face `datasets`, which are
+recognised by their methods. A map-style Hugging Face dataset without a format is read with format "torch": otherwise
+its samples are lists of numbers, which torch's collate function transposes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How many tokens pass the layers that drop tokens, step by step, and how many layer tokens were used.
+"""How many tokens the layers that drop tokens process at each step, and how many layer tokens were used.
 
     kept(t) = floor(min + (max - min) * t / require_steps), rounded down to a multiple of seq_per_step,
               at least min and at most max

@@ -1,7 +1,7 @@
-"""Which modules of a model are its layers.
+"""Finds the modules of a model that are its layers.
 
-Either the caller names the class of a layer, or a rule finds it: Hugging Face models say in `_no_split_modules` which
-of their classes are blocks, and the layers are those of these that lie in an `nn.ModuleList`. A layer's number is its
+Either the caller names the class of a layer, or a rule finds it: Hugging Face models list the classes of their blocks
+in `_no_split_modules`, and the layers are the modules of these classes in an `nn.ModuleList`. A layer's number is its
 place in the order of `model.modules()`.
 """
 

@@ -1,6 +1,6 @@
-"""A layer gets a new behaviour in place: its class becomes a subclass of itself, and nothing else changes.
+"""Gives a layer a new behaviour in place: its class is replaced by a subclass of this class, and nothing else changes.
 
-Parameters, names in state dicts, hooks and `isinstance` stay as they are, so a model may be converted before or after
+Parameters, names in state dicts, hooks and `isinstance` do not change, so a model may be converted before or after
 it is sharded, and its checkpoints are those of the plain model. A wrapper module around the layer would rename every
 parameter.
 """

@@ -5,8 +5,8 @@ in their places; the other tokens skip the layer. Positions are increasing, so c
 rotary or position arguments are gathered along. In evaluation mode, and where the sequence is no longer than `kept`,
 nothing is dropped.
 
-Every layer draws positions of its own from torch's random generator, as dropout does: ranks and micro-batches differ,
-and activation checkpointing that keeps the generator's state (torch's default) draws the same again.
+Every layer draws its own positions from torch's random generator, as dropout does: ranks and micro-batches differ,
+and activation checkpointing that restores the generator's state (torch's default) draws the same positions again.
 
 Left out: key-value caches (a dropping layer gets none: they belong to generation), and cross-attention layers whose
 other side is dropped too.

@@ -1,4 +1,4 @@
-"""Rows of a sequence picked out and put back, and everything else of a layer's call that has one entry per token.
+"""Takes rows out of a sequence and puts them back, also for all other arguments of a layer with one entry per token.
 
 `indices` [batch, kept] (int64) names the kept positions of each sample, increasing. dsx_ops does both in one kernel
 where it is installed; plain torch does the same otherwise.
