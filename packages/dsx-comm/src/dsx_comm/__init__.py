@@ -97,6 +97,7 @@ from .prepared import PreparedCollective, prepare_all_gather, prepare_reduce_sca
 from .rank_set import ParameterMarks, RankSet, RankSets
 from .registry import AxisGroup, GroupRegistry
 from .rehearsal import RehearsalObserver, RehearsedMessage, rehearse
+from .rounds import all_gather_in_rounds
 from .shm.native import native_status
 from .shm.process_group import ShmProcessGroup
 from .shm.register import FallbackWarning, register
@@ -170,6 +171,7 @@ __all__ = [
     "prepare_all_gather",
     "prepare_reduce_scatter",
     "all_gather_coalesced",
+    "all_gather_in_rounds",
     "all_gather_into_tensor",
     "all_gather_object",
     "all_reduce",

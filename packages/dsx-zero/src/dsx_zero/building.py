@@ -38,7 +38,7 @@ from .homes.tiers import Placement, UnitPlacement
 from .lanes import Lane, make_lane
 from .order.agreed import AgreedOrder
 from .order.backward import BackwardClock
-from .order.channel import AskingChannel, ControlChannel, OneRank
+from .order.channel import AskingChannel, OneRank, channel_of
 from .order.executor import CollectiveExecutor
 from .order.protocol import Channel, NullOrder, Order
 from .order.schedule import ReuseLimits
@@ -237,7 +237,7 @@ class Builder:
         if data.size > 1 and self._channel is None:
             shared = self.recipe.settings.stage < 3 and dsx_comm.get_backend(data.group) == "gloo"
             group = data.group if shared else groups.take_control(data)
-            self._channel = ControlChannel(group, data.rank, data.size)
+            self._channel = channel_of(group, data.rank, data.size)
         return self._channel
 
 
