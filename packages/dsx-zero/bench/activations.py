@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -108,6 +109,12 @@ def overhead(small: bool) -> None:
     print(f"bytes {held[ours] / held[plain]:.3f}x (goal 0.35x), time {seconds[ours] / seconds[peer]:.3f}x (goal 1.0x)")
 
 
+def noting(decide: Callable[..., Any], costs: list[Any], found: Any, outside: int) -> Any:
+    """`decide`, with what blocks cost noted."""
+    costs.extend(found)
+    return decide(found, outside=outside)
+
+
 def budget(small: bool) -> None:
     """Budgets of 25, 50 and 75 % of the activations against 20 choices by hand that also fit."""
     layers, width, tokens, rounds = (4, 64, 64, 1) if small else (12, 256, 256, 5)
@@ -117,7 +124,7 @@ def budget(small: bool) -> None:
         found = checkpointing.apply_memory_budget(model, fraction)
         costs: list[Any] = []
         decide = found._decide
-        found._decide = lambda c, outside, decide=decide, costs=costs: costs.extend(c) or decide(c, outside=outside)  # type: ignore[method-assign]
+        found._decide = partial(noting, decide, costs)  # type: ignore[method-assign]
         step_seconds(model, x)
         choice, rng = found.choice, random.Random(0)
         assert choice is not None

@@ -1,5 +1,5 @@
-"""`SequenceTiledCompute` and `TiledFusedLogitsLoss` with DeepSpeed's arguments: values and gradients of the whole, alone
-and sharded, for sequences that do not divide.
+"""`SequenceTiledCompute` and `TiledFusedLogitsLoss` with DeepSpeed's arguments: values and gradients of the whole,
+alone and sharded, for sequences that do not divide.
 """
 
 import pytest

@@ -1,4 +1,6 @@
-"""The benefit gate of ZeRO++: its arithmetic against formulas written down here, and what a model does with its verdict."""
+"""The benefit gate of ZeRO++: its arithmetic against formulas written down here, and what a model does with its
+verdict.
+"""
 
 import logging
 
@@ -21,7 +23,7 @@ def buffer(**changes):
 def test_bytes_between_nodes_are_those_of_zero_plus_plus():
     places = Places(nodes=2, devices=2)
     exact, ours = (estimate([buffer()], features, places, RATES) for features in (Features(), ALL))
-    # per rank: 3 M against 0.75 M, times (nodes - 1) / nodes, divided among the ranks of a node; scales are 0.2 and 0.4 %
+    # per rank: 3 M against 0.75 M, times (nodes - 1) / nodes, divided among the ranks of a node, and some scales
     assert exact.between == 3 * 2 * S / 4
     assert ours.between == pytest.approx((1 + 0.5) * S / 4, rel=0.005)
     assert estimate([buffer(), buffer()], ALL, places, RATES).between == 2 * ours.between

@@ -1,5 +1,5 @@
-"""`torch.nn.utils.clip_grad_norm_` where the ranks have different parameters: each would clip by a norm of its own, so it
-is refused by name, and `step(max_norm=...)` clips by the norm of all.
+"""`torch.nn.utils.clip_grad_norm_` where the ranks have different parameters: each would clip by a norm of its own, so
+it is refused by name, and `step(max_norm=...)` clips by the norm of all.
 """
 
 from __future__ import annotations

@@ -138,7 +138,8 @@ def converted(rank, world):
     plain = tiny.TinyGPT(layers=1)
     before = list(model.parameters())
     for convert in (
-        lambda m: m.to(torch.bfloat16), lambda m: m.float(), lambda m: m.to("cpu"), lambda m: m.half(), lambda m: m.double(),
+        lambda m: m.to(torch.bfloat16), lambda m: m.float(), lambda m: m.to("cpu"), lambda m: m.half(),
+        lambda m: m.double(),
         lambda m: m.type(torch.float32), lambda m: m.cpu(), lambda m: m.bfloat16(),
     ):  # fmt: skip
         assert convert(model) is model

@@ -174,7 +174,8 @@ def trained(rank, world, stage, where, dtype, kind=adamw, lane="host", steps=4):
 CASES = [
     *((stage, where) for stage in (1, 2) for where in ("host optimizer", "attic states", "disk optimizer")),
     (2, "attic gradients"),
-    *((3, where) for where in ("host all", "attic states", "attic gradients", "attic parameters", "attic all", "disk all")),
+    *((3, where) for where in
+      ("host all", "attic states", "attic gradients", "attic parameters", "attic all", "disk all")),
 ]  # fmt: skip
 
 

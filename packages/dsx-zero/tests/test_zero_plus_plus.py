@@ -1,5 +1,5 @@
-"""ZeRO++ (hpZ, qwZ, qgZ, LoCo, the mode with error feedback) and hybrid sharding (MiCS) against exact stage 3 and against
-plain PyTorch; the bytes they send against the closed forms.
+"""ZeRO++ (hpZ, qwZ, qgZ, LoCo, the mode with error feedback) and hybrid sharding (MiCS) against exact stage 3 and
+against plain PyTorch; the bytes they send against the closed forms.
 """
 
 from contextlib import ExitStack

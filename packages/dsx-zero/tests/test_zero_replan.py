@@ -1,5 +1,5 @@
-"""Groups that are added and parameters that are unfrozen while training: bit for bit what plain torch does with them, in
-every stage, dtype and place of state.
+"""Groups that are added and parameters that are unfrozen while training: bit for bit what plain torch does with them,
+in every stage, dtype and place of state.
 """
 
 from __future__ import annotations

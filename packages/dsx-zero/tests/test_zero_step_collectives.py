@@ -1,4 +1,6 @@
-"""What ranks exchange in a step whose order is frozen: the squares of the norm travel with the word of the agreement."""
+"""What ranks exchange in a step whose order is frozen: the squares of the norm travel with the word of the
+agreement.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`shard(device=...)`: a model goes to its device unit by unit, and one that is larger than the device never lies there."""
+"""`shard(device=...)`: a model goes to its device unit by unit, and one that is larger than the device never lies
+there.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Optimizers that see whole tensors at stages 1-3: each parameter is owned by one rank, balanced by size, and training is
-that of the plain optimizer.
+"""Optimizers that see whole tensors at stages 1-3: each parameter is owned by one rank, balanced by size, and training
+is that of the plain optimizer.
 """
 
 import logging

@@ -135,7 +135,8 @@ class ShardedGradient(torch.Tensor):
 
     @staticmethod
     def __new__(cls, source: GradientSource, like: torch.Tensor) -> ShardedGradient:
-        self = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined]
+        make = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        self = make(cls, like.shape, dtype=like.dtype, device=like.device)
         self._source, self._arrived = source, None
         return self
 
@@ -240,8 +241,8 @@ def _first(args: Any, kwargs: Any) -> ShardedGradient:
 
 
 _SAME: frozenset[Callable[..., Any]] = frozenset(
-    {torch.Tensor.detach, torch.detach, torch.Tensor.detach_, torch.Tensor.requires_grad_, torch.Tensor.data.__get__}  # type: ignore[attr-defined]
-    | {torch.Tensor.contiguous}
+    {torch.Tensor.detach, torch.detach, torch.Tensor.detach_, torch.Tensor.requires_grad_, torch.Tensor.contiguous}
+    | {torch.Tensor.data.__get__}  # type: ignore[attr-defined]
 )
 """What gives the gradient itself: it never has a graph of its own."""
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]

@@ -106,7 +106,8 @@ class InnerStep:
         if isinstance(factor, torch.Tensor) or has_reciprocal(factor):
             scale = 1.0 / factor
         else:
-            torch._foreach_mul_([grad for grad in grads if grad is not None], factor)  # pyright: ignore[reportPrivateImportUsage]
+            found = [grad for grad in grads if grad is not None]
+            torch._foreach_mul_(found, factor)  # pyright: ignore[reportPrivateImportUsage]
         for master, grad in zip(masters, grads):
             if grad is None:
                 continue
