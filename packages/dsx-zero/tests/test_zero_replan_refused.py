@@ -114,7 +114,7 @@ def old_graph(rank, world, stage):
     loss = model.loss(x, y)
     unfreeze(model)
     optimizer.replan()
-    with pytest.raises(dsx_zero.ZeroStateError, match=r"laid out anew.*run the forward again"):
+    with pytest.raises(dsx_zero.ZeroStateError, match=r"given a new layout.*run the forward again"):
         loss.backward()
     train(model, optimizer, rank)
 

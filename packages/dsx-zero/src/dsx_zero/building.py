@@ -1,7 +1,7 @@
-"""Makes the parts of a sharded model: from what was asked (`Recipe`) over a plan (`Planned`) to what runs.
+"""Makes the parts of a sharded model: from the arguments of `shard` (`Recipe`) and a plan (`Planned`) to `StepParts`.
 
-`shard` does it once; `replanning` does it again over another plan, with what goes on as it is (`Kept`). Nothing here
-knows the optimizer that the user holds (`ZeroOptimizer`), which takes the parts (`StepParts`) over.
+`shard` does it once; `replanning` does it again with another plan and keeps the groups that do not change (`Kept`).
+This module does not depend on the user's optimizer object (`ZeroOptimizer`), which gets the parts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The `zero_optimization` section: every key that upstream documents, with its documented default.
+"""The `zero_optimization` section: every key that DeepSpeed documents, with its documented default.
 
-`ZeroConfig` says what was asked for. `check_available()` refuses what does not exist yet; `notices()` names settings
-that were given and have no effect here, because the behaviour they choose is the only one. Importing this module costs
-pydantic; sharding without a configuration does not import it.
+`ZeroConfig` has the values. `check_available()` refuses features that do not exist yet; `notices()` names settings
+that were given and have no effect here, because the behaviour they choose is the only one. Importing this module
+imports pydantic; sharding without a configuration does not import it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Auxiliary process groups: the ranks of the user's group once more, for collectives that run at the same time as
-others, and for the small messages in host memory by which the ranks agree.
+"""Auxiliary process groups: further groups of the ranks of the user's group, for collectives that run at the same time
+as others, and for the small messages in host memory by which the ranks agree.
 
 A group costs sockets, threads and, over shared memory, mappings. It is not destroyed when its model goes: peers may
 still be reading from it, and shards may lie in its memory. Instead `release` gives it back, and the next model over the
@@ -46,7 +46,7 @@ class AuxiliaryGroups:
     """The auxiliary groups of one model."""
 
     def __init__(self) -> None:
-        # by the user's group, the object itself: the default group may be made anew
+        # by the user's group, the object itself: the default group may be made again
         self._taken: dict[Any, dict[tuple[str, int], Any]] = {}
 
     def take_for_gathers(self, ranks: dsx_comm.RankSet) -> dsx_comm.RankSet:

@@ -1,4 +1,4 @@
-"""What stage 3 knows about one parameter: its name, the shape of the whole, this rank's part, and whether it is
+"""Facts about one parameter of stage 3: its name, the shape of the whole, this rank's part, and whether it is
 gathered.
 
 For programs that look at parameters from outside (adapters, summaries, loops for reinforcement learning). Nothing is

@@ -1,4 +1,4 @@
-"""Where gathers, reductions and copies run beside the computation: one interface, three kinds of lane.
+"""Lanes, on which gathers, reductions and copies run during the computation: one interface, three kinds.
 
 A lane runs the jobs submitted to it one after the other, in order. ``submit`` starts a job, or only queues it, and
 returns a ticket. After ``Ticket.wait`` the caller (its stream, on CUDA) sees the job's results. ``retire`` says that
@@ -11,7 +11,7 @@ the caller's last use.
 * ``DeferringLane``: for tests. Nothing runs until it is waited for, retired buffers are filled with NaN before they are
   freed. Code that reads before it waits, or after it has retired a buffer, gets NaN.
 
-It leaves out priorities and several streams per lane.
+Left out: priorities, and several streams per lane.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Page-locked host memory is asked for before a model is changed, on all ranks.
+"""Tests on all ranks, before a model is changed, whether page-locked host memory can be allocated.
 
-Locking pages may be refused: by a limit of the system, or because there is too little memory. When a model has been
-divided halfway, that cannot be undone. So the homes that will be page-locked are made once for trial, and let go. On
-CUDA this costs nothing: torch keeps the pages that are given back, locked, and gives the same ones to the homes.
+Locking pages may fail: by a limit of the system, or because there is too little memory. After a model is divided
+halfway, this cannot be undone. So the homes that will be page-locked are allocated once as a trial, and freed. On
+CUDA this costs nothing: torch keeps freed locked pages, and uses the same ones for the homes.
 
-Left out: what the optimizer's own states take, which it makes beside its masters and does not lock, and what of a disk
-lies in host memory.
+Left out: the optimizer's own states, which it makes on its masters' device and does not lock, and buffers in host
+memory for state on disk.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Hooks of ours on modules of the user's.
+"""Installs our hooks on the user's modules.
 
-They stay outside of compiled graphs: a compiled module traces its hooks, and ours talk to the other ranks and to
-autograd. A copy of a sharded module (`copy.deepcopy`, `pickle`, `torch.save`) is an ordinary module: what takes the
-hook's place there does nothing.
+They stay outside of compiled graphs: a compiled module traces its hooks, and ours communicate with other ranks and use
+autograd. A copy of a sharded module (`copy.deepcopy`, `pickle`, `torch.save`) is an ordinary module: there the hook is
+replaced by one that does nothing.
 """
 
 from __future__ import annotations

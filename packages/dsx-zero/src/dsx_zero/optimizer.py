@@ -1,11 +1,11 @@
-"""`ZeroOptimizer`: the user's optimizer, stepping this rank's slices.
+"""`ZeroOptimizer` steps this rank's slices with the user's optimizer.
 
-A step: finish the reductions, one pass for norm and overflow, the inner optimizer on the masters with unscaling and
-clipping as one factor (inside its kernel where it can take one), the low-precision copy, the gathering of what the
-others updated.
+A step finishes the reductions, computes norm and overflow in one pass, steps the inner optimizer on the masters with
+unscaling and clipping as one factor (inside its kernel if it accepts one), writes the low-precision copy, and gathers
+the parameters that other ranks updated.
 
-It is a `torch.optim.Optimizer`, so that schedulers take it; its `param_groups` are the inner optimizer's own and hold
-the model's parameters, whose places the masters take during the step.
+It is a `torch.optim.Optimizer`, so that schedulers accept it. Its `param_groups` are the inner optimizer's own and
+contain the model's parameters; during the step the masters are in their place.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._owners, self._replanner = owners, replanner
         self._latest: StepOutcome | None = None
         self.released = False
-        """Whether the model may be sharded anew."""
+        """Whether the model may be sharded again."""
         self._on_release: list[Callable[[], object]] = []
         self._unusable: str | None = None
         self._watch: BackwardWatch | None = None
@@ -153,7 +153,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         held = frozenset(self._names[id(p)] for group in parts.groups.shown for p in group if id(p) in self._names)
         self._frozen = Frozen(flat, masters, held, faces)
         self.placements = parts.placements
-        """Where the state of each unit lives, by class; chosen when the model is sharded, and laid out anew."""
+        """Where the state of each unit is kept, by class; chosen when the model is sharded and when its layout
+        changes.
+        """
         self.states = parts.states
         """The inner optimizer's states, wherever they live."""
         self._step_groups = parts.groups
@@ -241,7 +243,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Train parameters of the model that no group held, and lay the model out anew (collective).
+        """Train parameters of the model that no group held, and change the layout of the model (collective).
 
         Between two updates: behind `step`, before the next backward. Afterwards a forward has to run before a backward.
 
@@ -254,10 +256,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
             RanksDifferError: the ranks give different groups, or one of them has failed.
             TypeError, ValueError: what the optimizer itself raises. In all these cases nothing has been changed.
         """
-        self._lay_out_anew(lambda: self._add_group(param_group))
+        self._change_layout(lambda: self._add_group(param_group))
 
     def replan(self) -> None:
-        """Lay the model out anew, with places for the gradients and states of everything that trains now (collective).
+        """Change the layout of the model, with memory for gradients and states of all that trains now (collective).
 
         The next forward of the model does it by itself for parameters that were unfrozen and that the optimizer holds;
         call this where only parts of the model are called. Values, states and masters stay bit for bit. Parameters that
@@ -266,7 +268,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises:
             ZeroStateError, RanksDifferError: see `add_param_group`.
         """
-        self._lay_out_anew(lambda: None)
+        self._change_layout(lambda: None)
 
     def _add_group(self, param_group: dict[str, Any]) -> None:
         given = param_group.get("params") if isinstance(param_group, dict) else None
@@ -284,7 +286,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.inner.add_param_group(group)
 
     @torch.no_grad()
-    def _lay_out_anew(self, change: Callable[[], None]) -> None:
+    def _change_layout(self, change: Callable[[], None]) -> None:
         """Change the optimizer's groups and lay the model out for what trains then."""
         self._apply_late_update()
         groups = self.inner.param_groups
@@ -304,8 +306,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._early.abandon()
         self._late.abandon()
         self._unusable = (
-            "an error ended while the model was laid out anew, and its states are not complete; start again from the"
-            " last checkpoint"
+            "an error happened while the model was given a new layout, and its states are not complete; start again"
+            " from the last checkpoint"
         )
         self._take(prepared.carry_out())
         self._unusable = None
@@ -321,7 +323,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._before_forward = self._runtime.model.register_forward_pre_hook(hook, prepend=True)
 
     def find_unfrozen(self) -> None:
-        """A forward is about to begin: if a parameter was unfrozen, lay the model out anew (collective then)."""
+        """Before a forward: if a parameter was unfrozen, change the layout of the model (collective then)."""
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1 and self._frozen.unfrozen():
             self.replan()
 
@@ -426,14 +428,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
             callback()
 
     def call_on_release(self, callback: Callable[[], object]) -> None:
-        """Call `callback` when this optimizer is released: by `release`, or because its model is sharded anew."""
+        """Call `callback` when this optimizer is released: by `release`, or because its model is sharded again."""
         self._on_release.append(callback)
 
     def _check_in_use(self) -> None:
         if self.released:
             raise ZeroStateError(
                 "this optimizer was released: release() was called (or destroy() of its engine), or its model was"
-                " sharded anew; use the optimizer that dsx_zero.shard returned last"
+                " sharded again; use the optimizer that dsx_zero.shard returned last"
             )
         if self._unusable is not None:
             raise ZeroStateError(self._unusable)

@@ -1,12 +1,12 @@
-"""Re-planning in place: a sharded model is laid out anew because more of it trains than when it was sharded.
+"""Re-planning in place: a sharded model gets a new layout because more parameters train than when it was sharded.
 
-Parameters stay in their units. Inside a unit, what trains and what does not lies in different flat groups, so a
-parameter that trains from now on moves from one group into another. Groups that do not change stay as they are
-(`Kept`); of the others the masters and the optimizer's states move by name, one parameter at a time: every rank gets
-the whole of it and keeps what it owns now. Nothing is rounded.
+Parameters stay in their units. Inside a unit, trainable and frozen parameters are in different flat groups, so a
+parameter that is trained from now on moves from one group to another. Groups that do not change stay the same objects
+(`Kept`). Masters and optimizer states of the other groups move by name, one parameter at a time: every rank gets
+the whole parameter and keeps what it owns now. Nothing is rounded.
 
 First everything that can fail is done, and the ranks agree that they want the same (`Replanner.prepare`); then the
-layout changes on all of them (`Prepared.carry_out`). Gradients do not move: there must be none that a step has not
+layout changes on all of them (`Prepared.carry_out`). Gradients do not move: there must be none that no step has
 used. Left out are parameters that are new in the model, and optimizers that communicate by themselves.
 """
 
@@ -38,20 +38,20 @@ from .step.masters import Master, Masters
 
 __all__ = ["Prepared", "Replanner"]
 
-_CALL = "dsx_zero, laying the model out anew (add_param_group, replan, or a parameter was unfrozen)"
+_CALL = "dsx_zero, changing the layout of the model (add_param_group, replan, or a parameter was unfrozen)"
 
 _STALE = (
-    "the model was laid out anew (add_param_group, replan, or a parameter was unfrozen) since the forward that this"
-    " backward belongs to; expected a forward behind it: run the forward again"
+    "the model was given a new layout (add_param_group, replan, or a parameter was unfrozen) after the forward of this"
+    " backward; expected a forward after the change: run the forward again"
 )
 _GONE = (
-    "the gradients of the last step went when the model was laid out anew, and this backward would have been added to"
-    " them; call optimizer.zero_grad() behind the step, as before any backward of a new update"
+    "the gradients of the last step were dropped when the model was given a new layout, and this backward would have"
+    " been added to them; call optimizer.zero_grad() after the step, as before any backward of a new update"
 )
 
 
 class Replanner:
-    """Lays one model out anew, by the recipe that it was sharded with."""
+    """Changes the layout of one model, by the recipe that it was sharded with."""
 
     def __init__(self, builder: Builder) -> None:
         self._builder = builder
@@ -211,7 +211,7 @@ class _Moves:
 
     @classmethod
     def of(cls, old: StepParts, by_name: Mapping[str, tuple[Master, ...]], kept: Kept, planned: Planned) -> _Moves:
-        """Raises ZeroStateError for states that cannot be divided anew."""
+        """Raises ZeroStateError for states that cannot be divided again."""
         run, places, moves = old.runtime, {}, []
         for unit in run.units:
             for group in unit.trainable:

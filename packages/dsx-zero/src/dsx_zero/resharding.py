@@ -1,8 +1,7 @@
-"""A model that is sharded already is sharded anew: its optimizer is released and its parameters are made ready to be
+"""Shards a model again that is sharded already: its optimizer is released, and its parameters are prepared to be
 divided again.
 
-What the earlier optimizer knew beyond the parameters (masters of more digits, states) is not carried over: that is what
-checkpoints are for.
+Masters with more digits than the parameters, and optimizer states, are not kept; use a checkpoint for that.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 def release_model(model: nn.Module) -> bool:
-    """Release the optimizer that shards `model`, so that the model can be sharded anew. Collective.
+    """Release the optimizer that shards `model`, so that the model can be sharded again. Collective.
 
     That optimizer cannot step any more, and an engine around it is destroyed; a warning says so. Parameters that are
     partitioned stay so, under the same objects.

@@ -1,6 +1,6 @@
 """A linear layer as a grid of small ones, so that stage 3 has only one tile's weights gathered at a time.
 
-Tile (o, i) maps input slice i to output slice o; the outputs of one row are summed. Every tile is a unit of its own.
+Tile (o, i) maps input slice i to output slice o; the outputs of one row are summed. Every tile is a separate unit.
 Sizes that do not divide are split as evenly as possible, the first parts one larger.
 """
 

@@ -1,9 +1,9 @@
 """Different numbers of forwards on each rank, outside training: generation until a stop token, evaluation of uneven
 parts of a data set.
 
-At stage 3 a forward gathers parameters from all ranks. So a rank that has finished must go on giving its shards until
-the other ranks have finished too. The idea is that of `torch.distributed.algorithms.Join`. It is for forwards without
-gradients only: training steps meet at the optimizer step.
+At stage 3 a forward gathers parameters from all ranks. So a rank that has finished must still send its shards until
+the other ranks have finished too. The idea is that of `torch.distributed.algorithms.Join`. It is only for forwards
+without gradients: in training all ranks wait for each other at the optimizer step.
 """
 
 from __future__ import annotations

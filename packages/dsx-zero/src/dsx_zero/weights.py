@@ -1,12 +1,12 @@
 """`load`: fill a model from files of weights, each rank reading only what it keeps.
 
-Works on an ordinary model, on one that `Init` has divided (on the meta device too), and on one that is sharded and
-trains. Everything that can be known beforehand is checked before the first value changes, and on all ranks together:
-the files are there and whole, names and shapes fit. Then parameters are read in ranges of at most `_AT_ONCE` elements,
-straight to where this rank keeps them: the device, host memory or disk. No rank holds a whole model.
+It works on an ordinary model, on one that `Init` has divided (on the meta device too), and on one that is sharded and
+is being trained. All ranks check together, before the first value changes, that the files exist and are complete and
+that names and shapes match. Then parameters are read in ranges of at most `_AT_ONCE` elements,
+directly to where this rank keeps them: the device, host memory or disk. No rank holds a whole model.
 
-Left out: files that are not safetensors, and whole names of experts and slices that only some ranks hold (their local
-names are looked for).
+Left out: files that are not safetensors, and global names of experts and slices that only some ranks hold (files must
+have their local names).
 """
 
 from __future__ import annotations

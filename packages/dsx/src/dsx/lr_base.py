@@ -75,7 +75,7 @@ class LRSchedule:
         if len(groups) > max(len(values), self._seen_groups):
             logger.warning(
                 "%s: parameter groups %d to %d were added after the schedule was made, and keep the rate they came"
-                " with; set group['lr'] in each step, or make a schedule anew, to change it",
+                " with; set group['lr'] in each step, or make a new schedule, to change it",
                 type(self).__name__,
                 max(len(values), self._seen_groups),
                 len(groups) - 1,

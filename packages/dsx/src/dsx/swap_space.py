@@ -112,7 +112,7 @@ class SwapSpace:
         if self._closed:
             raise dsx_zero.ZeroStateError(
                 f"this state lived on disk in {self.folder} and went with its engine (destroy(), or its model was"
-                " sharded anew); read parameters and save checkpoints before that"
+                " sharded again); read parameters and save checkpoints before that"
             )
 
     def close(self) -> None:

@@ -81,7 +81,7 @@ class MemoryBudget:
         ]
 
     def measure_again(self) -> None:
-        """Decide anew after the next forward pass in training; every rank calls it."""
+        """Decide again after the next forward pass in training; every rank calls it."""
         self._end()
         self._end, self.choice = (lambda: None), None
 

@@ -95,7 +95,7 @@ class ReuseResults(TorchDispatchMode):
         return True
 
     def __enter__(self) -> ReuseResults:
-        self._used.clear()  # every recomputation begins anew
+        self._used.clear()  # every recomputation starts from the beginning
         super().__enter__()
         return self
 

@@ -1,6 +1,6 @@
-"""Parameters on their way to the ranks.
+"""Gathers of parameters.
 
-`publishing` stages 1-2, after a step; `stage3` the parts of stage 3: `lifetime` when a unit is needed, `executor` its
-gathers, `hooks` and `side_outputs` how modules tell, `external` and `registry` which unit and model a parameter belongs
-to.
+`publishing` gathers after a step at stages 1-2. `stage3` has the parts of stage 3: `lifetime` decides when a unit is
+needed, `executor` gathers it, `hooks` and `side_outputs` observe the modules, `external` and `registry` find the unit
+and the model of a parameter.
 """

@@ -1,4 +1,6 @@
-"""Issues the gathers of units on a lane and frees them: the half of stage 3 that the order of collectives calls."""
+"""Issues the gathers of units on a lane and frees the units: the part of stage 3 that the order of collectives
+calls.
+"""
 
 from __future__ import annotations
 

@@ -112,8 +112,8 @@ class UnitHooks:
             self._register(module)
 
     def serve(self, units: Sequence[PartitionedUnit], lifetime: GatherLifetime, keeps: Any) -> None:
-        """The model is laid out anew: do the same for these units. Hooks stay where they are, because torch has listed
-        those of a forward that is about to begin.
+        """The model is given a new layout: do the same for these units. Hooks stay where they are, because torch has
+        listed those of a forward that is about to begin.
         """
         forwards, names = self._forwards, self._names
         before = forwards.by_module

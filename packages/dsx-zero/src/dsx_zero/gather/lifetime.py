@@ -6,8 +6,8 @@ nodes in the reverse order of their creation, so that every node of that forward
 input (the first block of a model, the root) ends when all gradients of the unit are complete, at the latest when
 backward ends.
 
-Recomputation (activation checkpointing) is a forward inside a backward. It takes the unit and does not let go of it;
-the backward that follows does. Recomputation may stop in the middle (torch's early stop), so nothing depends on its
+Recomputation (activation checkpointing) is a forward inside a backward. It takes the unit and does not release it;
+the backward that follows does. Recomputation may stop in the middle (torch's early stop), so no code depends on its
 end.
 
 ``Order`` decides on the order of the collectives. ``GatherLifetime`` calls it, and it calls ``GatherExecutor``.

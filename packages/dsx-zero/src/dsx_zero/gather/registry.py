@@ -1,6 +1,6 @@
-"""Which models of this process are sharded at stage 3, for functions that are given a module or a parameter only.
+"""Which models of this process are sharded at stage 3, for functions that get only a module or a parameter.
 
-Both sides of an entry are weak references: it goes with its model.
+Both sides of an entry are weak references, so an entry disappears with its model.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tensors through which backward can enter a module although its forward did not return them as tensors.
 
-* *Side outputs*: what a forward left on its modules (auxiliary losses as attributes).
-* *Iterators*: what it returned as a generator, `map`, `zip` or `iter(...)`. Looking inside would use them up, so they
-  are replaced by ones that look at each item when it is taken.
+* *Side outputs*: tensors that a forward stored on its modules (auxiliary losses as attributes).
+* *Iterators*: outputs that are a generator, `map`, `zip` or `iter(...)`. A search would consume them, so they
+  are replaced by iterators that check each item when it is taken.
 
 Each module is searched once per forward, by the innermost hooked module around it, which passes on what it found.
 """
@@ -50,7 +50,7 @@ def watch_iterators(value: Any, watch: Callable[[Any], None]) -> Any:
     """`value` with every iterator in it replaced by one that calls `watch(item)` before it gives an item away.
 
     Looks into tuples, lists, mappings, dataclasses and attributes of other objects, as `tensors_in` does. What can be
-    changed in place stays the same object; a tuple around an iterator is made anew.
+    changed in place stays the same object; a tuple around an iterator is made again.
     """
     return _Replacer(watch).visit(value)
 

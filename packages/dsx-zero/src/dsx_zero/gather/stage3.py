@@ -1,7 +1,7 @@
 """Stage 3 of one model: its units, made first, and the object that publishes their values.
 
-`partition` divides the model. The gathers, their order, the lifetime of what is gathered and the reductions are made of
-its units (`api`), and `Stage3` of all of these: it puts the hooks on and is complete when it is made.
+`partition` divides the model into units. From these `building` makes the gathers, their order, the lifetimes and the
+reductions, and from all of them a `Stage3`, which installs the hooks.
 
 Small parameters (``stage3_param_persistence_threshold``) are one unit that stays whole, as at stage 2: its shard is
 part of its whole buffer, and it is gathered once per optimizer step.
@@ -142,7 +142,7 @@ class Stage3:
         self.hooks.remove()
 
     def end(self) -> None:
-        """Take all hooks off and leave the modules with partitioned parameters: the model is about to be sharded anew.
+        """Take all hooks off and leave the modules with partitioned parameters: the model is about to be sharded again.
 
         Needed where the optimizer was dropped without `release`: the hooks keep this object, and it keeps the
         gradients.

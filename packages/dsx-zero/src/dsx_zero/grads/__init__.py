@@ -1,6 +1,6 @@
-"""Gradients: from their arrival in a backward to the reduced gradient of what this rank keeps.
+"""Gradients: from their arrival in a backward to the reduced gradients that this rank keeps.
 
-`gradients` when they arrive and when they are due, `reductions` those of one model, `buffers` those of one flat group,
-`reduction` moving them, `averaging` who averages, `sharded` and `access` what `.grad` is when a gradient is divided,
-`unused` parameters that got none.
+`gradients` knows when they arrive and when they must be reduced, `reductions` has those of one model, `buffers` those
+of one flat group, `reduction` sends them, `averaging` says whether dsx-zero averages them, `sharded` and `access` have
+`.grad` of a divided gradient, `unused` finds parameters that got none.
 """

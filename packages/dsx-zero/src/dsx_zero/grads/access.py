@@ -3,8 +3,8 @@
 Every `ShardedGradient` has a `GradientPlace`; its communication is done here. An ordinary step, in which the user does
 nothing to `.grad`, uses nothing of this file.
 
-Norms are computed for all parameters at once and kept until the gradients change: `clip_grad_norm_` asks for one after
-the other, and one collective serves them all.
+Norms are computed for all parameters at once and kept until the gradients change: `clip_grad_norm_` asks for them one
+by one, but this needs only one collective.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ ends. Gradients that arrive after their unit was reduced are kept, and reduced i
 Changes that users make to `.grad` between two backwards (`model.zero_grad()`, `p.grad = None`, other tensors) are
 noticed when the next backward begins, at the step, and whenever gradients are read.
 
-With one rank, and gradients that accumulate in the dtype of their parameters, nothing of this is needed:
+With one rank, and gradients that accumulate in the dtype of their parameters, none of this is needed:
 `LocalGradients` reads autograd's `.grad`.
 """
 

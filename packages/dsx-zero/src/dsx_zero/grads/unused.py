@@ -1,5 +1,5 @@
 """`ignore_unused_parameters: false`: a trainable parameter that got no gradient since the last step is an error, on
-every rank alike.
+every rank.
 
 By default a parameter without a gradient counts as zeros. The setting is for finding a branch of the model that was
 forgotten.

@@ -1,6 +1,6 @@
 """The order of collectives, on which all ranks agree.
 
-`schedule` frozen data and the rule of agreement, `agreed` following and checking it, `evaluation` that of forwards
-without gradients, `replay` one rank's way through it, `channel` words between ranks, `executor` what it has executed,
-`backward` which backward runs.
+`schedule` has frozen data and the rule of agreement, `agreed` follows and checks a schedule, `evaluation` has the
+schedule of forwards without gradients, `replay` one rank's position in a schedule, `channel` sends words between ranks,
+`executor` executes operations, `backward` knows which backward runs.
 """

@@ -12,13 +12,13 @@ operation and for any others that are due before it. There are two modes:
   need that the rest of the schedule does not have is a deviation: the rank completes the schedule and posts; the other
   ranks take part when they come to their boundary.
 
-Forwards without gradients have a schedule of their own (``evaluation``). A rank that trains after them says so in one
-round, in which it takes part in what other ranks still evaluate.
+Forwards without gradients have their own schedule (``evaluation``). A rank that trains after them says so in one
+round, in which it takes part in the gathers of ranks that still evaluate.
 
 At the boundary the ranks compare a checksum of what they executed, and learn which ranks deviated and where. After two
 steps with deviations in a row the schedule is dropped, and the ranks agree until a step is uniform again.
 
-It leaves out what the operations do (``Executor``) and how words travel (``Channel``).
+Left out: what the operations do (``Executor``) and how words are sent (``Channel``).
 """
 
 from __future__ import annotations

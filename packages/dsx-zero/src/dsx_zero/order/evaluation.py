@@ -1,15 +1,16 @@
 """The order of gathers in forwards without gradients: evaluation, generation.
 
-When all ranks have asked for the same gathers in two such forwards, one after the other, those become the schedule of
-the following ones: nothing is asked per unit any more, and gathers are issued ahead of their use. Two rounds of words
-are left in each forward. The one at its beginning (`Kind.FORWARD_BEGIN`) tells ranks that run fewer forwards to take
-part; the rank that begins does not wait for it. The one at its end makes sure that no rank needs a gather that the
-schedule does not have before any rank goes back to its user, whose own collectives would wait for that rank.
+When all ranks have asked for the same gathers in two such forwards in a row, these become the schedule of the following
+ones: the ranks no longer ask for each unit, and gathers are issued before their use. Each forward still has two rounds
+of words. The round at its beginning (`Kind.FORWARD_BEGIN`) tells ranks that run fewer forwards to take part; the rank
+that begins does not wait for it. The round at its end makes sure that no rank needs a gather that the schedule does not
+have, before any rank returns to the user's code, whose own collectives would wait for that rank.
 
-A need beyond the schedule drops it, on all ranks and in the round that tells of it; the schedule of the training step
-stays. So does it where every rank passes by a gather: it is not needed any more.
+If a rank needs a gather that the schedule does not have, all ranks drop the schedule in the round in which they learn
+of it; the schedule of the training step stays. They also drop it if every rank skips a gather, because that gather is
+not needed any more.
 
-This file holds what is known and how it is learnt from rounds; `agreed` asks and executes.
+This file has the state and how it changes with each round; `agreed` asks and executes.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class EvaluationOrder:
             self._learn(operation, alike)
         elif any(post.operation.kind is Kind.GATHER for post in evaluating):
             needs = [f"rank {r} needed {p.operation}" for r, p in enumerate(posts) if p.operation.kind is Kind.GATHER]
-            _log.debug("the order of forwards without gradients is agreed on anew: %s", "; ".join(needs))
+            _log.debug("the order of forwards without gradients is agreed on again: %s", "; ".join(needs))
             self._drop()
             self._learn(operation, alike)
             self._uniform = False  # the record has not the beginning of this forward

@@ -1,7 +1,8 @@
-"""`Order`: what a rank tells while it computes, so that all ranks execute the same collectives in the same order.
+"""`Order`: a rank reports its needs to it while it computes, so that all ranks execute the same collectives in the same
+order.
 
-`AgreedOrder` (`agreed`) is that of several ranks; `NullOrder` executes every need as it comes. `Channel` and
-`EditWatch` are what an `AgreedOrder` is given.
+`AgreedOrder` (`agreed`) is for several ranks; `NullOrder` executes every need immediately. `Channel` and
+`EditWatch` are arguments of an `AgreedOrder`.
 """
 
 from __future__ import annotations

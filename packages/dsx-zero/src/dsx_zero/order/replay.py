@@ -1,4 +1,4 @@
-"""One rank's way through a frozen schedule."""
+"""One rank's position in a frozen schedule."""
 
 from __future__ import annotations
 

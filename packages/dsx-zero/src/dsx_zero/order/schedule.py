@@ -1,9 +1,9 @@
 """Orders of collectives as data: operations, posts, the decision all ranks take from them, and the frozen record of a
 step.
 
-Pure: nothing here communicates, allocates or knows a tensor. ``decide`` is the agreement: every rank sees the same
-posts and so computes the same answer. ``Schedule`` is a step as it was agreed once; it can be printed, hashed and
-validated.
+Pure functions and data: there is no communication and there are no tensors. ``decide`` is the agreement: every rank
+sees the same posts and so computes the same answer. ``Schedule`` is the record of an agreed step; it can be printed,
+hashed and validated.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Parameters: the flat buffers they lie in, and what their users see between uses at stage 3.
+"""Parameters: their flat buffers, and the objects that users see between uses at stage 3.
 
-`flat` and `memory` the buffers, `storage` and `partitioned_unit` memory that comes and goes, `partitioned` (with
-`sources`, `partitioned_view`, `tensor_kinds`, `conversions`, `tensors`) the parameter without values, `whole` reading
-and writing whole tensors of which each rank holds a slice, `init` parameters that are partitioned when they are made,
-`restored` what an object of before stands for now.
+`flat` and `memory` have the buffers, `storage` and `partitioned_unit` memory that is freed and filled again,
+`partitioned` (with `sources`, `partitioned_view`, `tensor_kinds`, `conversions`, `tensors`) the parameter without
+values, `whole` reads and writes whole tensors of which each rank holds a slice, `init` partitions parameters when they
+are made, `restored` finds the present parameter of an earlier object.
 """

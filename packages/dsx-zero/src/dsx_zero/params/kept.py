@@ -1,4 +1,4 @@
-"""What a new layout of a sharded model takes over from the one before: the flat groups that both have.
+"""The flat groups that a new layout of a sharded model keeps from the previous one.
 
 Re-planning regroups the parameters inside units. A group with the same parameters, the same ranks and the same places
 of its state stays the same object, with its memory, its masters and the hooks on its parameters; nothing of it is

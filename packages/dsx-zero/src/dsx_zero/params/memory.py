@@ -1,13 +1,14 @@
 """Memory of the flat buffers that take part in collectives: ordinary memory, or memory that the ranks of a host share.
 
-In shared memory an all-gather reads the peers' shards straight into its destination, and reductions read the peers'
-gradients where they lie: nothing is staged. `dsx_comm` has such memory for host tensors on groups of the "dsx" backend;
-everywhere else this is `torch.empty`. Shared memory has no name in the file system, so that a killed process leaves
-nothing behind, and it is freed with the last tensor over it. Each rank has a part of its own, which other ranks read
-and write inside collectives only: ranks never share a parameter.
+In shared memory an all-gather reads the peers' shards directly into its destination, and reductions read the peers'
+gradients in place, without a staging copy. `dsx_comm` has such memory for host tensors on groups of the "dsx" backend;
+otherwise `torch.empty` is used. Shared memory has no name in the file system, so that a killed process leaves
+no files, and it is freed with the last tensor over it. Each rank has its own part, which other ranks read
+and write only inside collectives: ranks never share a parameter.
 
-Making it is collective. Buffers that last (parameters, shards) are made one by one. Whole gradients come and go at
-different times on each rank; they are taken from a pool, whose address space the ranks make together at the start.
+Allocation is collective. Long-lived buffers (parameters, shards) are allocated one by one. Whole gradients are
+allocated and freed at different times on each rank; they come from a pool, whose address space the ranks reserve
+together at the start.
 """
 
 from __future__ import annotations

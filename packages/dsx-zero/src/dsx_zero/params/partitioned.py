@@ -1,4 +1,4 @@
-"""A parameter whose values are spread over the ranks, as its user sees it between uses.
+"""A parameter whose values are divided among the ranks, as its user sees it between uses.
 
 ``PartitionedParameter`` is a wrapper tensor: shape, dtype, device and ``requires_grad`` are the logical ones, and it
 holds no values. An operation on it does one of six things, depending on which operation it is:

@@ -1,8 +1,8 @@
-"""A unit of stage 3 at run time: its shards, the storage its parameters are gathered into, and the two faces of each
+"""A unit of stage 3 at run time: its shards, the storage its parameters are gathered into, and the two objects of each
 parameter.
 
-Every parameter has two objects for life: a plain ``nn.Parameter``, a view into the gathered storage, which modules hold
-while the unit is in use, and a ``PartitionedParameter``, which they hold otherwise. ``swap_in`` and ``swap_out``
+Every parameter has two permanent objects: a plain ``nn.Parameter``, a view into the gathered storage, which modules
+hold while the unit is in use, and a ``PartitionedParameter``, which they hold otherwise. ``swap_in`` and ``swap_out``
 exchange them wherever the model has the parameter (a tied one has several places).
 """
 
@@ -179,7 +179,7 @@ class PartitionedUnit:
         self._places: list[Place] = []
 
     def renumber(self, plan: UnitPlan) -> None:
-        """The model is laid out anew, and this unit has another number: `plan` has the same groups."""
+        """The model is given a new layout, and this unit has another number: `plan` has the same groups."""
         self.plan, self.index, self.name = plan, plan.index, str(plan)
 
     def plain_of(self) -> dict[int, nn.Parameter]:

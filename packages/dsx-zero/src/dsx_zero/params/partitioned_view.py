@@ -1,8 +1,8 @@
 """Parts of a partitioned parameter: what `p[3]`, `p.data[:, 0]`, `p.t()` or `p.chunk(3)` are outside of a forward.
 
-Initialisation code writes parts (`nn.init.zeros_(weight[padding_idx])`), so a view has to lead such writes to its
-parameter. It is a wrapper like the parameter itself, without values; its source asks the parameter's. What torch copies
-(`p[[0, 2]]`) is no view here either.
+Initialisation code writes parts (`nn.init.zeros_(weight[padding_idx])`), so a view must pass such writes to its
+parameter. It is a wrapper like the parameter itself, without values; its source uses the parameter's source. An index
+for which torch makes a copy (`p[[0, 2]]`) gives no view here either.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Partitioned parameters become whole ones again: those that stay whole at stage 3, and all of them below stage 3.
 
-The modules get an ordinary `nn.Parameter` in their place. The partitioned object, which an optimizer or a list of
-parameters may still hold, leads to the new one: reading, in-place writes and accessors work on the parameter that
-trains.
+The modules get an ordinary `nn.Parameter` instead. The partitioned object, which an optimizer or a list of
+parameters may still hold, refers to the new one: reading, in-place writes and accessors work on the parameter that
+is trained.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`ParameterSource`: what a partitioned parameter asks for its values."""
+"""`ParameterSource`: gives a partitioned parameter its values."""
 
 from __future__ import annotations
 

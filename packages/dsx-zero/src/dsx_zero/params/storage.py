@@ -1,8 +1,8 @@
-"""The memory behind a unit's gathered parameters: one storage object for life, resized to zero between uses.
+"""The memory of a unit's gathered parameters: one permanent storage object, resized to zero between uses.
 
-The idea: autograd saves *tensors*, and a tensor keeps its storage object. If the object stays and only its bytes come
-and go, everything saved during forward (parameters, transposes, slices of them) finds its data again once the bytes are
-back. Two rules make that exact:
+The idea: autograd saves *tensors*, and a tensor keeps its storage object. If the object stays and only its memory is
+freed and filled again, all tensors saved during forward (parameters, transposes, slices of them) have their data again
+after the refill. Two rules make that exact:
 
 * bytes are written through ``fill``, a tensor over the same storage with a version counter of its own, so that a refill
   is not an in-place change to what autograd saved (the effect of ``torch.autograd._unsafe_preserve_version_counter``,
@@ -10,8 +10,8 @@ back. Two rules make that exact:
 * after an optimizer step the counter of ``base``, which is that of all views, is moved, so that a backward through a
   graph of before the step raises torch's own error, as it does without sharding.
 
-What it leaves out: who needs the bytes and when (gather/lifetime.py), and where they come from (the collectives).
-Reading a view while ``allocated`` is false ends the process; no such view may be reachable then.
+Left out: which code needs the bytes and when (gather/lifetime.py), and where they come from (the collectives).
+Reading a view while ``allocated`` is false crashes the process; no such view may be reachable then.
 """
 
 from __future__ import annotations

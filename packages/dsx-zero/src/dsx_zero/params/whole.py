@@ -1,4 +1,4 @@
-"""Reading and writing one whole parameter whose elements are spread over the ranks' shards. Collective.
+"""Reading and writing one whole parameter whose elements are divided among the ranks' shards. Collective.
 
 Used outside training's own passes (``full_tensor``, in-place writes, saving); passes gather whole units instead.
 """

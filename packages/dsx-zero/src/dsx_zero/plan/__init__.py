@@ -1,5 +1,6 @@
-"""Which parameters are gathered, reduced and freed together, and who owns which slice: frozen data, no communication.
+"""Which parameters are gathered, reduced and freed together, and which rank owns which slice: frozen data, no
+communication.
 
-`layout` slices of flat buffers, `units` the division of a model, `leaves` modules that are marked as one unit,
-`rank_sets` and `secondary` which ranks share a buffer, and second groups of ranks beside those.
+`layout` has the slices of flat buffers, `units` the division of a model, `leaves` the modules that are marked as one
+unit; `rank_sets` and `secondary` say which ranks share a buffer, and which second groups of ranks there are.
 """

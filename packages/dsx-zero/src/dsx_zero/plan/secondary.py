@@ -1,4 +1,5 @@
-"""Further groups of ranks beside the one that shares a buffer: copies (hybrid sharding, MiCS) and near ranks (hpZ)."""
+"""Second groups of ranks, in addition to the one that shares a buffer: copies (hybrid sharding, MiCS) and near ranks
+(hpZ)."""
 
 from __future__ import annotations
 

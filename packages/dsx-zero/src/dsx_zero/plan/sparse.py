@@ -1,7 +1,7 @@
-"""Which parameters have gradients of rows: the weights of `nn.Embedding` and `nn.EmbeddingBag` with `sparse=True`.
+"""Which parameters have sparse row gradients: the weights of `nn.Embedding` and `nn.EmbeddingBag` with `sparse=True`.
 
-A weight that something else uses too, such as a head that is tied to the embedding, has a dense gradient and is none of
-them.
+A weight that another module uses too, such as a head that is tied to the embedding, has a dense gradient and is not
+one of them.
 """
 
 from __future__ import annotations

@@ -182,7 +182,7 @@ def _check_complete(inner: Any, master: Master, keys: list[str], kinds: Mapping[
         raise ZeroStateError(
             f"{master.name}: got the optimizer states {', '.join(sorted(keys))}; expected those of "
             f"{type(inner).__name__}, which also keeps {', '.join(sorted(missing))}; load without optimizer states to "
-            "begin them anew"
+            "start them again"
         )
 
 

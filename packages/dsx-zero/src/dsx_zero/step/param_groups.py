@@ -147,7 +147,7 @@ def checked_state(state: Any, find: Callable[[Any], object | None]) -> Mapping[A
     """
     if not isinstance(state, MutableMapping) or any(isinstance(k, torch.Tensor) and find(k) is not None for k in state):
         raise ZeroStateError(
-            "optimizer.state = ...: got states of whole parameters, expected an empty mapping, which begins them anew;"
+            "optimizer.state = ...: got states of whole parameters, expected an empty mapping, which starts them again;"
             " to load states use load_state_dict, or set them one by one with dsx_zero.safe_set_full_optimizer_state"
         )
     return state

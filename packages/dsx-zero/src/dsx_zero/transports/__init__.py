@@ -1,6 +1,6 @@
-"""How a flat buffer travels between the ranks that share it (architecture, C17).
+"""How a flat buffer is sent between the ranks that share it (architecture, C17).
 
-`protocol` what a transport is; `gathers` the values as they are; `reductions` sums and means of gradients, as they are,
-in another dtype, in pieces, or over copies; `quantized` both with fewer bits; `levels` gathers that know of nodes,
-which `nodes` finds; `errors` what quantised messages left out, in checkpoints; `chosen` which of them a model has.
+`protocol` defines a transport; `gathers` sends the exact values; `reductions` has sums and means of gradients, exact,
+in another dtype, in pieces, or over copies; `quantized` has both with fewer bits; `levels` has gathers that use nodes,
+which `nodes` finds; `errors` saves quantisation errors in checkpoints; `chosen` chooses the transports of a model.
 """

@@ -1,8 +1,8 @@
-"""The benefit gate of ZeRO++: at the start one line says whether what the configuration asks for saves time on these
-links with these units, and with `zeropp_gate.mode: "auto"` what does not is left out.
+"""The benefit gate of ZeRO++: at the start one line says whether the configured settings save time on these links with
+these units; with `zeropp_gate.mode: "auto"` settings that do not are left out.
 
-Rates come from the configuration, or are measured once, in a fraction of a second. The arithmetic is `gate`. All ranks
-decide by the same numbers. Experts, which few ranks share, are not looked at.
+Rates come from the configuration, or are measured once, in a fraction of a second. The arithmetic is in `gate`. All
+ranks decide by the same numbers. Experts, which only some ranks share, are not considered.
 """
 
 from __future__ import annotations

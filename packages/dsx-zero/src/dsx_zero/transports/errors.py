@@ -1,6 +1,6 @@
-"""Errors of quantised messages in checkpoints: what messages left out by the time of the save is made up for after it.
+"""Errors of quantised messages in checkpoints: after a load the errors from before the save are still compensated.
 
-A transport that keeps errors shows them per flat group as `FlatError`s, ranges of the group's flat buffer; in a
+A transport that keeps errors returns them per flat group as `FlatError`s, ranges of the group's flat buffer; in a
 checkpoint they are ranges of parameters (`ParamSlice.ranges`) under names with an "@", by which other parts know that
 not every job has them:
 
@@ -8,9 +8,9 @@ not every job has them:
     gradient_error@R            of the first hop; rank R's of all elements
     gradient_error_between@N    of the second hop; each rank of node N those of the elements it adds up
 
-A job of the same ranks and nodes goes on with the same bits. In another one every rank takes the mean of what all of
-them were to make up for: what reaches the parameters in the end is the same. Not kept: how many steps LoCo's
-`reset_T` has counted.
+A job with the same ranks and nodes goes on with the same bits. In a job with another layout every rank takes the mean
+of all ranks' errors, so that the sum that reaches the parameters in the end is the same. Not kept: how many steps
+LoCo's `reset_T` has counted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Does it pay to send less? An estimate of the time that parameters and gradients are on their way in one forward and
-backward pass, with and without each part of ZeRO++: plain arithmetic.
+"""Estimates the time to send parameters and gradients in one forward and backward pass, with and without each part of
+ZeRO++: plain arithmetic.
 
-For a buffer of S bytes among N ranks, D on each of the nodes, s = S / N, of what one rank sends
+For a buffer of S bytes among N ranks, D on each node, with s = S / N, one rank sends
 
     gather or reduce-scatter over all    (nodes - 1) s between nodes, the rest of (N - 1) s inside; N - 1 messages
     gather in two levels                 the same bytes; nodes - 1 messages between, D - 1 inside
@@ -9,8 +9,8 @@ For a buffer of S bytes among N ranks, D on each of the nodes, s = S / N, of wha
     quantised reduce-scatter             (D - 1) / D S inside, then (nodes - 1) s between, both in fewer bits
 
 where the bytes between nodes are the least that have to cross, divided evenly among the ranks of a node. Time is
-latency of the messages, bytes by rate, and the arithmetic of quantisation. What computation hides is not counted: where
-it hides everything, sending less saves nothing.
+latency of the messages, bytes by rate, and the arithmetic of quantisation. Overlap with computation is not counted: if
+computation hides all messages, sending less saves nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gathers that send the values as they are."""
+"""Gathers that send the exact values."""
 
 from __future__ import annotations
 

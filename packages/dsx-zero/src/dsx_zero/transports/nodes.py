@@ -1,4 +1,4 @@
-"""Which ranks of a set stand on one node, and groups along and across the nodes."""
+"""Which ranks of a set are on one node, and groups inside and across the nodes."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""`Transport`: carries one flat buffer between the ranks that share it, for gathers and for reductions alike.
+"""`Transport` sends one flat buffer between the ranks that share it, for gathers and for reductions.
 
-A transport is told whose buffer it carries, so that it can keep things that belong to a flat group: a prepared
+A transport gets the flat group of its buffer, so that it can keep data that belongs to the group: a prepared
 collective, scales and errors of quantised values, a second copy inside a node. It runs as a job of a lane: `start`
-encodes and issues the collective. Its result is decoded where it is waited for, on a CUDA device on the lane's stream.
+encodes and issues the collective. The result is decoded when it is waited for, on a CUDA device on the lane's stream.
 
-A new transport is one class in this folder. Left out: where shards come from (`homes`), and when buffers travel
+A new transport is one class in this folder. Left out: where shards come from (`homes`), and when buffers are sent
 (`gather`, `grads`).
 """
 

@@ -1,7 +1,7 @@
 """Quantised gathers of parameters (qwZ) and reductions of gradients (qgZ), ZeRO++ (arXiv:2306.10209).
 
-Values travel as integers in blocks with a scale each (`dsx_comm.compressed`). What cannot be quantised, such as float64
-or integers, travels as it is.
+Values are sent as integers in blocks with a scale each (`dsx_comm.compressed`). Values that cannot be quantised, such
+as float64 or integers, are sent unchanged.
 """
 
 from __future__ import annotations

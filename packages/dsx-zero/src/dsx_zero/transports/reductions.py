@@ -1,4 +1,4 @@
-"""Reductions of gradients: as they are, in another dtype, and in pieces of a greatest size.
+"""Reductions of gradients: exact, in another dtype, and in pieces of a maximum size.
 
 A stage has one kind of reduction: stage 0 all-reduces in place, stages 1-3 scatter.
 """

@@ -1,9 +1,10 @@
-"""Phase 2 of a save: which bytes lie where and which rank writes them. Pure arithmetic over what the ranks announced.
+"""Phase 2 of a save: the place of each tensor's bytes, and the rank that writes them. Pure arithmetic over the
+announcements of the ranks.
 
 All ranks compute the same plan from the same announcements, so that no rank has to be told what to write. Files are
-filled up to a size limit; inside a file tensors lie back to back (safetensors allows no holes), wide dtypes first, so
-that each element is aligned. What several ranks hold (a replica) is written by the lowest of them; the others only hash
-theirs.
+filled up to a size limit; inside a file tensors are back to back (safetensors allows no holes), wide dtypes first, so
+that each element is aligned. Replicas (bytes that several ranks hold) are written by the lowest of these ranks; the
+others only hash theirs.
 """
 
 from __future__ import annotations

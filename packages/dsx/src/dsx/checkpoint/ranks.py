@@ -1,7 +1,7 @@
-"""The few words that ranks exchange while they save or load.
+"""The small messages that ranks exchange while they save or load.
 
-Each rank moves its own ranges to and from the disk. What travels between ranks is the catalogue, the hashes, and
-whether a rank failed. Bytes of tensors travel only where the nodes share no file system (`nodes/transfers.py`).
+Each rank moves its own ranges to and from the disk. Ranks send each other the catalogue, the hashes, and
+whether a rank failed. They send bytes of tensors only if the nodes share no file system (`nodes/transfers.py`).
 """
 
 from __future__ import annotations

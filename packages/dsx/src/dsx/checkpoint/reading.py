@@ -1,6 +1,6 @@
 """Reading a committed checkpoint: regions of its tensors by name, verified while they are read.
 
-Who wrote a region, and in which stage or world size, does not matter. A load of several ranks is in `loading.py`.
+It does not matter which rank wrote a region, at which stage or world size. A load of several ranks is in `loading.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Loading a part of a checkpoint, or one whose names or number of rows differ from the model's.
 
-    Selection(only=(r"lora_",))                            # adapters alone; everything else stays as it is
+    Selection(only=(r"lora_",))                            # only adapters; everything else does not change
     Selection(key_mapping={r"^model\\.": "backbone."})      # names in the checkpoint -> names in the model
     Selection(padded_vocabulary=(r"embed_tokens", r"lm_head"))  # rows that the checkpoint does not have are zeros
 

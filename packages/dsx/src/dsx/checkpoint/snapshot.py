@@ -1,12 +1,12 @@
-"""Phase 1 of a save: what this rank contributes. Nothing is written and nothing is communicated.
+"""Phase 1 of a save: the list of this rank's tensors. It writes nothing and does not communicate.
 
-A snapshot names tensors in global coordinates: the name, shape and region that they have in the whole model. Where
+A snapshot names tensors in global coordinates: the name, shape and region that they have in the whole model. If
 model parallelism gives a rank a part of the model (a slice of a tensor, a stage of a pipeline, an expert), `places`
 says which part.
 
-Pieces hold views of living tensors, so that taking a snapshot costs nothing; training must wait until they are written.
-Values that are not in memory (`dsx_zero.StoredValues`) are read when their piece is written, and let go behind it.
-An asynchronous save replaces them by copies (`Piece.fetch`) and lets training go on.
+Pieces hold views of the tensors in use, so that taking a snapshot costs nothing; training must wait until they are
+written. Values that are not in memory (`dsx_zero.StoredValues`) are read when their piece is written, and freed
+afterwards. An asynchronous save replaces the pieces by copies (`Piece.fetch`), so that training can go on.
 """
 
 from __future__ import annotations

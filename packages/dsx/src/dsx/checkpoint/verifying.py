@@ -1,8 +1,8 @@
-"""Is a checkpoint what was written?
+"""Checks whether the files of a checkpoint have the bytes that were written.
 
-Two parts are checked apart: sizes and headers of files (`check_files`, cheap, at every load), and the bytes of tensors.
-The bytes that a load reads are hashed as they pass (`Verification`), so that nothing is read twice: where several ranks
-read parts of one chunk, they put their registers together (`crc.py`) instead of each reading the whole chunk.
+There are two separate checks: of sizes and headers of files (`check_files`, cheap, at every load), and of the bytes of
+tensors. The bytes that a load reads are hashed while they are read (`Verification`), so that nothing is read twice: if
+several ranks read parts of one chunk, they combine their registers (`crc.py`) instead of each reading the whole chunk.
 `verify_all` reads everything.
 """
 

@@ -335,7 +335,7 @@ class Checkpointer:
         state, rank_state = prepared.loaded.state, prepared.loaded.rank_state
         if rank_state is None and prepared.loaded.saved_by and not wanted.module_only and self.rank == 0:
             logger.info(
-                "load_checkpoint: saved by %d ranks, now %d: random states and what else belongs to a rank begin anew",
+                "load_checkpoint: saved by %d ranks, now %d: random states and other states of a rank are not loaded",
                 prepared.loaded.saved_by, self._ranks.world_size,
             )  # fmt: skip
         with Undo() as undo:
@@ -388,7 +388,7 @@ class Checkpointer:
                 undo.restore_state_of(part)
                 part.load_state_dict(state.parts[name])
             elif self.rank == 0:
-                logger.warning("load_checkpoint: it has no state of %s, which begins anew", name)
+                logger.warning("load_checkpoint: it has no state of %s, which is not changed", name)
         self._restore_objects(state.objects, undo, per_rank=False)
         self._compare_precision(state.precision)
         if state.data and counts_globally(loader):
@@ -413,7 +413,7 @@ class Checkpointer:
                 undo.restore_state_of(thing)
                 thing.load_state_dict(saved[name])
             elif self.rank == 0:
-                logger.warning("load_checkpoint: it has no state of the registered %s, which begins anew", name)
+                logger.warning("load_checkpoint: it has no state of the registered %s, which is not changed", name)
         others = [name for name in saved if name not in named]
         if others and self.rank == 0:
             logger.warning(

@@ -155,7 +155,7 @@ def fork_rank(said) -> bool:
 
 
 def begin_rank(worker, request: dict) -> None:
-    """Become the rank: what a fresh process has of its own is made anew."""
+    """Become the rank: state that a fresh process makes for itself is made again."""
     os.environ.clear()
     os.environ.update(request["env"])
     sys.argv = request["argv"]

@@ -288,7 +288,7 @@ def _check_elastic(options: LaunchOptions) -> None:
             " same command on every host with --no_ssh"
         )
     if options.elastic_training and options.node_rank is not None:
-        raise ResourceError("--elastic_training: hosts get their numbers anew in each round; leave --node_rank out")
+        raise ResourceError("--elastic_training: hosts get new numbers in each round; leave --node_rank out")
 
 
 def parse(argv: Sequence[str], *, prog: str = "dsx launch") -> LaunchOptions:

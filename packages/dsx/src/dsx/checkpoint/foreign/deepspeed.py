@@ -288,7 +288,7 @@ class _Part:
         if found is None:
             logger.warning(
                 "import: the optimizer's states do not say to which of the %d parameters each belongs, so the optimizer"
-                " begins anew", len(trained),
+                " starts from its initial state", len(trained),
             )  # fmt: skip
             return
         self.masters.update(found.masters)

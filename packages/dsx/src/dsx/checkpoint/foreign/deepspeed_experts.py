@@ -127,7 +127,7 @@ def add_expert_states(source: Source, parts: Sequence[Part], files: list[Path]) 
     known = files and _expert_states_without_names(source, parts[0], whole, files)
     known = known or (parts[0].optim and _expert_states_of_rows(source, parts[0], whole))
     if not known:
-        logger.warning("import: the optimizer's states of experts cannot be told apart; they begin anew")
+        logger.warning("import: the optimizer's states of experts cannot be told apart; they start from zero")
 
 
 def _expert_states_without_names(source: Source, part: Part, whole: tuple[str, ...], files: list[Path]) -> bool:

@@ -1,7 +1,7 @@
-"""Hashes of parts of tensors by the bytes of files in which they lie: are two copies alike, and which one is right?
+"""Hashes of parts of tensors by their bytes in files: are two copies equal, and which one is right?
 
-A chunk's hash is the xor of the registers of its parts (`crc.py`), whoever computes them. So a node that has a part of
-a chunk can say what it has in four bytes, and all nodes together can say whether that is what was saved.
+A chunk's hash is the xor of the registers of its parts (`crc.py`), on whichever node they are computed. So four bytes
+describe the part of a chunk that a node has, and all nodes together can check whether these are the saved bytes.
 """
 
 from __future__ import annotations

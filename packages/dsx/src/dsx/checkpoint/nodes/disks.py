@@ -1,4 +1,4 @@
-"""Saves and loads over the disks of the nodes, as `plan_save` and `prepare_load` want them."""
+"""Saves and loads over the disks of the nodes, with the interface of `plan_save` and `prepare_load`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What parts of checkpoints lie in the folders of nodes, and which of them make a whole. Needs no torch."""
+"""Finds the parts of checkpoints in the folders of nodes, and which of them are a whole checkpoint. Needs no torch."""
 
 from __future__ import annotations
 

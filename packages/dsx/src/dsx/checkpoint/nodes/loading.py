@@ -1,17 +1,17 @@
-"""A load where each node has a disk of its own: a checkpoint is put together from what all disks have of it.
+"""A load if each node has its own disk: a checkpoint is joined from its parts on all disks.
 
     1) list      each node says which tags it has, and which bytes of them (`node.json`)
-    2) choose    the newest tag of which all bytes lie on some disk
+    2) choose    the newest tag of which every byte is on some disk
     3) wish      every rank goes through its load without reading, and notes the regions that it asks for
     4) bring     bytes that a node needs and does not have are sent by nodes that have them, and written to its disk
     5) load      as from a folder that all ranks see (`loading.py`): every rank finds its bytes on its own node
 
-Where 4 or 5 finds bytes that are not those that were saved, they are mended from copies (`repairing.py`), and both are
-done once more.
+If 4 or 5 finds bytes that differ from the saved ones, they are repaired from copies (`repairing.py`), and both are
+done again.
 
-A node that lost its disk, or is new, has no folder of the tag: it gets one. So a load repairs what it needs, and is the
-same whatever the number of nodes and wherever a rank runs now. What a node has got stays on its disk and is noted in
-`node.json`.
+A node that lost its disk, or is new, has no folder of the tag, and gets one. So a load repairs what it needs, and works
+in the same way for any number of nodes and any place of a rank. Bytes that a node received stay on its disk and are
+noted in `node.json`.
 
 A save that was killed while the nodes gave their folders the new name leaves some of them under the name of an
 unfinished or a replaced checkpoint. These count too, if one node has finished: all folders were complete by then.

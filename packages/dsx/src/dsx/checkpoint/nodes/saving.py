@@ -1,8 +1,8 @@
-"""A save where each node has a disk of its own.
+"""A save if each node has its own disk.
 
-Each node's folder gets what its ranks hold: replicas on other nodes are written there too, so that each node finds at a
-load what it has saved. What the ranks of one node alone hold is then copied to the next node, so that every byte lies
-on two disks and the loss of one node loses nothing.
+Each node's folder gets the bytes that its ranks hold. Replicas are written on every node that holds them, so that at a
+load each node finds what it has saved. Bytes that only the ranks of one node hold are then copied to the next node, so
+that every byte is on two disks and the loss of one node loses nothing.
 
     1) make       the lowest rank of each node makes the files at full size, with room for its own bytes only
     2) write      every rank writes its pieces there
@@ -11,8 +11,8 @@ on two disks and the loss of one node loses nothing.
     4) complete   each node writes the index and `node.json` into its unfinished folder
     5) commit     each node renames its folder
 
-All ranks take every step together. When the first folder gets its name, all folders are complete. Only when all have
-their names are older checkpoints removed, so that at every moment one checkpoint can be put together from the disks.
+All ranks take every step together. When the first folder gets its name, all folders are complete. Older checkpoints are
+removed only after all folders have their names, so that at every moment one whole checkpoint is on the disks.
 
 Left out: links to unchanged files of the checkpoint before.
 """
