@@ -42,7 +42,7 @@ class OtherDeepSpeed:
 def activate() -> None:
     """Let `import deepspeed` give dsx's in this process; the environment and other processes stay as they are.
 
-    Child processes that are started anew need it too; `accelerate launch` and `torchrun` start such ones, so call it at
+    New child processes need it too; `accelerate launch` and `torchrun` start such processes, so call it at
     the top of the script.
 
     Raises:
@@ -68,7 +68,7 @@ def _forget_missing(name: str) -> None:
 
 
 def loaded_from() -> Path | None:
-    """The folder that the imported `deepspeed` lies in; None if none is imported."""
+    """The folder of the imported `deepspeed`; None if none is imported."""
     module = sys.modules.get("deepspeed")
     found = getattr(module, "__file__", None)
     return None if found is None else Path(found).resolve().parent.parent

@@ -21,7 +21,7 @@ __all__ = ["attach", "is_zero_param"]
 
 
 class _Computed:
-    """A name that a managed parameter has. A value that somebody assigns lies on the tensor, as on any object.
+    """A name that a managed parameter has. A value that a program assigns is stored on the tensor, as on any object.
 
     `__set__` and `__delete__` do nothing else; they are here because `torch.overrides` takes it that every descriptor
     on `torch.Tensor` has them, and torch.compile asks it.
@@ -35,7 +35,7 @@ class _Computed:
             return self
         if self.name in vars(parameter):
             return vars(parameter)[self.name]
-        zero = sys.modules.get("dsx_zero")  # no parameter is managed before somebody has loaded it
+        zero = sys.modules.get("dsx_zero")  # no parameter is managed before it is imported
         partition = None if zero is None else zero.partition_of(parameter)
         if partition is None:
             raise AttributeError(f"{type(parameter).__name__!r} object has no attribute {self.name!r}")

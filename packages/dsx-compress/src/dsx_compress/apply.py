@@ -204,7 +204,7 @@ def _mark_slice(technique: Any, weight: Any, dims: dict[int, int]) -> Any:
     checkpoints so. (Masks that are buffers are each rank's own by themselves.)
 
     Args:
-        dims: from a dimension of the weight to the dimension of the scores that lies along it.
+        dims: from a dimension of the weight to the dimension of the scores that belongs to it.
     """
     scores, cut = getattr(technique, "scores", None), getattr(weight, "partition_dim", None)
     sliced = any(getattr(weight, mark, False) for mark in ("tensor_model_parallel", "model_parallel"))

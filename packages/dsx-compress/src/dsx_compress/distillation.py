@@ -30,7 +30,7 @@ __all__ = ["DistillationLoss", "Teacher"]
 
 
 class Teacher(nn.Module):
-    """A frozen model in evaluation mode, quantised or away from the device between uses, if wanted.
+    """A frozen model in evaluation mode, optionally quantised, or offloaded between uses.
 
     Args:
         model: the teacher; it is changed in place where `bits` is given.
@@ -91,7 +91,7 @@ class DistillationLoss(nn.Module):
         student, teacher: the models; the teacher is called by the loss.
         temperature: T, softens both distributions.
         alpha: weight of the logits' term; the task has 1 - alpha.
-        hidden: module of the student to module of the teacher whose outputs should be alike.
+        hidden: module of the student to module of the teacher whose outputs should be equal.
         beta: weight of the hidden states.
         attention: as `hidden`, for modules whose output (or the last entry of a tuple) is the attention's weights.
         gamma: weight of the attention's terms.

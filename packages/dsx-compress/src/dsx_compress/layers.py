@@ -82,7 +82,7 @@ def kind_of(module: nn.Module) -> LayerKind | None:
 
 
 def _as_stored(kind: LayerKind, module: nn.Module) -> LayerKind:
-    """Sliced `Conv1D`s of dsx_pipe say by `transposed` that their weight lies as (inputs, outputs)."""
+    """Sliced `Conv1D`s of dsx_pipe have `transposed` if their weight has the shape (inputs, outputs)."""
     if not kind.sliced or not getattr(module, "transposed", False):
         return kind
     return replace(kind, outputs=kind.inputs, inputs=kind.outputs)

@@ -1,4 +1,4 @@
-"""Codes of few bits in bytes: rows are padded to whole bytes; the first code lies in the lowest bits.
+"""Codes of few bits in bytes: rows are padded to whole bytes; the first code is in the lowest bits.
 
 binary    1 bit    0 is -1, 1 is +1
 ternary   2 bits   code + 1

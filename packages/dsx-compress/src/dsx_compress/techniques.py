@@ -204,7 +204,7 @@ class SparseMask(Mask):
 
 
 class OutputMask(Mask):
-    """Keeps outputs: rows of a linear layer, channels of a convolution. `dim` is where they lie in the weight."""
+    """Keeps outputs: rows of a linear layer, channels of a convolution. `dim` is their dimension in the weight."""
 
     def __init__(self, *args: Any, dim: int = 0, **settings: Any) -> None:
         super().__init__(*args, **settings)

@@ -76,7 +76,7 @@ def run_exchanged(
 
     Args:
         report: from `exchange_counts`.
-        chunks: parts in which rows travel; the transfer of one part and the experts' work on another overlap.
+        chunks: parts in which rows are sent; the transfer of one part and the experts' work on another overlap.
         beside: called once while the first rows are under way: work that does not need them.
     """
     plan = plan_experts(report.counts, exchange.rank, chunks)
@@ -102,7 +102,7 @@ def _pipeline(
     exchange: Exchange,
     beside: Callable[[], object] | None,
 ) -> torch.Tensor:
-    """Chunk c + 1 travels there and chunk c - 1 back while the experts work on chunk c."""
+    """Chunk c + 1 is sent to the experts and chunk c - 1 back while the experts work on chunk c."""
     parts = rows.split(list(plan.sizes))
     there = [Link(exchange, chunk.traffic) for chunk in plan.chunks]
     back = [Link(exchange, chunk.traffic.t()) for chunk in plan.chunks]

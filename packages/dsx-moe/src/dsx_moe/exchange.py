@@ -49,7 +49,7 @@ class Exchange(Protocol):
         ...
 
     def start(self, rows: torch.Tensor, traffic: torch.Tensor) -> Transfer:
-        """Begin to send `rows`, which lie by receiving rank, as `traffic` [P, P] says."""
+        """Begin to send `rows`, which are sorted by receiving rank, as `traffic` [P, P] says."""
         ...
 
 
@@ -100,7 +100,7 @@ class HierarchicalExchange(DirectExchange):
     Both hops of a transfer go on beside the caller's computation: for host tensors on a thread, on CUDA on a stream.
 
     Args:
-        hierarchy: from `dsx_comm.make_hierarchy`; nobody else may use its groups.
+        hierarchy: from `dsx_comm.make_hierarchy`; no other code may use its groups.
     """
 
     def __init__(self, hierarchy: dsx_comm.Hierarchy) -> None:
@@ -135,7 +135,7 @@ class HierarchicalExchange(DirectExchange):
         at = self.hierarchy
         # traffic as [from node, from device, to node, to device]
         grid = traffic.view(at.nodes, at.devices, at.nodes, at.devices)
-        by_device = _reorder(source, grid[at.node, at.device])  # rows lie by (to node, to device)
+        by_device = _reorder(source, grid[at.node, at.device])  # rows are sorted by (to node, to device)
         receive = grid[at.node, :, :, at.device]  # [from device, to node]
         met = source.new_empty(int(receive.sum()), *source.shape[1:])
         _hop(met, by_device, receive.sum(1), grid[at.node, at.device].sum(0), at.intra)
@@ -151,7 +151,7 @@ def _hop(output: torch.Tensor, source: torch.Tensor, receive: torch.Tensor, send
 
 
 def _reorder(rows: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-    """Rows that lie as blocks (i, j) of `sizes` [I, J] rows, i first; returned with j first."""
+    """Sorts rows, which are blocks (i, j) of `sizes` [I, J] rows with i first, so that j is first."""
     if 1 in sizes.shape:
         return rows
     blocks = rows.split(sizes.reshape(-1).tolist())

@@ -29,7 +29,7 @@ from .errors import MoEConfigError
 from .marks import is_moe_param
 
 _BUCKET = 1 << 24
-"""Elements that travel in one collective: 64 MiB of float32."""
+"""Elements that are sent in one collective: 64 MiB of float32."""
 
 
 def broadcast_parameters(model: nn.Module) -> None:

@@ -24,7 +24,7 @@ class ExpertGroups:
 
     Attributes:
         name: "ep_size_{n}", which expert parameters carry as `group_name`.
-        expert: the ranks that share the experts out.
+        expert: the ranks among which the experts are divided.
         expert_data: the ranks that hold the same experts as this one.
         data: the ranks over which a loss is averaged; tokens of all of them reach the experts.
         data_before_expert: whether neighbours hold the same experts, instead of sharing them out.
@@ -89,7 +89,7 @@ def make_exchange(groups: ExpertGroups, devices_per_node: int | None = None) -> 
 
     Args:
         groups: from `expert_groups_of`.
-        devices_per_node: send in two hops, where `devices_per_node` consecutive ranks of the group stand on one node
+        devices_per_node: send in two hops, where `devices_per_node` consecutive ranks of the group are on one node
             (collective over all ranks); None: send directly.
 
     Raises:
@@ -108,7 +108,7 @@ def make_exchange(groups: ExpertGroups, devices_per_node: int | None = None) -> 
 
 
 def _hierarchy(groups: ExpertGroups, devices: int) -> Hierarchy:
-    """Nodes of `devices` ranks in every expert group. Every rank makes the groups of all, as torch wants it."""
+    """Nodes of `devices` ranks in every expert group. Every rank makes the groups of all ranks, as torch requires."""
     nodes, (node, device) = groups.expert.size // devices, divmod(groups.expert.rank, devices)
     intra: Any = None
     inter: Any = None

@@ -164,7 +164,7 @@ class ListedExpertBlock(nn.Module):
         routing = build_routing(chosen, weights, self.num_experts)
         bad = torch.isfinite(logits.detach()).all().logical_not()
         experts: Any = self.get_submodule(self.names["experts"])
-        beside: list[torch.Tensor] = []  # shared experts work while tokens travel
+        beside: list[torch.Tensor] = []  # shared experts work while tokens are sent
         shares = bool(self.names["shared_experts"])
         work = (
             (lambda: beside.append(self.get_submodule(self.names["shared_experts"])(hidden_states))) if shares else None
@@ -279,7 +279,7 @@ def _check_slices(found: dict[str, nn.Module], group: Any) -> None:
 def restore_experts(model: nn.Module) -> list[str]:
     """Undo `apply_expert_parallel`: every rank has all experts again (collective over the expert-parallel ranks).
 
-    Returns the names of the restored modules. Optimizers hold the slices' parameters; build them anew.
+    Returns the names of the restored modules. Optimizers hold the slices' parameters; build new optimizers.
     """
     found = {name: m for name, m in model.named_modules() if isinstance(m, PackedExpertShard | ListedExpertBlock)}
     for name, module in found.items():

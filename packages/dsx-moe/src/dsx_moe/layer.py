@@ -48,7 +48,7 @@ class ExpertDispatch:
 
     Args:
         groups: the expert-parallel layout.
-        chunks: parts in which rows travel while the experts work on another part.
+        chunks: parts in which rows are sent while the experts work on another part.
         devices_per_node: send in two hops over nodes of that many ranks; None: directly.
         tensor_group: ranks that hold the same tokens; None: no such group.
 
@@ -135,7 +135,8 @@ class MoE(nn.Module):
         enable_expert_tensor_parallelism: the experts are slices over `tensor_group`.
         top2_2nd_expert_sampling: draw the second expert (k = 2).
         drop_policy, z_loss_weight, bias_update_rate: see `TopKGate`.
-        overlap_chunks: parts in which tokens travel, so that a transfer hides behind the experts' work on another part.
+        overlap_chunks: parts in which tokens are sent, so that a transfer overlaps with the experts' work on another
+        part.
         devices_per_node: all-to-all in two hops over nodes of that many ranks; None: direct.
         tensor_group: ranks that hold the same activations; None: the model axis of the topology, if it has several.
         use_data_before_expert_parallel: neighbouring ranks hold the same experts instead of sharing them out.
@@ -253,7 +254,7 @@ class MoE(nn.Module):
         logits = self.gate.logits(tokens)
         routing, l_aux = self.gate.route(logits, used_token)
         bad = torch.isfinite(logits.detach()).all().logical_not()
-        dense: list[Any] = []  # the dense expert works while tokens travel
+        dense: list[Any] = []  # the dense expert works while tokens are sent
         beside = (lambda: dense.append(self.mlp(hidden_states))) if self.use_residual else None
         out = self.dispatch(tokens, routing, self.experts, bad, self.label, beside).view(hidden_states.shape)
         self.stats = stats_of(routing, l_aux)

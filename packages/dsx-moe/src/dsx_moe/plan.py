@@ -19,7 +19,7 @@ class Chunk:
     """One chunk, as one rank sees it.
 
     Attributes:
-        traffic: int64 [P, P], rows that travel from rank s to rank d.
+        traffic: int64 [P, P], rows that are sent from rank s to rank d.
         first: the first local expert of this chunk.
         arrivals: int64 [P, experts of the chunk], rows received from each rank for each local expert.
     """
@@ -34,7 +34,7 @@ class Chunk:
         return self.arrivals.sum(0).tolist()
 
     def order_by_expert(self) -> torch.Tensor | None:
-        """int64: where the received rows (by rank, then by expert) lie, in the order of experts; None: they lie so."""
+        """int64: positions of the received rows (by rank, then by expert) in the order of experts; None: that order."""
         if 1 in self.arrivals.shape:
             return None
         ranks, experts = self.arrivals.shape
@@ -47,9 +47,9 @@ class ExpertPlan:
     """All chunks of one rank.
 
     Attributes:
-        chunks: in the order in which they travel.
+        chunks: in the order in which they are sent.
         sizes: rows that this rank sends per chunk.
-        order: int64 [R], where this rank's rows (by expert) lie, in the order of chunks; None: they lie so.
+        order: int64 [R], positions of this rank's rows (by expert) in the order of chunks; None: that order.
     """
 
     chunks: tuple[Chunk, ...]

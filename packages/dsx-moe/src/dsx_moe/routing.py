@@ -73,7 +73,7 @@ def build_routing(
         experts: int64 [T, K], the chosen experts of each token, distinct within a row.
         weights: [T, K], the factor of each choice.
         num_experts: E.
-        wanted: bool [T, K], the routes that were asked for; None: all. What it leaves out counts nowhere.
+        wanted: bool [T, K], the routes that were asked for; None: all. Other routes are not counted anywhere.
         kept: bool [T, K], the routes that the capacity leaves; None: all that are wanted.
         capacity: what is recorded as such.
     """

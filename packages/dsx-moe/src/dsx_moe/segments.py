@@ -68,7 +68,8 @@ class _Outer(torch.autograd.Function):
         ctx.counts = counts
         if _one_kernel(left, left.shape[1], right.shape[1]):
             return F.grouped_mm(left.contiguous().t(), right.contiguous(), offs=_ends(counts, left.device))
-        # [m, n] and a transposed view: the weights of linear layers lie so, and their gradient then needs no copy
+        # [m, n] and a transposed view: the weights of linear layers have this layout, and their gradient then needs no
+        # copy
         out = left.new_empty(len(counts), right.shape[1], left.shape[1])
         for i, (start, end) in enumerate(_bounds(counts)):
             torch.mm(right[start:end].t(), left[start:end], out=out[i])

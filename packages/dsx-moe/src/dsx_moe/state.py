@@ -114,7 +114,7 @@ def load_full_optimizer_state_dict(
 
 @dataclass(frozen=True)
 class ExpertSlice:
-    """Where a tensor of this rank's experts lies among those of all ranks.
+    """The place of a tensor of this rank's experts among those of all ranks.
 
     Attributes:
         name: the tensor's name on one rank with all experts.

@@ -71,7 +71,7 @@ class GatheredExperts:
         sizes = gathered.view(size, -1).cpu()
         per_rank = sizes.sum(1).tolist()
         everything = _Gather.apply(rows, tuple(per_rank), rank, self.group)
-        # rows lie by (rank, expert); experts want them by expert
+        # rows are sorted by (rank, expert); experts need them by expert
         expert_of_row = torch.arange(sizes.shape[1]).repeat(size).repeat_interleave(sizes.reshape(-1))
         order = expert_of_row.sort(stable=True).indices.to(rows.device)
         out = self.experts(everything.index_select(0, order), sizes.sum(0).tolist(), first)

@@ -75,7 +75,7 @@ class TiedLayerSpec(LayerSpec):
 
 
 class Unit(nn.Module):
-    """Modules of a larger model that lie on one stage together; counted and named as one layer, never called."""
+    """Modules of a larger model that are always on one stage; counted and named as one layer, never called."""
 
     def __init__(self, label: str, modules: Sequence[nn.Module]) -> None:
         super().__init__()

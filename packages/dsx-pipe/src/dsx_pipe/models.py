@@ -61,7 +61,7 @@ class Rule:
 
     Attributes:
         blocks: path of the list of blocks.
-        before: path of each module in front of the blocks, and what stands for it on other stages.
+        before: path of each module before the blocks, and its replacement on other stages.
         after: path of each module behind the blocks, and the same.
         only_first: inputs that the embeddings alone use.
     """

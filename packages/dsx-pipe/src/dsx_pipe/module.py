@@ -36,7 +36,7 @@ class PipelineModule(nn.Module):
 
     Args:
         layers: modules, `LayerSpec`s, `TiedLayerSpec`s, functions, and nested sequences of them; or an `nn.Sequential`;
-            or a Hugging Face model. Each layer takes the output of the one before as its only argument.
+            or a Hugging Face model. Each layer takes the output of the previous one as its only argument.
         num_stages: ranks of the pipeline; the rest of the world is data-parallel. Or give
         topology: a grid with an axis "pipe".
         loss_fn: (output, labels) -> scalar; None: the last layer's output is the loss.
@@ -48,7 +48,7 @@ class PipelineModule(nn.Module):
         activation_checkpoint_func: as `torch.utils.checkpoint.checkpoint`; default: that, without re-entering autograd.
         checkpointable_layers: class names; only blocks of these are recomputed. Default: every block with parameters.
         dynamic_shape: shapes may differ between micro-batches.
-        schedule: the schedule that will run, or its name: it decides where stages lie.
+        schedule: the schedule that will run, or its name: it decides which rank has which stages.
         chunks: stages per rank, for "interleaved".
         layer_times: seconds per layer (or `LayerCost`s), for partition_method="time".
 
@@ -314,7 +314,7 @@ class PipelineModule(nn.Module):
             save_dir: made if it is not there.
             checkpoint_engine: writes in place of torch: `save(state_dict, path)`.
             exclude_frozen_params: leave out parameters that are not trained.
-            parallel_write: the data-parallel ranks share the layers out; else the first of them writes all.
+            parallel_write: the layers are divided among the data-parallel ranks; else the first rank writes all.
 
         Parameters that ZeRO stage 3 has partitioned are to be gathered around the call
         (`dsx.zero.GatheredParameters`).
@@ -371,7 +371,7 @@ class PipelineModule(nn.Module):
         found: dict[int, LayerFile] = {}
         for index in self._local_layers():
             spec = self._specs[index]
-            if self._model is not None:  # a unit has no names of its own: the model's stand in the file
+            if self._model is not None:  # a unit has no names of its own: the file has the model's names
                 held = [f"{paths[id(part)]}.{key}" for part in spec.parts for key in part.state_dict()]
                 found[index] = LayerFile(index, {name: name for name in held})
             elif isinstance(spec, TiedLayerSpec):

@@ -55,7 +55,7 @@ class DataAnalyzer:
         index_format: "dsx", or "megatron" for pairs of files that Megatron and DeepSpeed read.
         progress: show a progress bar.
         fingerprint: text that tells this dataset and its metrics from others in the same folder; a checksum of three
-            samples is added to it. Results with another one are computed anew.
+            samples is added to it. Results with another one are computed again.
 
     Raises:
         DataArgumentError: the arguments do not fit each other.

@@ -55,7 +55,7 @@ class CurriculumScheduler:
         return self.current
 
     def set_current_difficulty(self, difficulty: int) -> None:
-        """Set the difficulty by hand; the next update goes on from the schedule."""
+        """Set the difficulty; the next update uses the schedule again."""
         self.current = difficulty
 
     def set_custom_get_difficulty(self, schedule_function: Callable[[int], int]) -> None:

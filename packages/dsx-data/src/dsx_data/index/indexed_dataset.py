@@ -122,7 +122,7 @@ class MMapIndexedDataset:
         """The numbers of all sequences, one after the other.
 
         Raises:
-            IndexFileError: the sequences do not lie one after the other in the data file.
+            IndexFileError: the sequences are not one after the other in the data file.
         """
         ends = np.asarray(self._pointers, np.int64) + np.asarray(self.sizes, np.int64) * self.dtype.itemsize
         if len(self) and (self._pointers[0] or (ends[:-1] != self._pointers[1:]).any()):
@@ -231,7 +231,7 @@ class MMapIndexedDatasetBuilder:
             self.add_item(tensor)
 
     def add_rows(self, values: Any, sizes: Any) -> None:
-        """Append several sequences whose numbers `values` lie one after the other; `sizes` are their lengths. Raises
+        """Append several sequences whose numbers `values` are one after the other; `sizes` are their lengths. Raises
         `DataArgumentError` for a number that the data type cannot hold.
         """
         given, lengths = np.asarray(values).reshape(-1), np.asarray(sizes, np.int32).reshape(-1)

@@ -116,7 +116,7 @@ class ContinuousTrack:
         self._used += self._sampler.stride
 
     def finish(self) -> None:
-        """The loop has come to its end: the next one goes on there."""
+        """The loop has ended: the next one continues there."""
         self._go_to(self._used)
 
     def key(self, index: int, count: int) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ __all__ = ["Placed", "PlacedCollate", "SharedStream", "StreamReader", "StreamSha
 
 
 class SharedStream:
-    """Says of an iterable dataset that it yields the same samples in the same order to whoever iterates over it.
+    """Says that an iterable dataset yields the same samples in the same order to every reader.
 
     Args:
         dataset: any iterable that can be iterated over again. If it has `set_epoch(epoch)`, that is called first.

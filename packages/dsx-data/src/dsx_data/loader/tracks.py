@@ -80,7 +80,7 @@ class Track(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     def key(self, index: int, count: int) -> tuple[int, ...]:
-        """Numbers that stand for one draw of a sample, whatever the number of ranks.
+        """Numbers that identify one draw of a sample, for any number of ranks.
 
         Args:
             index: number of the sample.
@@ -90,7 +90,7 @@ class Track(Protocol):
 
 
 class _Epochs:
-    """What all tracks do alike: a loop is an epoch, and one that was left early is over."""
+    """The common part of all tracks: a loop is an epoch, and a loop that was left early is over."""
 
     to_skip = 0
     size = BatchSize(0)
@@ -294,7 +294,7 @@ class CurriculumTrack(_Epochs):
         return self._noted[0][1]
 
     def begin(self) -> None:
-        """A curriculum has no epochs of its own: each loop goes on where the one before was left."""
+        """A curriculum has no epochs: each loop continues where the previous one was left."""
         self._under_way = True
 
     def finish(self) -> None:
@@ -375,7 +375,7 @@ class WholeStreamTrack(SharedStreamTrack):
         self.size = BatchSize(self._stride)
 
     def finish(self) -> None:
-        """The next loop goes on where the last update ended: at the end of the epoch, or in a later one."""
+        """The next loop continues where the last update ended: at the end of the epoch, or in a later one."""
         self._go_to(*(self._next if self._next[0] > self.epoch else (self.epoch + 1, 0)))
 
     def _go_to(self, epoch: int, position: int) -> None:
@@ -393,7 +393,7 @@ class WholeStreamTrack(SharedStreamTrack):
 
 
 class StreamTrack(_Epochs):
-    """Over an iterable dataset that shares itself out: the position is a count of this rank's batches.
+    """Over an iterable dataset that divides itself among ranks: the position is a count of this rank's batches.
 
     It means something only with the same number of ranks and workers.
     """

@@ -47,10 +47,10 @@ class LoaderOptions:
     Attributes:
         micro_batch_size: samples per rank and batch.
         rank, world_size: place among the data-parallel ranks.
-        shuffle: another order of the samples each epoch; else dataset order.
+        shuffle: another random order of the samples in each epoch; else dataset order.
         seed: decides the orders; the same on all ranks.
         drop_last: drop what does not fill a batch on every rank.
-        pin_memory: batches lie in page-locked memory, where there is a CUDA device to copy them to.
+        pin_memory: batches are in page-locked memory, if there is a CUDA device.
         num_workers: processes that read; 0 reads in this process.
         prefetch: batches that each worker reads ahead; None: torch's default, 2.
         collate_fn: makes a batch from a list of samples.
@@ -83,8 +83,8 @@ class LoaderOptions:
 class TrainingLoader:
     """An iterable over this rank's micro-batches that knows its epoch and position.
 
-    Each `for` loop over it is one epoch (with a curriculum: goes on with the draws). `state_dict()` names the next
-    unused sample independently of the number of ranks; after `load_state_dict()` the next loop goes on there.
+    Each `for` loop over it is one epoch (with a curriculum: continues the draws). `state_dict()` names the next
+    unused sample independently of the number of ranks; after `load_state_dict()` the next loop continues there.
 
     Raises:
         DataArgumentError: the options do not fit each other or the dataset.
@@ -233,7 +233,7 @@ class TrainingLoader:
             yield batch if self._post_process is None else self._post_process(batch, self.state_dict())
         used_up = track.empty_means_next and not handed_out
         track.finish()
-        if used_up:  # the state was saved in the last batch of an order whose length nobody knows beforehand
+        if used_up:  # the state was saved in the last batch of an order of unknown length
             yield from self
 
     def _read(self) -> Iterator[Any]:
@@ -244,7 +244,7 @@ class TrainingLoader:
         yield from batches
 
     def _without_place(self, read: Any) -> Any:
-        """The batch; where it ends is told to the track that needs it."""
+        """Returns the batch, and reports its end to the track that needs it."""
         if not isinstance(self._track, WholeStreamTrack):
             return read
         placed: Placed = read
@@ -298,7 +298,7 @@ class RepeatingLoader:
         return self.loader.state_dict()  # type: ignore[attr-defined]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load into the loader inside; a loop that is under way is left and begun anew from there."""
+        """Load into the loader inside; a running loop is stopped and starts again from there."""
         self.loader.load_state_dict(state)  # type: ignore[attr-defined]
         self._iterator = None
 

@@ -21,7 +21,7 @@ class Behaviour(nn.Module):
     """Base of the classes that are put before a layer's own; `forward` of a subclass may call `super().forward`."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # The class is made at run time, so pickle and deepcopy have to make it anew.
+        # The class is made at run time, so pickle and deepcopy must make it again.
         behaviours, kind = [], type(self)
         while issubclass(kind, Behaviour):
             behaviours.append(kind.__bases__[0])

@@ -68,7 +68,7 @@ def input_backward(outputs: Sequence[torch.Tensor], grads: Grads, inputs: Sequen
 
     Args:
         outputs: outputs of the stage.
-        grads: their gradients; None for an output that nobody used, or for a scalar loss (then 1).
+        grads: their gradients; None for an output that was not used, or for a scalar loss (then 1).
         inputs: leaves that need a gradient.
     """
     deferred = DeferredWeights()

@@ -52,7 +52,7 @@ class Spec:
     tensors: tuple[TensorSpec, ...]
 
     def fits(self, other: Spec) -> bool:
-        """Whether structure, shapes and dtypes are the same, whoever carries a gradient."""
+        """Whether structure, shapes and dtypes are the same, with or without gradients."""
         return self == other or self._without_gradients() == other._without_gradients()
 
     def _without_gradients(self) -> Spec:
@@ -280,7 +280,7 @@ class Mailbox:
                 raise self._lost(source, error) from error
 
     def _piece(self, tensor: torch.Tensor, backward: bool) -> torch.Tensor:
-        """What of a tensor travels: this rank's part of its elements, or all where they cannot be divided."""
+        """The elements of a tensor that are sent: this rank's part, or all if they cannot be divided."""
         group = self._slicing[backward]
         size = 1 if group is None else dsx_comm.get_world_size(group)
         if size == 1 or tensor.numel() % size:

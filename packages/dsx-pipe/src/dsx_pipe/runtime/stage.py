@@ -92,7 +92,7 @@ class Stage:
     _entry: str | None = None  # the layer that ends first, of a stage whose input has no gradient
 
     def begin(self) -> None:
-        """A step begins: nothing is kept from the one before."""
+        """A step begins: drop everything from the previous one."""
         self.kept.clear()
         self.losses.clear()
         self.extras.clear()

@@ -242,7 +242,7 @@ class Step:
             self._fail(Failure(action.stage, self.rank, action.micro_batch, None, "sending its output", reason))
 
     def _flush(self) -> None:
-        """Sends that follow each other are one batch, where payloads travel in batches."""
+        """Consecutive sends are one batch, if payloads are sent in batches."""
         try:
             self.mailbox.flush()
         except PeerLost as error:

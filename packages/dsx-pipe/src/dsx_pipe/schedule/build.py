@@ -114,7 +114,7 @@ def zero_bubble_h1(ranks: int, micro_batches: int) -> Schedule:
 
 
 def zero_bubble_v(ranks: int, micro_batches: int) -> Schedule:
-    """ZBV: rank r holds the stages r and 2p - 1 - r, so that the last stage lies beside the first.
+    """ZBV: rank r holds the stages r and 2p - 1 - r, so that the last stage is on the same rank as the first.
 
     Each rank's list is found by carrying the step out in time units of F = I = W: a rank takes the input backward that
     has waited longest, else a forward (of its second stage first) while it keeps fewer than 2p activations, else a
@@ -195,7 +195,7 @@ def inference(ranks: int, micro_batches: int, chunks: int = 1) -> Schedule:
 
 
 def inference_over(stage_ranks: tuple[int, ...], micro_batches: int) -> Schedule:
-    """Forward only over stages that lie as `stage_ranks` says: each micro-batch as early as it can."""
+    """Forward only, for the placement of stages in `stage_ranks`: each micro-batch as early as possible."""
     _sizes(max(stage_ranks) + 1, micro_batches)
     rows: list[list[Action]] = [[] for _ in range(max(stage_ranks) + 1)]
     # micro-batch m reaches stage s at tick m + s if every stage takes one tick; stages of one rank take turns by that

@@ -32,8 +32,8 @@ from .slices import check_divides, lengths, mark, slice_of
 class _Overlapped(torch.autograd.Function):
     """A linear layer whose backward adds up the input's gradient over the ranks while it computes the weight's.
 
-    The weight lies as [out, in], or as [in, out] (`transposed`). With a `sequence_dim` the input is this rank's piece
-    of the sequence, which is gathered; its gradient is then reduced and scattered.
+    The weight has the shape [out, in], or [in, out] (`transposed`). With a `sequence_dim` the input is this rank's
+    piece of the sequence, which is gathered; its gradient is then reduced and scattered.
     """
 
     @staticmethod
@@ -75,7 +75,7 @@ class _Overlapped(torch.autograd.Function):
 
 
 class _SlicedLinear(nn.Module):
-    """What both kinds share: a piece of a weight that lies as [out, in], or as [in, out] (`transposed`)."""
+    """The common part of both layers: a piece of a weight of shape [out, in], or [in, out] (`transposed`)."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -113,7 +113,7 @@ class ColumnParallelLinear(_SlicedLinear):
         sequence_parallel: the input is this rank's piece of the sequence.
         sequence_dim: dimension of the sequence.
         parts: number of equal layers fused into this one (3 for query, key, value); each is cut.
-        transposed: the weight lies as [in, out], as in Hugging Face's Conv1D.
+        transposed: the weight has the shape [in, out], as in Hugging Face's Conv1D.
         overlap: add up the input's gradient while the weight's is computed.
         input_is_gathered: the caller has gathered the input from pieces of the sequence, and adds its gradient up there
             (`gather_sequence`); nothing is added up here.
@@ -196,7 +196,7 @@ class RowParallelLinear(_SlicedLinear):
         group: ranks; None is the default group.
         sequence_parallel: return this rank's piece of the sequence.
         sequence_dim: dimension of the sequence.
-        transposed: the weight lies as [in, out].
+        transposed: the weight has the shape [in, out].
         whole: (weight, bias) of the whole layer to cut; default: new ones.
         dtype, device: of the parameters.
 

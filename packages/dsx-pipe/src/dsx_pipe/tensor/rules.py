@@ -198,7 +198,7 @@ def slice_model(
 
 
 def _blocks(model: nn.Module, plan: list[tuple[str, nn.Module, LayerRule]]) -> str:
-    """Name of the list of blocks in which the column- and row-parallel layers lie."""
+    """Name of the list of blocks that has the column- and row-parallel layers."""
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     found = set()
     for name, _, rule in plan:
@@ -234,7 +234,7 @@ def _sliceable(module: nn.Module) -> bool:
 
 
 def _transposed(module: nn.Module) -> bool:
-    """True for Hugging Face's Conv1D: a linear layer whose weight lies as [in, out]."""
+    """True for Hugging Face's Conv1D: a linear layer whose weight has the shape [in, out]."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 

@@ -79,7 +79,7 @@ def add_sequence_regions(blocks: nn.ModuleList, sliced: Iterable[nn.Module], gro
     """Make the inside of blocks sequence-parallel.
 
     Args:
-        blocks: run one after the other, each on the output of the one before.
+        blocks: run one after the other, each on the output of the previous one.
         sliced: the sliced layers in them, built for pieces of the sequence (`input_is_gathered`, `sequence_parallel`).
         group: ranks that share the slices.
     """
@@ -100,7 +100,7 @@ def add_sequence_regions(blocks: nn.ModuleList, sliced: Iterable[nn.Module], gro
 def set_borders(blocks: Iterable[nn.Module]) -> None:
     """Say which blocks run here, in order: each first one of a row splits the sequence, each last one gathers it.
 
-    Modules without sequence-parallel regions end a row: they stand for blocks of other pipeline stages.
+    Modules without sequence-parallel regions end a row: they replace blocks of other pipeline stages.
     """
     before: BlockBorder | None = None
     for block in blocks:
