@@ -120,10 +120,10 @@ def shard(
             at stage 3 the device never holds more than one whole unit and this rank's shards (none of those that
             `placement` keeps elsewhere). Buffers are not moved.
         store: for state on disk (`device: nvme`), such as a `dsx_nvme.TensorStore` of this rank.
-        transports: how parameters and gradients travel between the ranks. Default: what the configuration says.
+        transports: how parameters and gradients are sent between the ranks. Default: the configured transports.
         mesh: in the place of `process_group`: a device mesh of one dimension, or of two for hybrid sharding: states are
             divided along the second, and copied along the first.
-        sparse_gradients: stage 0: of embeddings with `sparse=True` only rows that have a gradient travel.
+        sparse_gradients: stage 0: of embeddings with `sparse=True` only rows that have a gradient are sent.
 
     Returns:
         The model and a `ZeroOptimizer`.

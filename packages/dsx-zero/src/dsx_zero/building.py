@@ -191,7 +191,7 @@ class Kept:
         groups: flat groups.
         masters: their masters.
         held: the `id`s of tensors whose states the optimizer holds on to.
-        earlier: the states of before; None: there was nothing before.
+        earlier: the states of the previous layout; None: there is none.
         hooks: those of stage 3 on the modules.
     """
 

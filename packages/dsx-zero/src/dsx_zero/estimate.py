@@ -43,7 +43,7 @@ def estimate_zero2_model_states_mem_needs(
     """(host bytes per node, bytes per device) for stages 1-2, by the formulas that DeepSpeed's documents publish.
 
     P parameters, G devices, g per node, factor f. Offload: device 2P, host P max(4G, 16) f. Else: device 2P + 18P/G,
-    host 4P g f. What dsx really holds is told by `optimizer.state_bytes()`, and before a run by `dsx plan`.
+    host 4P g f. `optimizer.state_bytes()` counts what dsx holds, and `dsx plan` predicts it before a run.
 
     Args:
         total_params: number of parameters, not bytes.

@@ -1,4 +1,4 @@
-"""``GatheredParameters``: whole parameters for the length of a context, outside the forward of their modules.
+"""``GatheredParameters``: whole parameters inside a context, outside the forward of their modules.
 
 Edits are kept only if a ``modifier_rank`` says whose edits they are. Without one, an edit raises an error when the
 context ends, so that no edit is lost without a word.

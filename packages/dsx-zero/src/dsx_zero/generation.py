@@ -1,4 +1,4 @@
-"""A whole model for the length of a context: generation of many tokens without a gather per token.
+"""A whole model inside a context: generation of many tokens without a gather per token.
 
 At stage 3 each forward gathers every unit again. Here the units are gathered once and stay. The hooks that gather, free
 and agree with other ranks are paused, so that a rank may call the model, or parts of it, as often as it likes. The

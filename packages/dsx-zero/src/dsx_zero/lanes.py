@@ -68,7 +68,7 @@ or enqueued, inside the context that is returned.
 
 
 def transfer(lane: Lane, job: Job, what: str, nbytes: int) -> Ticket:
-    """Submit a copy between tiers, of which the listener of the lane is told (`on_transfer`), if it has one."""
+    """Submit a copy between tiers, and report it to the listener of the lane (`on_transfer`), if it has one."""
     listener: OnTransfer | None = getattr(lane, "on_transfer", None)
     if listener is None:
         return lane.submit(job)

@@ -261,9 +261,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def replan(self) -> None:
         """Change the layout of the model, with memory for gradients and states of all that trains now (collective).
 
-        The next forward of the model does it by itself for parameters that were unfrozen and that the optimizer holds;
-        call this where only parts of the model are called. Values, states and masters stay bit for bit. Parameters that
-        are frozen now keep their states.
+        The next forward of the model does it automatically for parameters that were unfrozen and that the optimizer
+        holds; call this where only parts of the model are called. Values, states and masters stay bit for bit.
+        Parameters that are frozen now keep their states.
 
         Raises:
             ZeroStateError, RanksDifferError: see `add_param_group`.
@@ -585,7 +585,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._runtime.gradients.follow(watch)
 
     def _parameters_written(self) -> None:
-        """Parameters have new values, and not from their user: graphs of before are stale, as after a step of a
+        """Parameters have new values that the user did not write: earlier graphs are stale, as after a step of a
         plain optimizer.
         """
         torch.autograd.graph.increment_version(self._stepped_in_place)

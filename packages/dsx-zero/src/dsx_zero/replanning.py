@@ -327,7 +327,7 @@ class Prepared:
         return new
 
     def _end_old(self) -> None:
-        """Take the hooks of the old layout off; a backward through a graph of before raises."""
+        """Remove the hooks of the old layout; a backward through an earlier graph raises."""
         gradients, stage = self.old.runtime.gradients, stage3_of_parts(self.old)
         gradients.refuse_backwards(_STALE)
         self.old.unused.remove_hooks()

@@ -128,7 +128,7 @@ class MemoryBudget:
 
     def _agreed(self, costs: Mapping[str, BlockCost], outside: int) -> tuple[list[BlockCost], int] | None:
         """The largest bytes and times among the ranks; None where a rank left blocks out. Times are whole microseconds,
-        which add up alike everywhere.
+        whose sums are the same everywhere.
         """
         order = [*costs, *(name for name in self._names if name not in costs)]
         table = [_row(costs.get(name, BlockCost(name, 0, 0, 0.0))) for name in order]
@@ -208,7 +208,7 @@ def apply_memory_budget(
         model: the model, before or after `shard`.
         budget: bytes, or a fraction of what is kept without recomputation (at most 1).
         blocks: names of the modules that may be recomputed, none inside another; None: the units of ZeRO.
-        group: process group whose ranks run the same blocks and decide alike; None: all ranks.
+        group: process group whose ranks run the same blocks and make the same choice; None: all ranks.
         announce: is called with the decision as text; None: the logger `dsx_zero.checkpointing`.
         operators: False: a block is recomputed completely, or not at all.
 

@@ -37,7 +37,7 @@ class GatherLimits:
 class GatherExecutor:
     """Issues gathers of units on a lane and frees them.
 
-    How they travel is the ``transport``'s affair; who uses a unit is counted in ``PartitionedUnit.uses``.
+    The ``transport`` sends them; the uses of a unit are counted in ``PartitionedUnit.uses``.
     """
 
     def __init__(

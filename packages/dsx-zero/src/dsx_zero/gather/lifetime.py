@@ -34,7 +34,7 @@ __all__ = ["GatherExecutor", "GatherLimits", "GatherLifetime", "Use"]
 
 
 class Use:
-    """One forward of a unit's module. Uses are told apart by identity."""
+    """One forward of a unit's module. Uses are compared by identity."""
 
     first_input_hooked = False
 
@@ -285,7 +285,7 @@ class GatherLifetime(Lender):
 
     @contextmanager
     def gathered(self, units: Sequence[int]) -> Iterator[None]:
-        """The units' whole parameters are in their modules for the length of the context. Collective."""
+        """The units' whole parameters are in their modules inside the context. Collective."""
         taken = [self._units[unit] for unit in dict.fromkeys(units)]
         for target in taken:
             self._take(target, Pass.OUTSIDE)

@@ -192,14 +192,14 @@ class GroupGradients:
                 self._detach(index)
 
     def show_views(self) -> None:
-        """The end of `hide_views`: gradients of before are visible again where none has arrived."""
+        """The end of `hide_views`: earlier gradients are visible again where no new one has arrived."""
         if self.exposes and self._views:
             for index, (face, filled) in enumerate(zip(self._faces, self._filled)):
                 if face is None and filled:
                     self._attach(index, self._views[index])
 
     def hide_unreduced(self) -> None:
-        """Backward has ended and the ranks have averaged; what travels with a later reduction must not be taken for
+        """Backward has ended and the ranks have averaged; gradients of a later reduction must not be taken for
         an average.
         """
         if self.exposes and self.dirty:

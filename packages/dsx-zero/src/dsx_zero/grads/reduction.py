@@ -120,7 +120,7 @@ class ReductionEngine(Protocol):
 
 
 class _Route(NamedTuple):
-    """How the gradients of one flat group travel.
+    """How the gradients of one flat group are sent.
 
     Attributes:
         start: `Transport.start` of what carries them.
@@ -197,7 +197,7 @@ class Reducer:
         return self._transport.tensors()
 
     def _route(self, buffer: torch.Tensor, group: FlatGroup) -> _Route:
-        """How the gradients of a group travel. Its buffers are alike, so this is found out once."""
+        """How the gradients of a group are sent. Its buffers are equal, so this is found out once."""
         carrier = carrier_of(self._transport, buffer.numel(), buffer.dtype, group)
         route = self._routes[group] = _Route(carrier.start, self._transport.result_dtype(buffer.dtype, group))
         return route

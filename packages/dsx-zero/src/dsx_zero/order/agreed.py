@@ -165,7 +165,7 @@ class AgreedOrder:
         if replay is None:
             self._rendezvous(Operation(Kind.REDUCE, unit), Pass.TRAINING)
         else:
-            # If the pass has reduced the unit already, what came late travels with its next reduction, or at the
+            # If the pass has reduced the unit already, late gradients are sent with its next reduction, or at the
             # boundary.
             replay.offer(unit)
 
@@ -203,7 +203,7 @@ class AgreedOrder:
         edits = 0 if self._edits is None else self._edits.word()
         posts = self._rendezvous(Operation(Kind.BOUNDARY), Pass.TRAINING, edits, squares)
         self._finish(posts)
-        return None if squares is None else sum(post.squares for post in posts)  # in the order of ranks, on all alike
+        return None if squares is None else sum(post.squares for post in posts)  # in rank order, so equal on all
 
     def watch_edits(self, watch: EditWatch) -> None:
         self._edits = watch

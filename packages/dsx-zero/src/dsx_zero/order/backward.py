@@ -32,7 +32,7 @@ class BackwardWatcher(Protocol):
 
 class BackwardClock:
     """Calls its watchers when the outermost backward begins, in the order in which they were added, and when it ends,
-    in the reverse order. `order` is told once that a backward has ended, by the first watcher that calls `end_pass`.
+    in the reverse order. The first watcher that calls `end_pass` tells `order` once that a backward has ended.
     """
 
     def __init__(self, order: _EndsBackward) -> None:

@@ -79,7 +79,7 @@ class ControlChannel:
         return self.post(words)()
 
     def post(self, words: tuple[int, ...]) -> Callable[[], list[tuple[int, ...]]]:
-        """See `Channel.post`: the all-gather goes on by itself."""
+        """See `Channel.post`: the all-gather runs in the background."""
         mine = torch.tensor(words, dtype=torch.int64)
         rows = torch.empty(self._world_size * len(words), dtype=torch.int64)
         handle = self._start(rows, mine)

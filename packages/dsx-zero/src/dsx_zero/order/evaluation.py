@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 class EvaluationOrder:
     """The schedule of forwards without gradients, and this rank's way through the running one.
 
-    Its state depends on rounds only, which all ranks see alike; so all have the same schedule.
+    Its state depends only on rounds, which are the same for all ranks; so all have the same schedule.
 
     Args:
         limits: turns gathers into uses of what is still gathered.

@@ -44,7 +44,7 @@ def local_parts(layout: FlatLayout, rank: int) -> tuple[Part, ...]:
 
 
 def label_of(plan: GroupPlan) -> str:
-    """A name for what is stored of a group: no other group of the model has it, in no layout of before or after."""
+    """A name for stored data of a group: no other group of the model has it, in any layout."""
     names, key = plan.layout.names, plan.key
     return f"{names[0] if names else ''}.{crc32(repr((names, key.trainable, str(key.dtype))).encode()):08x}"
 

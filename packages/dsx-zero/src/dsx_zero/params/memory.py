@@ -29,7 +29,7 @@ Kind = tuple[int, torch.dtype, torch.device]
 
 
 class BufferPool(Protocol):
-    """Gradient buffers to take and give back, for the length of a backward: activations need the memory most when it
+    """Gradient buffers that are taken and given back during a backward: activations need the memory most when it
     begins.
     """
 

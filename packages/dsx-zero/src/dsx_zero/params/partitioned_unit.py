@@ -117,7 +117,7 @@ class Lender:
         raise NotImplementedError
 
     def gathered(self, units: Sequence[int]) -> AbstractContextManager[None]:
-        """The units' whole parameters are there for the length of the context."""
+        """The units' whole parameters are in memory inside the context."""
         raise NotImplementedError
 
     def watch(self, unit: PartitionedUnit, output: Any) -> Any:

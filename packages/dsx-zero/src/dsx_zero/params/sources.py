@@ -37,7 +37,7 @@ class ParameterSource(Protocol):
         ...
 
     def read(self) -> torch.Tensor | None:
-        """A copy of the values for code that builds a model on all ranks alike; None where operations may not read
+        """A copy of the values for code that builds the same model on all ranks; None where operations may not read
         (collective).
         """
         ...

@@ -8,7 +8,7 @@ after the refill. Two rules make that exact:
   is not an in-place change to what autograd saved (the effect of ``torch.autograd._unsafe_preserve_version_counter``,
   which covers writers that only know the base);
 * after an optimizer step the counter of ``base``, which is that of all views, is moved, so that a backward through a
-  graph of before the step raises torch's own error, as it does without sharding.
+  graph from before the step raises torch's own error, as it does without sharding.
 
 Left out: which code needs the bytes and when (gather/lifetime.py), and where they come from (the collectives).
 Reading a view while ``allocated`` is false crashes the process; no such view may be reachable then.

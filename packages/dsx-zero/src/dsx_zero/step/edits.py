@@ -137,7 +137,7 @@ class EditAgreement:
     """Compares over the ranks what users wrote into the parameters of which every rank holds all elements.
 
     One rank may have written where another did not, so that no rank alone knows when to compare. Therefore the
-    comparison travels with the words that the ranks exchange in each step anyway. Parameters that only some of the
+    comparison is part of the words that the ranks exchange in each step anyway. Parameters that only some of the
     ranks hold (experts) are compared among the ranks that hold the same parameters.
     """
 

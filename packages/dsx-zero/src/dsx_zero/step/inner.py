@@ -53,7 +53,7 @@ class InnerStep:
         parameters = inspect.signature(inner.step).parameters
         self._takes_scale = "grad_scale" in parameters
         self.copies = dict(copies) if "copy_out" in parameters else {}
-        """Masters whose low-precision copies the optimizer writes by itself."""
+        """Masters whose low-precision copies the optimizer itself writes."""
 
     def for_twin(self, settings: Settings) -> InnerStep:
         """A step of the same masters for another thread, with these settings; it writes no low-precision copies."""

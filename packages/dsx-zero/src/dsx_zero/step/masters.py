@@ -199,7 +199,7 @@ _AT_ONCE = 1 << 24
 
 
 def _copy_all(target: Home, source: Home) -> None:
-    """Copy between homes. If one of them is outside of memory, at most `_AT_ONCE` elements travel at a time."""
+    """Copy between homes. If one of them is not in memory, at most `_AT_ONCE` elements are copied at a time."""
     step = source.numel if source.view() is not None and target.view() is not None else _AT_ONCE
     for start, stop in pieces(source.numel, step):
         write(target, read(source, start, stop), start)

@@ -76,7 +76,7 @@ class NonFiniteWarning:
             self._arriving.append((self._steps, arrival))
 
     def _has_become_nonfinite(self, norm: float) -> bool:
-        """Is this norm not finite, and the one before it was?"""
+        """Is this norm not finite, while the previous one was?"""
         known, self._warned = self._warned, not math.isfinite(norm)
         return self._warned and not known
 

@@ -1,7 +1,7 @@
 """The global gradient norm and the overflow check.
 
 Each rank makes one pass over the gradients it holds, and the ranks add up one number each. Where the host reads the
-norm anyway, the number travels with the words that the ranks exchange in each step; otherwise in a separate all-reduce.
+norm anyway, the number is part of the words that the ranks exchange in each step; otherwise in a separate all-reduce.
 
 A non-finite gradient makes the sum of squares non-finite on every rank, so that the norm is the overflow flag too. The
 norm kernel sums squares per buffer in fp32; sums of buffers are added in fp64. A sum of squares beyond fp32 counts as

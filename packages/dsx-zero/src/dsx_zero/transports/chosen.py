@@ -53,7 +53,7 @@ class PlainTransports:
     """Values as they are.
 
     Attributes:
-        wire: the dtype in which gradients travel, for the dtype of their parameter.
+        wire: the dtype in which gradients are sent, for the dtype of their parameter.
         most: elements of the greatest message of a reduction.
     """
 

@@ -120,7 +120,7 @@ def _reduction(buffer: Buffer, features: Features, places: Places, rates: LinkRa
     inside = nbytes * (places.devices - 1) / places.devices
     between = nbytes / places.size * (places.nodes - 1)
     seconds = 0.0
-    for size in (places.devices, places.nodes):  # each hop encodes and adds up what the one before has left
+    for size in (places.devices, places.nodes):  # each hop encodes and sums the result of the previous hop
         if size > 1:
             seconds += (rates.encode + rates.decode) * numel
             numel /= size

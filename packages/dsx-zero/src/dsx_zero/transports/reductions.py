@@ -36,12 +36,12 @@ class AllReduce(Stateless):
 
 
 class RowsAllReduce(Stateless):
-    """The sum or mean of sparse COO gradients: only rows that some rank has travel (`dsx_comm.sparse_allreduce`), while
-    backward goes on. `out` is a sparse tensor too.
+    """The sum or mean of sparse COO gradients: only rows that some rank has are sent (`dsx_comm.sparse_allreduce`),
+    while backward goes on. `out` is a sparse tensor too.
 
     Args:
         op: `dsx_comm.ReduceOp.SUM` or `AVG`.
-        group: the ranks; for these reductions alone, because their second message starts by itself.
+        group: the ranks; only for these reductions, because their second message starts in the background.
     """
 
     def __init__(self, op: Any, group: Any) -> None:
@@ -131,7 +131,7 @@ class Cast:
 
 
 class InPieces:
-    """Cuts messages at `most` elements. All pieces travel at once: what is sent of a unit beyond `most` elements is
+    """Cuts messages at `most` elements. All pieces are sent at once: what is sent of a unit beyond `most` elements is
     copied, and the copies go as soon as the unit has arrived.
     """
 

@@ -104,7 +104,7 @@ def prepare_load(
         selection: which tensors to load, and under which names.
         disks: the disks of the nodes; None: all ranks see the same folder.
 
-    If no tag was given and the latest checkpoint is damaged, the one before it is loaded, with a warning.
+    If no tag was given and the latest checkpoint is damaged, the previous one is loaded, with a warning.
 
     Returns:
         None if `directory` has no checkpoint and no tag was given.

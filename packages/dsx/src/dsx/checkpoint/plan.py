@@ -97,7 +97,7 @@ PieceKey = tuple[str, str, Region]
 
 @dataclass
 class Announcement:
-    """What one rank has to contribute, without the values: it travels to all ranks.
+    """The list of one rank's tensors, without the values: it is sent to all ranks.
 
     Attributes:
         tensors: family -> name -> the tensor and this rank's regions of it (none: it only says that the tensor exists).

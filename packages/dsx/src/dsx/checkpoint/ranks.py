@@ -59,7 +59,7 @@ class Ranks:
         return [value for value, _ in outcomes]
 
     def all_or_none(self, doing: str, action: Callable[[], T]) -> T:
-        """Like `together`, but each rank keeps its own result, which does not travel."""
+        """Like `together`, but each rank keeps its own result, which is not sent."""
         kept: list[T] = []
         self.together(doing, lambda: kept.append(action()))
         return kept[0]

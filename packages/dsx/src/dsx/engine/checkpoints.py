@@ -94,7 +94,7 @@ class EngineCheckpoints:
         """Load a checkpoint that was saved at any stage and with any number of ranks; every rank must call it.
 
         With the same number of ranks, the next steps have the same bits as those of an uninterrupted run. If no tag is
-        given and the latest checkpoint is damaged, the one before it is loaded, with a warning.
+        given and the latest checkpoint is damaged, the previous one is loaded, with a warning.
 
         Args:
             tag: the checkpoint's tag; None: the latest.

@@ -207,7 +207,7 @@ def mend_copies(nodes: Nodes, root: Path, tag: str, ranks: Ranks) -> bool:
     """A load has found damage: let copies on other nodes mend it. Collective, with the same answer on all ranks.
 
     Returns:
-        Whether anything was mended. False: nobody has the right bytes, or the damage is elsewhere.
+        Whether anything was repaired. False: no node has the right bytes, or the damage is elsewhere.
     """
     try:
         held, text = _chosen(_parts_of(tag, nodes, root, ranks), root, tag, nodes, ranks)

@@ -50,7 +50,7 @@ def transfers_between(nodes: Nodes, source: int, target: int, spans: Spans) -> l
 
 
 def _packs(spans: Spans) -> Iterator[tuple[Range, ...]]:
-    """Ranges put together, so that many small ones travel as one message."""
+    """Joins ranges, so that many small ones are sent as one message."""
     pack: list[Range] = []
     used = 0
     for file, begin, end in spans.pieces(PIECE_BYTES):
