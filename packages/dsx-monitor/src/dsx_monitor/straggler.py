@@ -35,7 +35,7 @@ class Straggler:
     def __str__(self) -> str:
         return (
             f"rank {self.rank} holds the others up in {_SHOWN.get(self.phase, self.phase)}: {self.own:.1f} ms of own "
-            f"work per step, the middle of all ranks is {self.middle:.1f} ms"
+            f"work per step, the median of the other ranks is {self.middle:.1f} ms"
         )
 
 
