@@ -10,11 +10,13 @@ import threading
 from pathlib import Path
 
 import dsx.launcher
+import psutil
 import pytest
 from dsx.elasticity.notes import late_variables
 from dsx.launcher.elastic_settings import Elastic
 from dsx.launcher.errors import ResourceError
 from dsx.launcher.options import parse
+from dsx.launcher.processes import lives
 from dsx.launcher.stand_by import FreshRanks, stand_by_for
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere every rank is a fresh process")
@@ -99,6 +101,26 @@ def test_a_process_with_threads_is_not_forked():
     finally:
         done.set()
         thread.join()
+
+
+LAUNCHER = """
+import sys, time
+from dsx.launcher.host import HostJob, Program
+from dsx.launcher.stand_by import StandBy
+started = StandBy.start(HostJob(Program("script.py"), 1))
+print(started._process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@linux
+def test_it_ends_with_a_launcher_that_is_killed(tmp_path):
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER], stdout=subprocess.PIPE, text=True)
+    stand_by = psutil.Process(int(launcher.stdout.readline()))
+    launcher.kill()
+    launcher.communicate()
+    stand_by.wait(timeout=120)  # raises where it lives on
+    assert not lives(stand_by.pid)
 
 
 @linux
