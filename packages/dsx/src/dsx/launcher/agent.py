@@ -29,6 +29,8 @@ CLEAN_UP_S = 1.0  # a rank that has reported its exception may run its exit hand
 class HostAgent(LocalElasticAgent):
     """Runs the ranks of this host once. ``failure_dir`` is where the ranks report exceptions."""
 
+    stop_after_failure_s = STOP_AFTER_FAILURE_S
+
     def __init__(self, spec: WorkerSpec, *, log_dir: Path, failure_dir: Path) -> None:
         super().__init__(spec, DefaultLogsSpecs(log_dir=str(log_dir)))
         self._failure_dir = failure_dir
@@ -53,7 +55,7 @@ class HostAgent(LocalElasticAgent):
         context = self._pcontext
         if isinstance(context, SubprocessContext) and self._has_failed(context):
             self.on_failure()
-            context.close(signal.SIGTERM, timeout=STOP_AFTER_FAILURE_S)
+            context.close(signal.SIGTERM, timeout=self.stop_after_failure_s)
             self._note_exits(context)
         watched = super()._monitor_workers
         return watched(worker_group)  # pyright: ignore[reportCallIssue] - torch's decorator hides the signature
@@ -86,7 +88,7 @@ class HostAgent(LocalElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = STOP_ON_REQUEST_S) -> None:
         if self._pcontext is not None:
-            self._pcontext.close(death_sig, timeout=STOP_AFTER_FAILURE_S if self.hurry else timeout)
+            self._pcontext.close(death_sig, timeout=self.stop_after_failure_s if self.hurry else timeout)
             if isinstance(self._pcontext, SubprocessContext):
                 self._note_exits(self._pcontext)
         super()._shutdown(death_sig)

@@ -13,7 +13,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from ..elasticity.notes import AGENT_VARIABLE, MEMORY, PROGRESS, RESTARTING, read_note
 from .agent import HostAgent
 from .elastic_phases import ResumePhases
-from .elastic_settings import MIN_NODES_VARIABLE
+from .elastic_settings import MIN_NODES_VARIABLE, STOP_AFTER_LOSS_S
 from .failures import first_cause
 from .host import HostJob, collect
 from .stand_by import RankSource, ranks_from
@@ -31,6 +31,8 @@ class ElasticHostAgent(HostAgent):
         notes: a folder in which ranks and agent leave each other notes.
         ranks: what starts the processes of the ranks.
     """
+
+    stop_after_failure_s = STOP_AFTER_LOSS_S
 
     def __init__(
         self, spec: WorkerSpec, job: HostJob, *, log_dir: Path, failure_dir: Path, notes: Path, ranks: RankSource
