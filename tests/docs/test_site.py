@@ -246,7 +246,8 @@ def test_the_palette_can_be_changed(served, browser):
     browser.open(f"{served}/start/install/")
     browser.evaluate("localStorage.clear()")
     browser.open(f"{served}/start/install/")
-    browser.evaluate("document.querySelector('label[title=Dark]').click()")
+    for button in ("Light", "Dark"):
+        browser.evaluate(f"document.querySelector('label[title={button}]').click()")
     scheme = "document.body.getAttribute('data-md-color-scheme')"
     assert browser.evaluate(scheme) == "slate"
     browser.open(f"{served}/start/first-run/")

@@ -48,6 +48,7 @@ def test_the_page_can_be_followed(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)  # the native code of four packages is compiled
 def test_the_page_can_be_followed_in_an_empty_environment(tmp_path):
     """As a person would: a fresh checkout, the blocks of the installation page in a shell, then this page in an empty
     folder, with nothing of the environment that the tests run in.

@@ -151,7 +151,9 @@ def on_config(config: Any) -> Any:
     handler["paths"] = [str(package.path / "src") for package in all_packages().values()]
     sections = {next(iter(entry)): entry for entry in config.nav}
     sections["Reference"]["Reference"].append({"Python API": sorted(api_pages(), key=_index_first)})
-    sections["Packages"]["Packages"] = sorted(package_pages(), key=_index_first)
+    pages = sorted(package_pages(), key=_index_first)
+    changes = [page for page in pages if page.endswith("-changes.md")]
+    sections["Packages"]["Packages"] = [*(p for p in pages if p not in changes), {"What has changed": changes}]
     decisions = sorted(f"decisions/{file.name}" for file in (ROOT / "docs" / "decisions").glob("[0-9]*.md"))
     sections["Contributing"]["Contributing"].append({"Decisions": ["decisions/index.md", *decisions]})
     return config

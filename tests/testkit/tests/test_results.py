@@ -20,18 +20,22 @@ def test_rows_are_printed_as_they_come_and_kept_as_numbers(tmp_path, capsys, mon
     table.add("broken", "did not run")
     table.goal("at least 1.5x", "2.00x", met=True)
     table.goal("at most 3 ms", met=False)
+    table.add("last", 1)
+    table.save(tmp_path / "out.json")
     assert capsys.readouterr().out.splitlines() == [
         "| theirs | 24.0 |  |",
         "| broken | did not run |  |",
-        "Goal: at least 1.5x: 2.00x, met.",
-        "Goal: at most 3 ms: missed.",
+        "| last | 1.0 |  |",
+        "",
+        "- Goal: at least 1.5x: 2.00x, met.",
+        "- Goal: at most 3 ms: missed.",
     ]
-    table.save(tmp_path / "out.json")
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["rows"] == [
         {"system": "ours", "ms": 12.345, "ratio": 2},
         {"system": "theirs", "ms": 24.0},
         {"system": "broken", "ms": "did not run"},
+        {"system": "last", "ms": 1},
     ]
     assert found["command"] == "python bench.py --steps 5" and found["bench"] == "bench.py"
     assert found["machine"].keys() >= {"cpu", "cores", "memory", "kernel"} and "torch" in found["versions"]

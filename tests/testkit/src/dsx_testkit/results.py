@@ -4,8 +4,8 @@
 
     table = Table({"system": "", "ms per step": "{:.0f}", "loss": "{:.4f}"})
     table.add("dsx stage 2", 964.2, 5.7206)                              # prints the row
-    table.goal("at least 1.2x DeepSpeed", "1.47x", met=True)             # prints goal and verdict
-    table.save(options.json)                                             # None: nothing is written
+    table.goal("at least 1.2x DeepSpeed", "1.47x", met=True)
+    table.save(options.json)                                             # prints the goals; writes, if there is a file
 
 The idea: the numbers lie in the file, each column says how its numbers are shown, and the file says with which command,
 when, on which machine, with which versions and from which commit they were made. `tools/dev.py figures` puts the tables
@@ -155,10 +155,8 @@ class Table:
         sys.stdout.flush()
 
     def goal(self, text: str, measured: str | None = None, *, met: bool | None = None) -> None:
-        """What was wanted, what was found, and whether that is enough."""
+        """What was wanted, what was found, and whether that is enough. `save` prints it, below all rows."""
         self.goals.append({"goal": text, "measured": measured, "met": met})
-        sys.stdout.write(f"{goal_line(self.goals[-1])}\n")
-        sys.stdout.flush()
 
     def record(self, words: Sequence[str] | None = None) -> Record:
         """The table with what is known of this process, machine and checkout; `words`: the script and its arguments, by
@@ -169,7 +167,13 @@ class Table:
         return Record(script(words), command(words), day, *found, self.columns, self.rows, self.goals)
 
     def save(self, path: str | os.PathLike[str] | None) -> None:
-        """Write the file; a named table goes to a file of the same stem, "-" and its name. `path` None: nothing."""
+        """Print the goals, and write the file. A named table goes to a file of the same stem, "-" and its name.
+
+        Args:
+            path: of the file; None: nothing is written.
+        """
+        sys.stdout.write("".join(["\n", *(f"- {goal_line(goal)}\n" for goal in self.goals)]))
+        sys.stdout.flush()
         if path is not None:
             target = Path(path)
             if self.name:
