@@ -93,7 +93,7 @@ class DynamicBatching(_Toggle):
     metrics_path: str | None = Field(None, description="folder of an analysis with the metric seqlen, or its index")
     lr_scaling_method: Literal["linear", "sqrt", "none"] = Field("linear", description="learning rate by batch size")
     loss_weighting: Literal["tokens", "samples", "none"] = Field(
-        "tokens", description="what the losses of an update's micro-batches weigh by; none: all alike"
+        "tokens", description="weights of the losses of an update's micro-batches; none: equal weights"
     )
     min_batch_size: _Count = Field(1, description="fewest samples of a micro-batch")
     max_batch_size: _Count | None = Field(None, description="most samples of a micro-batch; null: as many as fit")
@@ -145,7 +145,7 @@ class RandomLtd(_Toggle):
     random_ltd_layer_num: _Count | None = Field(None, description="layers that drop tokens")
     random_ltd_layer_id: list[int] | None = Field(None, description="which layers drop tokens, from 0")
     model_mask_name: str = Field("attention_mask", description="argument of the layers that holds the mask")
-    model_type: Literal["decoder", "encoder"] = Field("decoder", description="kind of model; both are treated alike")
+    model_type: Literal["decoder", "encoder"] = Field("decoder", description="kind of model; both are treated equally")
     hidden_state_order: Literal["batch_seq_dim", "seq_batch_dim"] = Field(
         "batch_seq_dim", description="order of dimensions"
     )

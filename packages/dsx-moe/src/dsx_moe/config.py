@@ -31,7 +31,7 @@ _Name = Annotated[str, Field(min_length=1)]
 
 _READ_OFF = "it is read off the modules themselves"
 _KERNELS = "there is one grouped product, chosen by device and data type"
-_BACKEND = "tokens travel through dsx_comm"
+_BACKEND = "dsx_comm sends the tokens"
 MEANINGLESS: dict[str, str] = {
     "has_shared_experts": "shared experts are found by their name",
     "preset_model": "experts are found by their form, without presets",
@@ -80,7 +80,7 @@ class ExpertParallelConfig(BaseModel):
     route_scale: float = Field(1.0, description="what weights are multiplied by")
     routed_scaling_factor: float | Literal["auto"] = Field("auto", description="another name of route_scale")
     load_balance_coeff: float | None = Field(None, description="balance by a bias; only null")
-    overlap_chunks: _Count = Field(1, description="parts in which tokens travel while experts compute (dsx)")
+    overlap_chunks: _Count = Field(1, description="parts in which tokens are sent while experts compute (dsx)")
     devices_per_node: _Count | None = Field(None, description="all-to-all in two hops over such nodes (dsx)")
     # - accepted without meaning
     has_shared_experts: bool | None = Field(None, description="whether a block has shared experts; null: found")

@@ -84,7 +84,7 @@ class Root(Section):
     gradient_predivide_factor: Ratio = Field(1.0, description="divide by this before the sum, by the rest after it")
     gradient_allreduce_op: Literal["mean", "sum"] = Field("mean", description="average gradients, or only sum them")
     sparse_gradients: bool = Field(
-        False, description="stage 0: of embeddings with sparse=True only rows that have a gradient travel"
+        False, description="stage 0: of embeddings with sparse=True only rows that have a gradient are sent"
     )
     disable_allgather: bool = Field(False, description="upstream parses it and never reads it")
 
@@ -98,7 +98,7 @@ class Root(Section):
     # - ZeRO
     zero_optimization: ZeroConfig = nested(ZeroConfig, "partitioning of states, gradients and parameters")
     zero_allow_untested_optimizer: bool = Field(
-        False, description="accept optimizers nobody has tried with partitioning"
+        False, description="accept optimizers that are not tested with partitioning"
     )
     zero_force_ds_cpu_optimizer: bool = Field(True, description="upstream: insist on its CPU Adam under offload")
 
