@@ -12,7 +12,6 @@ Variants run in turn within each round; times are medians of the rounds.
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import time
@@ -22,29 +21,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from dsx_testkit.benches import Block, run_parts
 from dsx_zero import checkpointing, compile_units, shard
 from dsx_zero.checkpointing.blocks import recompute_modules
 from dsx_zero.checkpointing.plan import peak_bytes
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
-
-
-class Block(nn.Module):
-    """A transformer block without dropout."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, tokens, width = x.shape
-        parts = self.qkv(self.norm1(x)).view(batch, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        y = nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).reshape(batch, tokens, width))
-        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
 
 
 class Model(nn.Module):
@@ -233,18 +215,5 @@ def compiled(small: bool) -> None:
         print(f"{name:10} {value * 1e3:9.2f} ms ({value / seconds['eager']:.3f}x)")
 
 
-def main() -> None:
-    """Run one part, or all."""
-    parts = {"overhead": overhead, "budget": budget, "offload": offload, "compiled": compiled}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=[*parts, "all"], nargs="?", default="all")
-    parser.add_argument("--small", action="store_true")
-    chosen = parser.parse_args()
-    for name, part in parts.items():
-        if chosen.part in (name, "all"):
-            print(f"# {name}")
-            part(chosen.small)
-
-
 if __name__ == "__main__":
-    main()
+    run_parts({"overhead": overhead, "budget": budget, "offload": offload, "compiled": compiled}, __doc__)

@@ -9,12 +9,12 @@
 Bytes between nodes are counted by dsx_comm per call and group. A collective over all ranks counts as crossing once for
 each value and node, (nodes - 1) / (N - 1) of what its ranks send, which is the least that any algorithm sends: for M
 bytes of bf16 parameters exact stage 3 crosses 3 M (two gathers and a reduce-scatter), ZeRO++ 0.75 M (8-bit gathers for
-the forward alone, 4-bit gradients), the mode with error feedback 0.375 M (4 and 2 bits), all times (nodes - 1) / nodes.
+the forward alone, 4-bit gradients), those with 2 and 4 bits, or 4 and 2, 0.375 M, all times
+(nodes - 1) / nodes, and with a scale of 4 bytes for each block.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sysconfig
 import time
@@ -28,6 +28,8 @@ import dsx_zero
 import torch
 from dsx_comm.compressed.blocks import BlockFormat
 from dsx_testkit import Nodes, PacedLink, SleepingLinear, run_ranks, tiny
+from dsx_testkit.benches import run_parts
+from dsx_zero.config import GRADIENT_BLOCK
 from dsx_zero.groups import AuxiliaryGroups
 from dsx_zero.params.flat import FlatGroup
 from dsx_zero.transports.chosen import PlainTransports, ZeroPlusPlus
@@ -47,14 +49,31 @@ OURS = {
     "zero_quantized_gradients": True,
     "zeropp_gate": {"mode": "off"},
 }
-FEEDBACK = {
-    **OURS,
-    "zero_quantized_weights_bits": 4,
-    "zero_quantized_gradients_bits": 2,
-    "zero_quantized_error_feedback": True,
+FORMS = {
+    "ZeRO++": (BlockFormat(8, BLOCK), BlockFormat(4, GRADIENT_BLOCK)),
+    "ZeRO++, blocks of 2048": (BlockFormat(8, BLOCK), BlockFormat(4, 2048)),
+    "parameters in 2 bits": (BlockFormat(2, BLOCK), BlockFormat(4, GRADIENT_BLOCK)),
+    "parameters in 2 bits, blocks of 2048": (BlockFormat(2, BLOCK), BlockFormat(4, 2048)),
+    "4 and 2 bits, error feedback": (BlockFormat(4, BLOCK), BlockFormat(2, GRADIENT_BLOCK)),
 }
-BITS = {"ZeRO++": (8, 4), "error feedback": (4, 2)}
-CONFIGS = {"exact": EXACT, "ZeRO++": OURS, "error feedback": FEEDBACK}
+"""Of parameters and gradients."""
+
+
+def config_of(name: str) -> dict[str, Any]:
+    """The section of a row of the tables."""
+    if name not in FORMS:
+        return EXACT
+    weights, gradients = FORMS[name]
+    return {
+        **OURS,
+        "zero_quantized_weights_bits": weights.bits,
+        "zero_quantized_gradients_bits": gradients.bits,
+        "zero_quantized_gradients_block_size": gradients.block,
+        "zero_quantized_error_feedback": gradients.bits == 2,
+    }
+
+
+ROWS = ("exact", *FORMS)
 
 
 class Crossing:
@@ -78,7 +97,7 @@ def crossed(rank: int, world: int, name: str, small: bool) -> tuple[float, float
     with Nodes(world, DEVICES).environment(rank):
         width = 64 if small else 256
         model = tiny.TinyGPT(vocab=256, width=width, layers=2 if small else 4, heads=4, context=32).bfloat16()
-        config = {**CONFIGS[name], "stage3_prefetch_bucket_size": 0}
+        config = {**config_of(name), "stage3_prefetch_bucket_size": 0}
         model, optimizer = dsx_zero.shard(model, lambda p: torch.optim.AdamW(p, lr=1e-3), config=config)
         for step in range(3):
             crossing = Crossing()
@@ -90,7 +109,7 @@ def crossed(rank: int, world: int, name: str, small: bool) -> tuple[float, float
         shards = [g.layout.shard_numel for u in optimizer.runtime.units for g in u.groups]
     if name == "exact":
         return crossing.between, sum(3 * 2 * shard for shard in shards) * (NODES - 1)
-    weights, gradients = (BlockFormat(bits, BLOCK) for bits in BITS[name])
+    weights, gradients = FORMS[name]
     return crossing.between, sum(weights.message_bytes(s) + gradients.message_bytes(s) for s in shards) * (NODES - 1)
 
 
@@ -99,7 +118,7 @@ def count_bytes(small: bool) -> None:
     exact = 0.0
     print("| mode | MB between nodes per rank and step | closed form | counted / closed form | fewer than exact |")
     print("|---|---|---|---|---|")
-    for name in CONFIGS:
+    for name in ROWS:
         found = run_ranks(crossed, RANKS, name, small, timeout=600)
         counted, closed = (sum(values) / RANKS for values in zip(*found))
         exact = exact or counted
@@ -141,10 +160,10 @@ def trained(rank: int, world: int, name: str, seed: int, small: bool) -> float:
     with Nodes(world, DEVICES).environment(rank):
         torch.set_num_threads(1)
         model = tiny.TinyGPT(vocab=256, width=64 if small else 128, layers=2, heads=4, context=length, seed=seed)
-        config = CONFIGS.get(name, {**EXACT, "zero_hpz_partition_size": DEVICES})
+        config = config_of(name) if name in ROWS else {**EXACT, "zero_hpz_partition_size": DEVICES}
         # Norms and biases stay whole, as they do by default: in a block with matrices they would set its scale.
         config = {**config, "stage3_param_persistence_threshold": 1000}
-        own = without_feedback(AuxiliaryGroups()) if name not in CONFIGS else None
+        own = without_feedback(AuxiliaryGroups()) if name not in ROWS else None
         model, optimizer = dsx_zero.shard(
             model, lambda p: torch.optim.AdamW(p, lr=3e-3, betas=(0.9, 0.95)), config=config, transports=own
         )
@@ -170,7 +189,7 @@ def trained(rank: int, world: int, name: str, seed: int, small: bool) -> float:
 def compare_loss(small: bool) -> None:
     """The table of losses."""
     seeds = (0,) if small else (0, 1, 2)
-    names = (*CONFIGS, "control: no feedback")
+    names = (*ROWS, "control: no feedback")
     losses: dict[str, list[float]] = {name: [] for name in names}
     for seed in seeds:
         for name in names:
@@ -225,7 +244,7 @@ class OverLink:
     def gather(self, sets: Any) -> Any:
         if not self._quantised:
             return Paced(PlainGather(), self._link, self._bytes(8))
-        return SecondaryGather(Paced(QuantizedGather(PlainGather(), bits=8), self._link, self._bytes(8)))
+        return SecondaryGather(Paced(QuantizedGather(PlainGather(), BlockFormat(8, BLOCK)), self._link, self._bytes(8)))
 
     def reduce(self, op: Any, ranks: Any, *, scatters: bool) -> Any:
         return Paced(self._inner.reduce(op, ranks, scatters=scatters), self._link, self._bytes(4))
@@ -284,18 +303,5 @@ def over_link(small: bool) -> None:
         print(f"| {label} | {exact * 1e3:.1f} | {ours * 1e3:.1f} | {exact / ours:.2f}x | {goal} |", flush=True)
 
 
-def main() -> None:
-    """Run one part, or all."""
-    parts = {"bytes": count_bytes, "loss": compare_loss, "link": over_link}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=[*parts, "all"], nargs="?", default="all")
-    parser.add_argument("--small", action="store_true")
-    chosen = parser.parse_args()
-    for name, part in parts.items():
-        if chosen.part in (name, "all"):
-            print(f"# {name}")
-            part(chosen.small)
-
-
 if __name__ == "__main__":
-    main()
+    run_parts({"bytes": count_bytes, "loss": compare_loss, "link": over_link}, __doc__)

@@ -1,5 +1,5 @@
-"""Errors of quantised messages in slices: a job of the same ranks goes on with the same bits; in one of other ranks what
-is to be made up for is, over all of them, what it was.
+"""Errors of quantised messages in slices, and what ranks have of each other's parameters: a job of the same ranks goes
+on with the same bits; in one of other ranks what is to be made up for is, over all of them, what it was.
 """
 
 import copy
@@ -14,6 +14,7 @@ from dsx_testkit import Nodes, assert_close_named, run_ranks, tiny
 
 EXACT = {"stage": 3, "stage3_param_persistence_threshold": 0, "zeropp_gate": {"mode": "off"}}
 FEEDBACK = {
+    "zero_hpz_partition_size": 2,
     "zero_quantized_weights": True,
     "zero_quantized_weights_bits": 4,
     "zero_quantized_gradients": True,
@@ -21,6 +22,7 @@ FEEDBACK = {
     "zero_quantized_error_feedback": True,
 }
 LOCO = {"zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 64}}
+FORGETFUL = {**LOCO, "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 5}}  # behind the second step after the save
 
 
 def test_errors_that_are_put_back_count_as_before():
@@ -73,13 +75,17 @@ class Slices:
         return tuple(sorted({key for part in mine for key in (*part["states"], *(k for k, *_ in part["ranges"]))}))
 
     def state(self, key, name, start, stop):
+        numbers = [part["states"][key] for part in self.parts if part["name"] == name and key in part["states"]]
+        if "@" in key and numbers:
+            assert len(set(numbers)) == 1
+            return numbers[0]
         if "@" in key:
             return self._get(name, start, stop, lambda part: [(s, v) for k, s, v in part["ranges"] if k == key])
         found = [part["states"][key] for part in self.parts if part["name"] == name and key in part["states"]]
         if not isinstance(found[0], torch.Tensor) or found[0].dim() == 0:
             return found[0]
         return self._get(
-            name, start, stop, lambda part: [(part["start"], part["states"][key])] if part["states"] else []
+            name, start, stop, lambda part: [(part["start"], part["states"][key])] if key in part["states"] else []
         )
 
 
@@ -148,11 +154,46 @@ def resumes(rank, world, config, devices):
 
 @pytest.mark.parametrize(
     ("world", "devices", "config"),
-    [(4, 2, FEEDBACK), (2, 2, {**FEEDBACK, "stage": 3}), (4, 2, {**LOCO, "stage": 2})],
-    ids=["two hops", "one hop", "LoCo at stage 2"],
+    [
+        (4, 2, FEEDBACK),
+        (2, 2, {**FEEDBACK, "stage": 3}),
+        (4, 2, {**FEEDBACK, "zero_quantized_weights_bits": 2, "zero_quantized_gradients_bits": 4}),
+        (4, 2, {**LOCO, "stage": 2}),
+        (2, 1, FORGETFUL),
+    ],
+    ids=["two hops", "one hop", "2 and 4 bits", "LoCo at stage 2", "LoCo that forgets in between"],
 )
 def test_a_job_of_the_same_ranks_resumes_with_the_same_bits(world, devices, config):
     run_ranks(resumes, world, config, devices, timeout=200)
+
+
+def between(rank, world):
+    """A job that has run an evaluation since its last step had sent the values of that step already."""
+    with Nodes(world, 2).environment(rank):
+        model, optimizer = make(FEEDBACK)
+        for number in range(3):
+            step(model, optimizer, number, rank)
+        x = model.example(2, seed=9)
+        with torch.no_grad():
+            want = [model.loss(*x)]
+        everybody = [None] * world
+        dsx_comm.all_gather_object(everybody, saved(optimizer))
+        other, resumed = make(FEEDBACK)
+        resumed.load_slices(Slices(everybody))
+        again = [None] * world
+        dsx_comm.all_gather_object(again, saved(resumed))  # saved before anything has run
+        third, last = make(FEEDBACK)
+        last.load_slices(Slices(again))
+        for one, stepped in ((model, optimizer), (other, resumed), (third, last)):
+            with torch.no_grad():
+                assert torch.equal(one.loss(*x), want[0])
+            step(one, stepped, 3, rank)
+        for one in (other, third):
+            assert_close_named(whole(one), whole(model), rtol=0, atol=0)
+
+
+def test_values_that_were_sent_before_the_save_are_those_behind_it():
+    run_ranks(between, 4, timeout=120)
 
 
 def at_work(rank, world):

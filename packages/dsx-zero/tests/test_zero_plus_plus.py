@@ -10,6 +10,7 @@ import pytest
 import torch
 from dsx_comm.compressed.blocks import BlockFormat
 from dsx_testkit import Nodes, assert_close_named, run_ranks, tiny
+from dsx_zero.config import GRADIENT_BLOCK
 
 BLOCK = 2048
 EXACT = {"stage": 3, "stage3_param_persistence_threshold": 0}
@@ -18,12 +19,14 @@ QWZ = {"zero_quantized_weights": True}
 QGZ = {"zero_quantized_gradients": True}
 LOCO = {**QGZ, "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 64}}
 FEEDBACK = {
+    **HPZ,
     **QWZ,
     **QGZ,
     "zero_quantized_error_feedback": True,
     "zero_quantized_weights_bits": 4,
     "zero_quantized_gradients_bits": 2,
 }
+FEW = {**HPZ, **QWZ, **QGZ, "zero_quantized_weights_bits": 2}
 
 
 def adamw(parameters):
@@ -199,7 +202,8 @@ QUANTIZED = {
     "all three": ({**HPZ, **QWZ, **QGZ}, 0.02),
     "LoCo": (LOCO, 0.02),
     "all three with LoCo": ({**HPZ, **QWZ, **LOCO}, 0.02),
-    "error feedback": ({**HPZ, **FEEDBACK}, 0.10),  # norms and matrices of this tiny model share blocks
+    "error feedback": (FEEDBACK, 0.10),  # norms and matrices of this tiny model share blocks
+    "2 and 4 bits": (FEW, 0.02),
 }
 
 
@@ -207,7 +211,7 @@ def quantized(rank, world):
     with on_nodes(rank, world, min(2, world)):
         want, *_ = train(rank, world, {}, steps=12)
         for name, (config, bound) in QUANTIZED.items():
-            if world == 1:
+            if world == 1 and "zero_quantized_weights_bits" not in config:
                 config = {key: value for key, value in config.items() if key != "zero_hpz_partition_size"}
             losses, found, optimizer, model = train(rank, world, config, steps=12)
             off = max(abs(a - b) / b for a, b in zip(losses, want))
@@ -248,7 +252,8 @@ def test_only_frozen_parameters_are_quantised():
 
 def volumes(rank, world, devices, config, weights_bits, gradients_bits):
     """What crosses between nodes in a step, against the closed form."""
-    nodes, form_w, form_g = world // devices, BlockFormat(weights_bits, BLOCK), BlockFormat(gradients_bits, BLOCK)
+    block = config.get("zero_quantized_gradients_block_size", GRADIENT_BLOCK)
+    nodes, form_w, form_g = world // devices, BlockFormat(weights_bits, BLOCK), BlockFormat(gradients_bits, block)
     with on_nodes(rank, world, devices):
         model, optimizer = dsx_zero.shard(
             Wide().bfloat16(), adamw, config={**EXACT, **HPZ, **config, "stage3_prefetch_bucket_size": 0}
@@ -286,7 +291,14 @@ class Wide(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("config", "weights", "gradients"), [({**QWZ, **QGZ}, 8, 4), (FEEDBACK, 4, 2)], ids=["ZeRO++", "error feedback"]
+    ("config", "weights", "gradients"),
+    [
+        ({**QWZ, **QGZ}, 8, 4),
+        ({**FEEDBACK, "zero_quantized_gradients_block_size": 2048}, 4, 2),
+        (FEW, 2, 4),
+        ({**QWZ, **QGZ, "zero_quantized_gradients_block_size": 128}, 8, 4),
+    ],
+    ids=["ZeRO++", "error feedback", "2 and 4 bits", "small blocks"],
 )
 def test_bytes_between_nodes_are_the_closed_form(config, weights, gradients):
     for found, want in run_ranks(volumes, 4, 2, config, weights, gradients, timeout=100):
@@ -304,9 +316,10 @@ REFUSED = [
     ({"stage": 3, "mics_shard_size": 2, **HPZ}, "zero_hpz_partition_size", "give one"),
     ({"stage": 3, "mics_shard_size": 2, **QGZ}, "zero_quantized_gradients", "give one"),
     ({"stage": 3, "zeropp_loco_param": {}}, "zeropp_loco_param", "it needs zero_quantized_gradients"),
+    ({"stage": 3, "zero_quantized_gradients_block_size": 64}, "zero_quantized_gradients_block_size", "not quantised"),
     ({"stage": 3, **QGZ, "zero_quantized_gradients_bits": 2}, "zero_quantized_gradients_bits", "error feedback"),
-    ({"stage": 3, **QWZ, "zero_quantized_weights_bits": 4}, "zero_quantized_weights_bits", "error feedback"),
-    ({"stage": 3, "zero_quantized_error_feedback": True}, "zero_quantized_error_feedback", "nothing is quantised"),
+    ({"stage": 3, **QWZ, "zero_quantized_weights_bits": 4}, "zero_quantized_weights_bits", "zero_hpz_partition_size"),
+    ({"stage": 3, "zero_quantized_error_feedback": True}, "zero_quantized_error_feedback", "are not quantised"),
 ]
 
 

@@ -153,7 +153,7 @@ def differs(rank, world, stage, what):
         "failed": {"params": params if rank == 0 else [torch.nn.Parameter(torch.ones(1))]},
     }[what]
     text = {"parameters": r"parameter layers.0.bias \(rank 0: frozen; rank 1: trained\)",
-        "lr": r"param_groups\[1\]\.lr",
+            "lr": r"param_groups\[1\]\.lr",
             "failed": "is not a parameter|rank 1 failed"}[what]  # fmt: skip
     kind = dsx_zero.ZeroError if what == "failed" else dsx_zero.RanksDifferError
     with pytest.raises(kind, match=text):

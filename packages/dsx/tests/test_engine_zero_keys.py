@@ -252,6 +252,7 @@ KEYS = {
             "zero_quantized_nontrainable_weights",
             "zero_quantized_gradients",
             "zero_quantized_gradients_bits",
+            "zero_quantized_gradients_block_size",
             "zero_quantized_error_feedback",
             "zeropp_loco_param",
             "mics_shard_size",

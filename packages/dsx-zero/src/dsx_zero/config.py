@@ -26,6 +26,8 @@ __all__ = [
 ]
 
 PATH = "zero_optimization"
+GRADIENT_BLOCK = 256
+"""Of quantised gradients, by default; decision 0059."""
 
 
 def _whole(value: Any) -> Any:
@@ -235,12 +237,17 @@ class ZeroConfig(_Section):
         1, description="stage 3: neighbouring ranks that share a second copy of the parameters, for backward"
     )
     zero_quantized_weights: bool = Field(False, description="stage 3: gather parameters as integers")
-    zero_quantized_weights_bits: Literal[8, 4] = Field(8, description="bits of such an integer")
+    zero_quantized_weights_bits: Literal[8, 4, 2] = Field(
+        8, description="bits of such an integer; trained parameters in 4 and 2 need zero_hpz_partition_size"
+    )
     zero_quantized_nontrainable_weights: bool = Field(False, description="the same for frozen parameters only")
     zero_quantized_gradients: bool = Field(False, description="stages 1-3: reduce gradients as integers, in two hops")
     zero_quantized_gradients_bits: Literal[8, 4, 2] = Field(4, description="bits of such an integer")
+    zero_quantized_gradients_block_size: Annotated[int, Field(ge=4, multiple_of=4)] = Field(
+        GRADIENT_BLOCK, description="gradients that share a scale of 4 bytes"
+    )
     zero_quantized_error_feedback: bool = Field(
-        False, description="what quantised parameters and gradients leave out is added to the next ones"
+        False, description="what quantised gradients leave out is added to the next ones"
     )
     zeropp_loco_param: LoCo | None = Field(None, description="a moving average of errors for quantised gradients")
     zeropp_gate: ZeroPlusPlusGate = Field(
@@ -317,6 +324,11 @@ class ZeroConfig(_Section):
         """Ranks that have secondary shards; 0: none."""
         return self.zero_hpz_partition_size if self.zero_hpz_partition_size > 1 else 0
 
+    @property
+    def sends_differences(self) -> bool:
+        """Whether parameters travel as differences to the second copy that ranks near by have."""
+        return self.zero_quantized_weights and self.zero_quantized_weights_bits < 8 and self.near_ranks > 0
+
     def check_combinations(self, *, mesh: bool = False) -> None:
         """Refuse settings of ZeRO++ and hybrid sharding where they cannot work.
 
@@ -358,7 +370,7 @@ def _conflicts(z: ZeroConfig, mesh: bool) -> list[tuple[str, bool, str]]:
     below_3 = f"at stage {z.stage} every rank keeps all parameters, and none are gathered for a use; use stage 3"
     offload = z.offload_optimizer
     late = offload is not None and offload.device != "none" and offload.late_update_after is not None
-    hybrid, quantized = z.mics_shard_size > 0 or mesh, z.zero_quantized_weights or z.zero_quantized_gradients
+    hybrid = z.mics_shard_size > 0 or mesh
     weights = z.zero_quantized_weights or z.zero_quantized_nontrainable_weights
     loco = z.zeropp_loco_param is not None
     return [
@@ -410,8 +422,8 @@ def _conflicts(z: ZeroConfig, mesh: bool) -> list[tuple[str, bool, str]]:
         ),
         (
             "zero_quantized_error_feedback",
-            z.zero_quantized_error_feedback and not quantized,
-            "nothing is quantised that is trained; set zero_quantized_weights or zero_quantized_gradients",
+            z.zero_quantized_error_feedback and not z.zero_quantized_gradients,
+            "gradients are not quantised; set zero_quantized_gradients",
         ),
         (
             "zero_quantized_weights_bits",
@@ -419,8 +431,18 @@ def _conflicts(z: ZeroConfig, mesh: bool) -> list[tuple[str, bool, str]]:
             "parameters are not quantised; set zero_quantized_weights",
         ),
         (
+            "zero_quantized_weights_bits",
+            z.zero_quantized_weights_bits == 2 and not z.zero_quantized_weights,
+            "2 bits are for differences of parameters that are trained; set it to 8 or 4",
+        ),
+        (
             "zero_quantized_gradients_bits",
             z.zero_quantized_gradients_bits != 4 and not z.zero_quantized_gradients,
+            "gradients are not quantised; set zero_quantized_gradients",
+        ),
+        (
+            "zero_quantized_gradients_block_size",
+            z.zero_quantized_gradients_block_size != GRADIENT_BLOCK and not z.zero_quantized_gradients,
             "gradients are not quantised; set zero_quantized_gradients",
         ),
         (
@@ -430,8 +452,8 @@ def _conflicts(z: ZeroConfig, mesh: bool) -> list[tuple[str, bool, str]]:
         ),
         (
             "zero_quantized_weights_bits",
-            z.zero_quantized_weights and z.zero_quantized_weights_bits == 4 and not z.zero_quantized_error_feedback,
-            "4 bits lose too much of parameters that are trained without error feedback; set"
-            " zero_quantized_error_feedback",
+            z.zero_quantized_weights and z.zero_quantized_weights_bits < 8 and not z.sends_differences,
+            "fewer than 8 bits lose too much of parameters that are trained, unless differences to a second copy are"
+            " sent; set zero_hpz_partition_size",
         ),
     ]

@@ -35,6 +35,7 @@ from .state.loading import SliceLoad, read_master
 from .state.slices import State, own_states
 from .state.templates import StateTemplates
 from .step.masters import Master, Masters
+from .transports.errors import carry_errors
 
 __all__ = ["Prepared", "Replanner"]
 
@@ -316,6 +317,7 @@ class Prepared:
             runtime = self.builder.build(self.planned, self.inner, self.kept)
             new = assemble(self.builder, self.planned, runtime, self.inner, self.kept)
             self.moves.carry_out(new)
+            _carry_errors(old.runtime, runtime)
             for parameter, name in _trained(runtime):
                 parameter.requires_grad_(wanted[name])
         for unit in old.runtime.units:
@@ -346,6 +348,13 @@ def _trained(run: Runtime) -> Sequence[tuple[torch.nn.Parameter, str]]:
         for group in unit.trainable
         for parameter, name in zip(group.parameters, group.layout.names)
     ]
+
+
+def _carry_errors(old: Runtime, new: Runtime) -> None:
+    """What quantised gradients have left out is made up for in the new layout (collective)."""
+    if old.errors and new.errors:
+        units = [(before.trainable, after.trainable) for before, after in zip(old.units, new.units, strict=True)]
+        carry_errors(units, old.errors, new.errors)
 
 
 def _let_go(group: FlatGroup) -> None:

@@ -1,4 +1,4 @@
-"""What benches of whole training steps share: one GPT with its data, and steps that take turns.
+"""What benches share: the frame of a bench of several parts, one GPT with its data, and steps that take turns.
 
 Steps that are compared run in the same processes, one of each in turn, so that a disturbance of the machine meets all
 of them; their medians and paired ratios are what a machine that drifts still tells.
@@ -6,6 +6,7 @@ of them; their medians and paired ratios are what a machine that drifts still te
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import tempfile
@@ -20,7 +21,24 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["GPT", "Block", "Turns", "batch", "spawn_ranks", "take_turns"]
+__all__ = ["GPT", "Block", "Turns", "batch", "run_parts", "spawn_ranks", "take_turns"]
+
+
+def run_parts(parts: Mapping[str, Callable[[bool], None]], description: str | None) -> None:
+    """The command of a bench of several parts: the name of one of them, or all, and `--small`.
+
+    Args:
+        parts: each prints its table. Its argument says whether to run at a size that only shows that it works.
+        description: for `--help`.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=[*parts, "all"], nargs="?", default="all")
+    parser.add_argument("--small", action="store_true", help="a size that only shows that it works")
+    chosen = parser.parse_args()
+    for name, part in parts.items():
+        if chosen.part in (name, "all"):
+            print(f"# {name}")
+            part(chosen.small)
 
 
 class Block(nn.Module):

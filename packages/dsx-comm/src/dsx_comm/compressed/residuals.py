@@ -55,6 +55,16 @@ class QuantizationFeedback:
         if self._period and self._count % self._period == 0:
             self._errors.clear()
 
+    @property
+    def period(self) -> int:
+        """After so many calls of `advance` the errors are forgotten; 0: never."""
+        return self._period
+
+    @property
+    def calls(self) -> int:
+        """How often `advance` was called."""
+        return self._count
+
     def encode(self, hop: Hashable, rows: torch.Tensor, form: BlockFormat) -> torch.Tensor:
         """The messages (uint8 [R, message_bytes]) of `rows` (float [R, n]) with what earlier ones of this hop left
         out.
@@ -86,11 +96,12 @@ class QuantizationFeedback:
         kept = {**self._errors, **self._next} if upcoming else self._errors
         return {hop: self._decoded(hop, error) for hop, error in kept.items()}
 
-    def put(self, errors: Mapping[Hashable, torch.Tensor]) -> None:
+    def put(self, errors: Mapping[Hashable, torch.Tensor], *, calls: int = 0) -> None:
         """Take errors as `held` gives them, which count from the next `advance` on; those that are there are
-        forgotten.
+        forgotten. `calls`: how often `advance` had been called (`QuantizationFeedback.calls`).
         """
         self.reset()
+        self._count = calls
         self._next = {hop: rows.to(torch.float32).clone() for hop, rows in errors.items()}
         self._shapes = {hop: rows.shape for hop, rows in errors.items()}
 

@@ -117,7 +117,7 @@ class Stage3:
 
     def write(self, group: FlatGroup, index: int, whole: torch.Tensor) -> None:
         """See ``runtime.Publisher``: into the shard, and into the whole parameter where it is there."""
-        group.generation += 1
+        group.note_replaced()
         name = group.layout.names[index]
         part = group.layout.local_slice(name, group.rank)
         with torch.no_grad():

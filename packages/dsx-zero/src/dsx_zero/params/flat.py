@@ -92,6 +92,8 @@ class FlatGroup:
         self.master: Home | None = None
         self.generation = 0
         """Grows with every change of the values, on all ranks alike: what was made of earlier values is old."""
+        self.replaced = 0
+        """Grows with the changes that no step has made: values may be far from what they were."""
 
     @classmethod
     def resident(cls, plan: GroupPlan, parameters: Sequence[nn.Parameter], *, memory: Memory) -> FlatGroup:
@@ -108,6 +110,11 @@ class FlatGroup:
                 view.copy_(parameter)
                 parameter.data = view
         return group
+
+    def note_replaced(self) -> None:
+        """Values were written that no step has made (an edit, a load); on all ranks alike."""
+        self.generation += 1
+        self.replaced += 1
 
     def views(self, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The parameters' places in a buffer of `layout.numel` elements, in their logical shapes."""

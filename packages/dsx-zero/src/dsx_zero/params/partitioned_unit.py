@@ -72,7 +72,7 @@ class UnitParameter(SourceWithPlain):
         whole = self.full_tensor()
         edit(whole)
         whole = write_whole(self.group, self.name, whole)
-        self.group.generation += 1
+        self.group.note_replaced()
         if self.unit.state is UnitState.GATHERED:
             self.plain.detach().copy_(whole)
 
@@ -86,7 +86,7 @@ class UnitParameter(SourceWithPlain):
         self._opened = False
         if source_rank is not None:
             whole = write_whole(self.group, self.name, self.plain.detach(), source_rank=source_rank)
-            self.group.generation += 1
+            self.group.note_replaced()
             self.plain.detach().copy_(whole)
 
     @property

@@ -69,6 +69,8 @@ def publish_masters(runtime: Runtime) -> None:
     for unit in runtime.units:
         for group in unit.trainable:
             write_parameters(group)
+        for group in unit.groups:
+            group.note_replaced()
         runtime.publisher.publish(unit)
     runtime.publisher.finish()
 

@@ -165,7 +165,10 @@ def iter_slices(
             stop=part.stop,
             param=param,
             master=_own_master(group, pieces, part, param, lazily) if trainable else None,
-            states=own_states(states, pieces, part, templates, lazily) if part.numel else {},
+            states={
+                **(own_states(states, pieces, part, templates, lazily) if part.numel else {}),
+                **errors.numbers_of(group),
+            },
             ranges=(
                 *(found for master in pieces for found in _own_ranges(inner, master)),
                 *errors_of(errors.of(group), group, info.name),
@@ -187,6 +190,12 @@ class _GroupErrors:
         if self._latest[0] is not group:
             self._latest = (group, [error for keeper in self._keepers for error in keeper.errors(group)])
         return self._latest[1]
+
+    def numbers_of(self, group: FlatGroup) -> dict[str, int]:
+        """The numbers that belong to them."""
+        if not group.trainable:
+            return {}
+        return {key: number for keeper in self._keepers for key, number in keeper.numbers(group).items()}
 
 
 def _own_ranges(inner: Any, master: Master) -> tuple[tuple[str, int, torch.Tensor], ...]:

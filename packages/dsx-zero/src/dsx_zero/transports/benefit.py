@@ -41,7 +41,9 @@ def features_of(settings: ZeroConfig) -> Features:
         near=settings.near_ranks,
         weight_bits=settings.zero_quantized_weights_bits if weights else 0,
         only_frozen=not settings.zero_quantized_weights,
+        differences=settings.sends_differences,
         gradient_bits=settings.zero_quantized_gradients_bits if settings.zero_quantized_gradients else 0,
+        gradient_block=settings.zero_quantized_gradients_block_size,
         two_levels=settings.mics_hierarchical_params_gather,
     )
 
@@ -59,7 +61,7 @@ def settings_that_pay(
     data-parallel ranks `data`. `own`: transports of the caller's, of which nothing is known.
     """
     asked, gate = features_of(settings), settings.zeropp_gate
-    nothing = Features(only_frozen=asked.only_frozen)
+    nothing = replace(Features(), only_frozen=asked.only_frozen, gradient_block=asked.gradient_block)
     ranks = _largest_set(plans)
     if own is not None or gate.mode == "off" or asked == nothing or ranks is None or ranks.size == 1:
         return settings

@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 import dsx_comm
 import torch
 from dsx_comm import RankSet
+from dsx_comm.compressed.blocks import BlockFormat
 
 from ..groups import AuxiliaryGroups
+from .differences import DifferenceGather
 from .errors import KeepsErrors
 from .gathers import PlainGather
 from .levels import HierarchicalGather, SecondaryGather
 from .nodes import hierarchy_of
 from .protocol import ReduceTransport, Transport
-from .quantized import QuantizedGather, QuantizedReduceScatter
+from .quantized import BLOCK, QuantizedGather, QuantizedReduceScatter
 from .reductions import AllReduce, Cast, HybridReduceScatter, InPieces, ReduceScatter
 
 if TYPE_CHECKING:
@@ -83,8 +85,9 @@ class ZeroPlusPlus:
         groups: where groups of nodes come from.
         weight_bits: of gathered parameters; 0: they are not quantised.
         only_frozen: of these, those that are not trained.
+        differences: of trained parameters with secondary shards the differences to these are sent (`differences`).
         gradient_bits: of reduced gradients; 0: they are not quantised.
-        weight_feedback: what the codes of parameters leave out is added to the next step's.
+        gradient_block: elements of gradients that share a scale.
         gradient_feedback: (decay, period) of `dsx_comm.QuantizationFeedback` for gradients; None: none.
         two_levels: gathers go between nodes first (`mics_hierarchical_params_gather`).
         keepers: of what it has made, those with errors.
@@ -94,8 +97,9 @@ class ZeroPlusPlus:
     groups: AuxiliaryGroups
     weight_bits: int = 0
     only_frozen: bool = False
+    differences: bool = False
     gradient_bits: int = 0
-    weight_feedback: bool = False
+    gradient_block: int = BLOCK
     gradient_feedback: tuple[float, int] | None = None
     two_levels: bool = False
     keepers: list[KeepsErrors] = field(default_factory=list, compare=False, repr=False)
@@ -107,12 +111,15 @@ class ZeroPlusPlus:
             found = {ranks: hierarchy_of(ranks, self.groups, "gathers") for ranks in sets if ranks.size > 1}
             several = {ranks: nodes for ranks, nodes in found.items() if nodes.nodes > 1 and nodes.devices > 1}
             primary = HierarchicalGather(primary, several)
-        if self.weight_bits:
-            primary = quantized = QuantizedGather(
-                primary, bits=self.weight_bits, only_frozen=self.only_frozen, feedback=self.weight_feedback
-            )
-            if self.weight_feedback:
-                self.keepers.append(quantized)
+        form = BlockFormat(self.weight_bits, BLOCK) if self.weight_bits else None
+        if form is not None and self.differences:
+            # Ranks without near ones (experts) have no second copy that differences could be added to.
+            alone = QuantizedGather(primary, BlockFormat(8, BLOCK))
+            keeper = DifferenceGather(primary, alone, form)
+            self.keepers.append(keeper)
+            return keeper
+        if form is not None:
+            primary = QuantizedGather(primary, form, only_frozen=self.only_frozen)
         return primary if all(ranks.near is None for ranks in sets) else SecondaryGather(primary)
 
     def reduce(self, op: Any, ranks: RankSet, *, scatters: bool) -> ReduceTransport:
@@ -124,7 +131,8 @@ class ZeroPlusPlus:
         if self.gradient_feedback is not None:
             feedback = partial(dsx_comm.QuantizationFeedback, *self.gradient_feedback)
         nodes = hierarchy_of(ranks, self.groups, "gradients")
-        quantized = QuantizedReduceScatter(exact, op, nodes, bits=self.gradient_bits, feedback=feedback)
+        form = BlockFormat(self.gradient_bits, self.gradient_block)
+        quantized = QuantizedReduceScatter(exact, op, ranks, nodes, form, feedback=feedback)
         if feedback is not None:
             self.keepers.append(quantized)
         return quantized
@@ -142,8 +150,9 @@ def transports_of(settings: ZeroConfig, plain: PlainTransports, groups: Auxiliar
         groups,
         weight_bits=settings.zero_quantized_weights_bits if weights else 0,
         only_frozen=not settings.zero_quantized_weights,
+        differences=settings.sends_differences,
         gradient_bits=settings.zero_quantized_gradients_bits if settings.zero_quantized_gradients else 0,
-        weight_feedback=feedback and settings.zero_quantized_weights,
+        gradient_block=settings.zero_quantized_gradients_block_size,
         gradient_feedback=decay if loco is None else (loco.err_beta, loco.reset_T),
         two_levels=settings.mics_hierarchical_params_gather,
     )

@@ -1,34 +1,40 @@
-"""Errors of quantised messages in checkpoints: after a load the errors from before the save are still compensated.
+"""Errors of quantised messages in checkpoints and in models that are laid out anew: after a load or a new layout the
+errors from before are still compensated.
 
 A transport that keeps errors returns them per flat group as `FlatError`s, ranges of the group's flat buffer; in a
 checkpoint they are ranges of parameters (`ParamSlice.ranges`) under names with an "@", by which other parts know that
 not every job has them:
 
-    weight_error@all            of parameters; every rank those of its shard
     gradient_error@R            of the first hop; rank R's of all elements
     gradient_error_between@N    of the second hop; each rank of node N those of the elements it adds up
+    gradient_error_count@all    how many messages LoCo's `reset_T` has counted; one number per parameter
+    weight_sent@all             what all ranks had of the parameters before the last step (`differences`)
+    weight_current@all          the same, where no step has come since
 
 A job with the same ranks and nodes goes on with the same bits. In a job with another layout every rank takes the mean
-of all ranks' errors, so that the sum that reaches the parameters in the end is the same. Not kept: how many steps
-LoCo's `reset_T` has counted.
+of all ranks' errors, so that the sum that reaches the parameters in the end is the same.
+
+When a model is laid out anew, the errors of gradients are kept (`carry_errors`). Parameters need nothing: the first
+gather of a new layout sends the exact values.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from ..params.flat import FlatGroup
 
-__all__ = ["ERRORS", "FlatError", "KeepsErrors", "StoredErrors", "errors_of", "note_lost"]
+__all__ = ["FlatError", "KeepsErrors", "StoredErrors", "carry_errors", "errors_of", "note_lost"]
 
-WEIGHTS, WORKER, BETWEEN = "weight_error@all", "gradient_error@", "gradient_error_between@"
-ERRORS = (WEIGHTS, WORKER, BETWEEN)
-"""Beginnings of the names."""
+WORKER, BETWEEN = "gradient_error@", "gradient_error_between@"
+"""Beginnings of names."""
+COUNT = "gradient_error_count@all"
+SENT, CURRENT = "weight_sent@all", "weight_current@all"
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +60,17 @@ class KeepsErrors(Protocol):
     """A transport with errors."""
 
     def errors(self, group: FlatGroup) -> Sequence[FlatError]:
-        """What the group's next messages are to make up for."""
+        """What the group's next messages are to make up for, or begin with."""
+        ...
+
+    def numbers(self, group: FlatGroup) -> Mapping[str, int]:
+        """What else belongs to the group's errors, alike on all ranks: a number by its name."""
+        ...
+
+    def whole_errors(self, group: FlatGroup) -> Mapping[str, torch.Tensor]:
+        """The errors to carry into another layout, by name: values of all `group.layout.numel` elements, as far as the
+        ranks of this node have them together (collective).
+        """
         ...
 
     def read_errors(self, group: FlatGroup, stored: StoredErrors) -> Callable[[], None]:
@@ -92,10 +108,55 @@ def stored_keys(stored: StoredErrors, group: FlatGroup, begin: str) -> tuple[str
     return tuple(sorted({key for key in found if key.startswith(begin)}))
 
 
+@dataclass
+class _Carried:
+    """`StoredErrors` of one unit that is laid out anew. `values`: whole parameters, flattened, by key and name."""
+
+    values: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    numbers: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def state_keys(self, name: str) -> tuple[str, ...]:
+        return tuple(key for found in (self.values, self.numbers) for key, names in found.items() if name in names)
+
+    def state(self, key: str, name: str, start: int, stop: int) -> object:
+        if key in self.numbers:
+            return self.numbers[key].get(name)
+        return self.values[key][name][start:stop]
+
+
+def carry_errors(
+    old: Sequence[tuple[Sequence[FlatGroup], Sequence[FlatGroup]]],
+    keepers: Sequence[KeepsErrors],
+    into: Sequence[KeepsErrors],
+) -> None:
+    """Take errors into another layout (collective).
+
+    Args:
+        old: of each unit the groups that were trained, and those that are trained from now on.
+        keepers: had the errors of the former.
+        into: have those of the latter.
+    """
+    for before, after in old:
+        carried = _Carried()
+        for keeper in keepers:
+            for group in before:
+                layout, numbers = group.layout, keeper.numbers(group)
+                places = list(zip(layout.names, layout.offsets, layout.sizes))
+                for key, whole in keeper.whole_errors(group).items():
+                    found = {name: whole[offset : offset + size] for name, offset, size in places}
+                    carried.values.setdefault(key, {}).update(found)
+                for key, number in numbers.items():
+                    carried.numbers.setdefault(key, {}).update(dict.fromkeys(layout.names, number))
+        if carried.values or carried.numbers:
+            for keeper in into:
+                for group in after:
+                    keeper.read_errors(group, carried)()
+
+
 def note_lost(stored: StoredErrors, groups: Sequence[FlatGroup], keepers: Sequence[KeepsErrors]) -> None:
     """Say so where a checkpoint has errors and this job sends nothing that could make up for them."""
-    if not keepers and any(stored_keys(stored, group, begin) for group in groups for begin in ERRORS):
+    if not keepers and any(stored_keys(stored, group, begin) for group in groups for begin in (WORKER, BETWEEN)):
         _log.info(
-            "the checkpoint has errors of quantised messages, and this job has no error feedback (one rank, or other"
+            "the checkpoint has errors of quantised gradients, and this job has no error feedback (one rank, or other"
             " settings): what they left out of the last step is not made up for"
         )

@@ -6,6 +6,7 @@ For a buffer of S bytes among N ranks, D on each node, with s = S / N, one rank 
     gather or reduce-scatter over all    (nodes - 1) s between nodes, the rest of (N - 1) s inside; N - 1 messages
     gather in two levels                 the same bytes; nodes - 1 messages between, D - 1 inside
     gather near (hpZ, k ranks)           (k - 1) / k S, as of a set of k ranks
+    differences (hpZ)                    a quantised gather over all, and a gather near
     quantised reduce-scatter             (D - 1) / D S inside, then (nodes - 1) s between, both in fewer bits
 
 where the bytes between nodes are the least that have to cross, divided evenly among the ranks of a node. Time is
@@ -56,13 +57,16 @@ class Places:
 @dataclass(frozen=True)
 class Features:
     """What is asked for. `near`: ranks with secondary shards (0: none); bits of 0: not quantised; `only_frozen`:
-    parameters that are not trained are quantised, and no others.
+    parameters that are not trained are quantised, and no others; `differences`: of trained ones differences to
+    secondary shards are sent; `gradient_block`: gradients that share a scale.
     """
 
     near: int = 0
     weight_bits: int = 0
     only_frozen: bool = False
+    differences: bool = False
     gradient_bits: int = 0
+    gradient_block: int = 2048
     two_levels: bool = False
 
 
@@ -94,13 +98,15 @@ def estimate(buffers: Sequence[Buffer], features: Features, places: Places, rate
 
 
 def subsets(asked: Features) -> Iterator[Features]:
-    """What is asked for, and everything that is less."""
+    """What is asked for, and everything that is less and can be. Few bits of parameters need secondary shards."""
     near, weights, gradients, levels = (
         dict.fromkeys((value, type(value)())) for value in
         (asked.near, asked.weight_bits, asked.gradient_bits, asked.two_levels)
     )  # fmt: skip
     for n, w, g, t in product(near, weights, gradients, levels):
-        yield replace(asked, near=n, weight_bits=w, gradient_bits=g, two_levels=t)
+        differences = asked.differences and n > 0 and w > 0
+        if differences == asked.differences or w in (0, 8):
+            yield replace(asked, near=n, weight_bits=w, gradient_bits=g, two_levels=t, differences=differences)
 
 
 def _gather(buffer: Buffer, features: Features, places: Places, rates: LinkRates, *, later: bool) -> Estimate:
@@ -109,14 +115,17 @@ def _gather(buffer: Buffer, features: Features, places: Places, rates: LinkRates
         return _collective(whole, places.near(features.near), rates)
     if features.weight_bits and not (features.only_frozen and buffer.trained):
         codec = rates.encode * buffer.numel / places.size + rates.decode * buffer.numel
-        return _collective(_quantised(buffer.numel, features.weight_bits), places, rates) + Estimate(codec)
+        total = _collective(_quantised(buffer.numel, features.weight_bits), places, rates) + Estimate(codec)
+        copied = features.differences and buffer.trained
+        return total + _collective(whole, places.near(features.near), rates) if copied else total
     return _collective(whole, places, rates, two_levels=features.two_levels)
 
 
 def _reduction(buffer: Buffer, features: Features, places: Places, rates: LinkRates) -> Estimate:
     if not features.gradient_bits:
         return _collective(buffer.numel * buffer.gradient_itemsize, places, rates)
-    nbytes, numel = _quantised(buffer.numel, features.gradient_bits), float(buffer.numel)
+    nbytes = _quantised(buffer.numel, features.gradient_bits, features.gradient_block)
+    numel = float(buffer.numel)
     inside = nbytes * (places.devices - 1) / places.devices
     between = nbytes / places.size * (places.nodes - 1)
     seconds = 0.0
@@ -143,6 +152,6 @@ def _time(path: PathRate | None, messages: int, nbytes: float) -> float:
     return 0.0 if path is None else messages * path.latency + nbytes / path.rate
 
 
-def _quantised(numel: int, bits: int) -> float:
-    """Bytes of codes and of a scale of 4 bytes for each 2048 elements."""
-    return numel * (bits / 8 + 4 / 2048)
+def _quantised(numel: int, bits: int, block: int = 2048) -> float:
+    """Bytes of codes and of a scale of 4 bytes for each block of elements."""
+    return numel * (bits / 8 + 4 / block)

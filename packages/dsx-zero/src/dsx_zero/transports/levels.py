@@ -16,7 +16,7 @@ from ..lanes import Pending
 from ..params.flat import FlatGroup
 from .protocol import Stateless, Then, Transport
 
-__all__ = ["HierarchicalGather", "SecondaryGather"]
+__all__ = ["HierarchicalGather", "SecondaryGather", "part_of"]
 
 
 class SecondaryGather:
@@ -41,10 +41,14 @@ class SecondaryGather:
         if near is None:
             return self._primary.start(out, source, group, label)
         if self._generation.get(group) != group.generation:
-            return self._fill(out, source, group, label, near)
-        filling = self._filling.pop(group, None)
-        if filling is not None:
-            filling.wait()
+            self._generation[group] = group.generation
+            filling = self._filling[group] = self._fill(out, source, group, label, near)
+            return filling
+        return self._read(out, group, label, near)
+
+    def _read(self, out: torch.Tensor, group: FlatGroup, label: str, near: dsx_comm.RankSet) -> Pending:
+        """Gather the secondary shards of the ranks near by."""
+        self.settle(group)
         prepared = self._prepared.get(group)
         if prepared is None:
             numel = group.layout.numel // near.size
@@ -53,18 +57,27 @@ class SecondaryGather:
             )
         return prepared.start(out, self._shards[group])
 
+    def settle(self, group: FlatGroup) -> None:
+        """Wait until the group's secondary shard holds what its last gather has brought."""
+        filling = self._filling.pop(group, None)
+        if filling is not None:
+            filling.wait()
+
     def _fill(
         self, out: torch.Tensor, source: torch.Tensor, group: FlatGroup, label: str, near: dsx_comm.RankSet
     ) -> Then:
-        self._generation[group] = group.generation
-        numel = group.layout.numel // near.size
         shard = self._shards.get(group)
         if shard is None:
-            shard = self._shards[group] = out.new_empty(numel)
+            shard = self._shards[group] = out.new_empty(group.layout.numel // near.size)
         pending = self._primary.start(out, source, group, label)
-        part = out[near.rank * numel : (near.rank + 1) * numel]
-        filling = self._filling[group] = Then([pending], lambda: shard.copy_(part))
-        return filling
+        part = part_of(out, near.rank, near.size)
+        return Then([pending], lambda: shard.copy_(part))
+
+
+def part_of(out: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    """The share of one of `size` ranks in a 1-D buffer that is divided evenly among them."""
+    numel = out.numel() // size
+    return out[rank * numel : (rank + 1) * numel]
 
 
 class HierarchicalGather(Stateless):

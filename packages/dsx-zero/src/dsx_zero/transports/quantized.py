@@ -6,23 +6,24 @@ as float64 or integers, are sent unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import dsx_comm
 import torch
+from dsx_comm.compressed.blocks import BlockFormat
 
 from ..lanes import Pending
 from ..params.flat import FlatGroup
-from .errors import BETWEEN, WEIGHTS, WORKER, FlatError, StoredErrors, read_range, stored_keys
+from .errors import BETWEEN, COUNT, WORKER, FlatError, StoredErrors, read_range, stored_keys
 from .protocol import ReduceTransport, Transport
 
-__all__ = ["BLOCK", "QuantizedGather", "QuantizedReduceScatter"]
+__all__ = ["BLOCK", "FLOATS", "QuantizedGather", "QuantizedReduceScatter"]
 
 BLOCK = 2048
 """Elements that share a scale of 4 bytes: 0.2 % more bytes for int8, 0.8 % for 2 bits."""
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class QuantizedGather:
@@ -30,70 +31,25 @@ class QuantizedGather:
 
     Args:
         exact: carries the groups that are not quantised.
-        bits: of a code.
+        form: bits of a code, and elements of a block.
         only_frozen: quantise groups that are not trained, and no others.
-        feedback: what the codes of one step leave out is added to the values of the next.
     """
 
-    def __init__(self, exact: Transport, *, bits: int = 8, only_frozen: bool = False, feedback: bool = False) -> None:
-        self._exact, self._bits, self._only_frozen, self._feeds_back = exact, bits, only_frozen, feedback
-        self._feedback: dict[FlatGroup, dsx_comm.QuantizationFeedback] = {}
-        self._generation: dict[FlatGroup, int] = {}
+    def __init__(self, exact: Transport, form: BlockFormat, *, only_frozen: bool = False) -> None:
+        self._exact, self._form, self._only_frozen = exact, form, only_frozen
 
     def tensors(self) -> list[torch.Tensor]:
-        """See `Transport.tensors`: the errors."""
-        return self._exact.tensors() + [held for memory in self._feedback.values() for held in memory.tensors()]
+        """See `Transport.tensors`."""
+        return self._exact.tensors()
 
     def start(self, out: torch.Tensor, source: torch.Tensor, group: FlatGroup, label: str) -> Pending | None:
         """See `Transport.start`."""
-        if source.dtype not in _FLOATS or group.ranks.size == 1 or (self._only_frozen and group.trainable):
+        if source.dtype not in FLOATS or group.ranks.size == 1 or (self._only_frozen and group.trainable):
             return self._exact.start(out, source, group, label)
         with dsx_comm.unit(label):
             return dsx_comm.quantized_all_gather(
-                out,
-                source,
-                self._bits,
-                BLOCK,
-                group=group.ranks.gather_group,
-                async_op=True,
-                feedback=self._memory(group) if self._feeds_back and group.trainable else None,
+                out, source, self._form.bits, self._form.block, group=group.ranks.gather_group, async_op=True
             )
-
-    def errors(self, group: FlatGroup) -> Sequence[FlatError]:
-        """See `KeepsErrors.errors`."""
-        memory = self._feedback.get(group)
-        if memory is None or not group.ranks.first_copy:
-            return []
-        # Where the present values were sent already, their own errors count from the next ones on only.
-        rows = memory.held(upcoming=self._generation.get(group) != group.generation)
-        return [FlatError(WEIGHTS, group.rank * group.layout.shard_numel, found.view(-1)) for found in rows.values()]
-
-    def read_errors(self, group: FlatGroup, stored: StoredErrors) -> Callable[[], None]:
-        """See `KeepsErrors.read_errors`. They belong to elements, so that any number of ranks can divide them."""
-        numel = group.layout.shard_numel
-        rows = None
-        if self._feeds_back and group.trainable and WEIGHTS in stored_keys(stored, group, WEIGHTS):
-            rows = torch.zeros(1, numel, device=group.key.device)
-            read_range(stored, WEIGHTS, group, rows.view(-1), group.rank * numel)
-
-        def install() -> None:
-            if rows is not None:
-                self._feedback.setdefault(group, dsx_comm.QuantizationFeedback()).put({0: rows})
-            elif group in self._feedback:
-                self._feedback[group].reset()
-            self._generation.pop(group, None)
-
-        return install
-
-    def _memory(self, group: FlatGroup) -> dsx_comm.QuantizationFeedback:
-        """The errors of a group. All gathers of one step send the same codes: forward and backward see equal values."""
-        memory = self._feedback.get(group)
-        if memory is None:
-            memory = self._feedback[group] = dsx_comm.QuantizationFeedback()
-        if self._generation.get(group) != group.generation:
-            self._generation[group] = group.generation
-            memory.advance()
-        return memory
 
 
 class QuantizedReduceScatter:
@@ -102,8 +58,9 @@ class QuantizedReduceScatter:
     Args:
         exact: carries what is not quantised.
         op: `dsx_comm.ReduceOp.SUM` or `AVG`.
-        hierarchy: the nodes of the ranks that share the buffers.
-        bits: of a code.
+        ranks: who shares the buffers.
+        hierarchy: their nodes.
+        form: bits of a code, and elements of a block.
         feedback: makes the memory of one group's errors; None: there is none.
     """
 
@@ -111,12 +68,14 @@ class QuantizedReduceScatter:
         self,
         exact: ReduceTransport,
         op: Any,
+        ranks: dsx_comm.RankSet,
         hierarchy: dsx_comm.Hierarchy,
+        form: BlockFormat,
         *,
-        bits: int = 4,
         feedback: Callable[[], dsx_comm.QuantizationFeedback] | None = None,
     ) -> None:
-        self._exact, self._op, self._hierarchy, self._bits = exact, op, hierarchy, bits
+        self._exact, self._op, self._hierarchy, self._form = exact, op, hierarchy, form
+        self._ranks = ranks
         self._make_feedback = feedback
         self._feedback: dict[FlatGroup, dsx_comm.QuantizationFeedback] = {}
 
@@ -126,11 +85,11 @@ class QuantizedReduceScatter:
 
     def result_dtype(self, source: torch.dtype, group: FlatGroup) -> torch.dtype:
         """See `ReduceTransport.result_dtype`."""
-        return source if source in _FLOATS else self._exact.result_dtype(source, group)
+        return source if source in FLOATS else self._exact.result_dtype(source, group)
 
     def start(self, out: torch.Tensor, source: torch.Tensor, group: FlatGroup, label: str) -> Pending | None:
         """See `Transport.start`."""
-        if source.dtype not in _FLOATS:
+        if source.dtype not in FLOATS:
             return self._exact.start(out, source, group, label)
         memory = None
         if self._make_feedback is not None:
@@ -139,7 +98,14 @@ class QuantizedReduceScatter:
                 memory = self._feedback[group] = self._make_feedback()
         with dsx_comm.unit(label):
             return dsx_comm.quantized_reduce_scatter(
-                out, source, self._hierarchy, self._bits, BLOCK, self._op, async_op=True, feedback=memory
+                out,
+                source,
+                self._hierarchy,
+                self._form.bits,
+                self._form.block,
+                self._op,
+                async_op=True,
+                feedback=memory,
             )
 
     def errors(self, group: FlatGroup) -> Sequence[FlatError]:
@@ -155,6 +121,23 @@ class QuantizedReduceScatter:
             errors += [FlatError(key, start, row) for start, row in zip(self._between(group), found[1])]
         return errors
 
+    def numbers(self, group: FlatGroup) -> Mapping[str, int]:
+        """See `KeepsErrors.numbers`: how many messages were counted towards forgetting the errors."""
+        memory = self._feedback.get(group)
+        return {} if memory is None or not memory.period else {COUNT: memory.calls}
+
+    def whole_errors(self, group: FlatGroup) -> Mapping[str, torch.Tensor]:
+        """See `KeepsErrors.whole_errors`. Collective over this node's ranks."""
+        whole: dict[str, torch.Tensor] = {}
+        for error in self.errors(group):
+            flat = whole.setdefault(error.key, error.values.new_zeros(group.layout.numel))
+            flat[error.start : error.start + error.values.numel()] = error.values
+        if self._hierarchy.intra is not None:
+            for key, flat in whole.items():
+                if key.startswith(BETWEEN):
+                    dsx_comm.all_reduce(flat, group=self._hierarchy.intra)
+        return whole
+
     def _between(self, group: FlatGroup) -> list[int]:
         """Where the parts that this rank adds up for each node begin in the flat buffer."""
         places, numel = self._hierarchy, group.layout.shard_numel
@@ -163,16 +146,17 @@ class QuantizedReduceScatter:
     def read_errors(self, group: FlatGroup, stored: StoredErrors) -> Callable[[], None]:
         """See `KeepsErrors.read_errors`."""
         make = self._make_feedback
+        if make is None or group.ranks.group is not self._ranks.group:
+            return lambda: None  # no errors, or those of another set of ranks
         workers, between = stored_keys(stored, group, WORKER), stored_keys(stored, group, BETWEEN)
-        rows = None
-        if make is not None and (workers or between):
-            rows = self._read_rows(group, stored, workers, between)
+        rows = self._read_rows(group, stored, workers, between) if workers or between else {}
+        calls = _number(stored, group, COUNT)
 
         def install() -> None:
-            if rows is not None and make is not None:
-                self._feedback.setdefault(group, make()).put(rows)
+            if rows or calls:
+                self._feedback.setdefault(group, make()).put(rows, calls=calls)
             elif group in self._feedback:
-                self._feedback[group].reset()
+                self._feedback[group].put({})
 
         return install
 
@@ -202,3 +186,9 @@ class QuantizedReduceScatter:
         first = flat.view(places.nodes, places.devices, -1).transpose(0, 1).reshape(-1)
         rows[0] = first.view(places.nodes if places.intra is None else places.devices, -1)
         return rows
+
+
+def _number(stored: StoredErrors, group: FlatGroup, key: str) -> int:
+    """A number that the parameters of a group have in common; the greatest, should they not; 0 where none has it."""
+    found = [stored.state(key, name, 0, 0) for name in group.layout.names if key in stored.state_keys(name)]
+    return max((int(number) for number in found if isinstance(number, (int, float))), default=0)
