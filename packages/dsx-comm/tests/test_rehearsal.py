@@ -60,13 +60,17 @@ def test_bytes_are_those_that_are_counted():
         dsx_comm.all_gather_into_tensor(torch.empty(30), torch.ones(10))
         dsx_comm.reduce_scatter_tensor(torch.empty(10), torch.ones(30))
         dsx_comm.all_to_all_single(torch.empty(9), torch.ones(9))
+        sent = dsx_comm.isend(torch.ones(5), 1)
+        assert sent.is_completed() and watch.done == list(range(4)), "it has left, and nobody has waited"
+        sent.wait()
+        assert watch.done == list(range(4))
         dsx_comm.isend(torch.ones(5), 1).wait()
         dsx_comm.irecv(torch.ones(5), 2).wait()
     assert sum(message.sent for message in watch.messages) == pytest.approx(traffic.sent_bytes())
     assert [message.op for message in watch.messages] == [
-        "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "recv",
+        "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "send", "recv",
     ]  # fmt: skip
-    assert sorted(watch.done) == list(range(6))
+    assert sorted(watch.done) == [0, 1, 2, 3, 5, 6]
 
 
 def test_nothing_is_left():

@@ -168,3 +168,12 @@ def test_arguments_are_checked():
     with pytest.raises(ScheduleError, match="expected one for each of 2 stages"):
         simulate(one_f_one_b(2, 2), uniform_times(3))
     assert Action.parse("12SEND_B3") == Action.parse(str(Action.parse("12SEND_B3")))
+
+
+def test_a_message_takes_as_long_as_the_stages_it_goes_between():
+    times, plan = uniform_times(3), build("1f1b", 3, 4)
+    assert simulate(plan, times, latency=0.5) == simulate(plan, times, latency=[0.5, 0.5])
+    near, far = (simulate(plan, times, latency=delays).length for delays in ([0.5, 0.0], [0.5, 3.0]))
+    assert simulate(plan, times).length < near < far
+    with pytest.raises(ScheduleError, match=r"latency: got 1, expected one for each of 2"):
+        simulate(plan, times, latency=[1.0])

@@ -21,11 +21,12 @@ MICRO = "train_micro_batch_size_per_gpu"
 # stage 1; micro-batches above 16 do not fit. Words on the command line make it fail.
 PROGRAM = """
 import json, os, pathlib, sys, time
+HERE = pathlib.Path(sys.argv[0]).parent
 at = sys.argv.index("--deepspeed_config") + 1
 config = json.loads(pathlib.Path(sys.argv[at]).read_text())
 section = config["autotuning"]
 folder = pathlib.Path(section["metric_path"]).parent
-with open("starts.log", "a") as log:
+with open(HERE / "starts.log", "a") as log:
     log.write(folder.name + "\\n")
 if "never" in sys.argv:
     sys.exit(0)
@@ -41,8 +42,8 @@ if "hang" in sys.argv and stage == 2 and not first:
     time.sleep(600)
 if "short" in sys.argv and stage == 2 and not first:
     sys.exit(0)
-if "die" in sys.argv and not first and not os.path.exists("died"):
-    open("died", "w").close()
+if "die" in sys.argv and not first and not (HERE / "died").exists():
+    (HERE / "died").touch()
     os.kill(os.getppid(), 9)
     time.sleep(600)
 ranks, batch = 2, micro * steps * 2
@@ -64,6 +65,33 @@ os.replace(folder / "metrics.json.part", folder / "metrics.json")
 """
 
 
+ENDED_FROM_OUTSIDE = {"hang", "die"}
+
+
+class Ended:
+    """The program has run in this process, and stands for a process of its own that has ended."""
+
+    def __init__(self, args, err):
+        before, sys.argv = sys.argv, [str(arg) for arg in args]
+        try:
+            exec(CODE, {"__name__": "__main__"})
+            self.returncode = 0
+        except SystemExit as end:
+            self.returncode = int(isinstance(end.code, str)) if not isinstance(end.code, int) else end.code
+            err.write(f"{end.code}\n".encode())
+        finally:
+            sys.argv = before
+
+    def wait(self, timeout=None):
+        return self.returncode
+
+    def poll(self):
+        return self.returncode
+
+
+CODE = compile(PROGRAM, "train.py", "exec")
+
+
 class Playground:
     """A folder with the program and its configuration."""
 
@@ -83,14 +111,16 @@ class Playground:
     def tuner(self, *words, ranks=2):
         args = ("--deepspeed_config", str(self.folder / "dsx.json"), *words)
 
-        def command(args):
-            return [sys.executable, "-S", str(self.folder / "train.py"), *args]
+        def start(args, out, err):
+            command = [str(self.folder / "train.py"), *args]
+            if not ENDED_FROM_OUTSIDE & set(words):
+                return Ended(command, err)
+            return subprocess.Popen([sys.executable, "-S", *command], stdout=out, stderr=err, cwd=self.folder)
 
         def job(nodes, devices):
             return Job(
                 script=str(self.folder / "train.py"), args=args, world_size=devices or ranks,
-                start=lambda args, out, err: subprocess.Popen(command(args), stdout=out, stderr=err, cwd=self.folder),
-                run=lambda args: self.ran.append(list(args)) or 0, shown=lambda args: " ".join(["run", *args]),
+                start=start, run=lambda args: self.ran.append(list(args)) or 0, shown=lambda args: " ".join(["run", *args]),
                 say=self.said.append,
             )  # fmt: skip
 

@@ -22,6 +22,19 @@ def make():
 
 def batch():
     return torch.zeros(4, 512)
+
+
+class Loss(nn.Module):
+    def forward(self, x):
+        return x.float().square().mean()
+
+
+def staged():
+    return nn.Sequential(make(), make(), Loss())
+
+
+def pair():
+    return torch.zeros(4, 512), None
 """
 
 
@@ -42,10 +55,30 @@ def words(files, *more):
     return ["plan", f"{files}/model.py:make", "-c", f"{files}/dsx.json", "-b", f"{files}/model.py:batch", *more]
 
 
+def staged(files, *more):
+    """A pipeline of two stages on four ranks."""
+    config = {**json.loads((files / "dsx.json").read_text()), "pipeline": {"stages": 2}}
+    (files / "staged.json").write_text(json.dumps(config))
+    model = f"{files}/model.py"
+    return ["plan", f"{model}:staged", "-c", f"{files}/staged.json", "-b", f"{model}:pair", "-n", "4", "-m", "A100-80",
+            *more]  # fmt: skip
+
+
+def test_a_pipeline(files, capsys):
+    assert main(staged(files)) == 0
+    text = capsys.readouterr().out
+    assert (
+        "data 2 x pipe 2" in text and "pipeline 1f1b: 4 micro-batches, bubble" in text and "waiting for other" in text
+    )
+    assert main([word.replace("pair", "batch") for word in staged(files)]) == 0, "a loss that needs no labels"
+    assert main([word.replace("staged.json", "dsx.json") for word in staged(files)]) == 1, "a pair is not its argument"
+
+
 def test_text_json_and_page(files, capsys):
     code = main(words(files, "-n", "4", "-m", "A100-80", "--json", f"{files}/p.json", "--html", f"{files}/p.html"))
     text = capsys.readouterr().out
     assert code == 0 and "fits: yes" in text and "reduce_scatter_tensor" in text and "tokens/s" in text
+    assert text.count("model state of a rank") == 1
     found = Plan.from_json((files / "p.json").read_text())
     assert found.world_size == 4 and found.layout["accumulation"] == 2 and found.fits
     page = (files / "p.html").read_text()
@@ -60,10 +93,11 @@ def test_the_page_on_a_narrow_screen(files):
     if program is None:
         pytest.skip("there is no browser")
     main(words(files, "-n", "4", "-m", "A100-80", "--html", f"{files}/p.html"))
+    assert main(staged(files, "--html", f"{files}/staged.html")) == 0
     browser = Browser(program)
     try:
-        for width, dark in ((390, False), (390, True), (1200, False)):
-            browser.open(f"file://{files}/p.html", width=width, dark=dark)
+        for page, width, dark in (("p", 390, False), ("p", 390, True), ("p", 1200, False), ("staged", 390, False)):
+            browser.open(f"file://{files}/{page}.html", width=width, dark=dark)
             assert browser.evaluate("document.documentElement.scrollWidth") <= width
             ground = browser.evaluate("getComputedStyle(document.body).backgroundColor")
             assert (ground == "rgb(18, 22, 28)") == dark
@@ -84,8 +118,13 @@ def test_search(files, capsys):
     assert main(words(files, "-n", "4", "-m", "A100-80", *vary)) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 5 and "zero_optimization.stage" in lines[0]
-    assert main(words(files, "-n", "4", "-m", "A100-80", "--search")) == 0
-    assert "recompute" in capsys.readouterr().out.splitlines()[0]
+    small = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2}
+    (files / "dsx.json").write_text(json.dumps({**json.loads((files / "dsx.json").read_text()), **small}))
+    assert main(words(files, "-n", "2", "-m", "A100-80", "--search")) == 0
+    text = capsys.readouterr().out
+    head = text.splitlines()[0]
+    assert all(key in head for key in ("recompute", "pipeline.stages", "tensor_parallel.autotp_size", "offload_param"))
+    assert "left out" in text and "it fits with less that saves memory" in text
     assert main(words(files, "-n", "4", "-m", "A100-80", "--vary", "stage")) == 1
     assert "PATH=[value" in capsys.readouterr().err
 

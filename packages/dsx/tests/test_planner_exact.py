@@ -1,8 +1,11 @@
 """A plan says exactly what real ranks hold and send: bytes of model state by class and tier, and every message."""
 
+import contextlib
+
 import pytest
 import torch
 from dsx_testkit import run_ranks
+from dsx_testkit.operations import Operations
 from torch import nn
 
 WIDTH = 193
@@ -55,7 +58,7 @@ CASES = {
 
 
 def train(rank, world, make, case):
-    """What a real rank holds before its fourth step, and sends in it."""
+    """What a real rank holds before its fourth step, and sends and computes in it."""
     import dsx
     import dsx_comm
 
@@ -65,15 +68,18 @@ def train(rank, world, make, case):
     accumulation = config["gradient_accumulation_steps"]
     held, sent, dtype = {}, {}, next(engine.module.parameters()).dtype
     for step in range(4):
-        with dsx_comm.count_traffic() as traffic:
+        operations = Operations()
+        with dsx_comm.count_traffic() as traffic, operations if step == 3 else contextlib.nullcontext():
             for micro in range(accumulation):
                 engine.backward(engine(torch.randn(config["train_micro_batch_size_per_gpu"], WIDTH, dtype=dtype)))
                 if step == 3 and micro == accumulation - 1:
                     held = engine.optimizer.state_bytes_by_tier()
                 engine.step()
         sent = traffic.by_op()
+    # The optimizer's kernels are not dispatched: a plan counts 12 operations for each element with its two states.
+    updates = 12 * engine.optimizer.state_bytes()["optimizer"] // 8
     engine.destroy()
-    return held, sent
+    return held, sent, operations.flops + updates
 
 
 def train_all(rank, world, make, cases):
@@ -90,12 +96,13 @@ def test_state_bytes_and_messages_are_those_of_real_ranks(world):
     for name, case in CASES.items():
         found = plan(Stack, case, world_size=world, machine=here, batch=torch.zeros(2, WIDTH))
         largest = max(range(world), key=lambda rank: sum(sum(t.values()) for t in real[rank][name][0].values()))
-        held, sent = real[largest][name]
+        held, sent, flops = real[largest][name]
         planned = {kind: tiers for kind, tiers in found.bytes.items() if kind != "model buffers"}
         assert planned == held, (name, planned, held)
         assert set(found.messages) == set(sent), (name, found.messages, sent)
         for op, (calls, nbytes) in sent.items():
             assert found.messages[op] == (calls, pytest.approx(nbytes, rel=1e-12)), (name, op)
+        assert found.flops == flops, (name, found.flops / flops)
         by_link = found.traffic["inside host"] + found.traffic["between hosts"]
         assert by_link == pytest.approx(found.sent_bytes, rel=1e-9), name
 
@@ -123,7 +130,7 @@ def test_experts_over_ranks():
     real = run_ranks(train_all, 2, Experts, cases, timeout=300)[0]
     for name, case in cases.items():
         found = plan(Experts, case, world_size=2, machine=Machine.of_this_host(), batch=torch.zeros(8, WIDTH))
-        held, sent = real[name]
+        held, sent, _ = real[name]
         assert {kind: tiers for kind, tiers in found.bytes.items() if kind != "model buffers"} == held, name
         for op in ("reduce_scatter_tensor", "all_reduce"):
             assert found.messages.get(op) == (None if op not in sent else (sent[op][0], pytest.approx(sent[op][1])))

@@ -85,12 +85,14 @@ class RehearsalObserver:
 
 
 class RehearsedWork(dist.Work):
-    """A message under way: for this process it ends where it is waited for."""
+    """A message under way: for this process it ends where it is waited for. What is sent to one rank has left at once
+    (`left`), since who keeps it until then asks and does not wait.
+    """
 
-    def __init__(self, observer: RehearsalObserver, token: Any, value: Any) -> None:
+    def __init__(self, observer: RehearsalObserver, token: Any, value: Any, left: bool = False) -> None:
         super().__init__()
         self._observer, self._token, self._value = observer, token, value
-        self._waited = False
+        self._waited, self._left = False, left
 
     def wait(self, timeout: Any = None) -> bool:
         """Tell the observer, once."""
@@ -101,6 +103,7 @@ class RehearsedWork(dist.Work):
 
     def is_completed(self) -> bool:
         """Only what was waited for is known to be done, as where a device works and the host runs ahead."""
+        self._waited = self._waited or self._left
         return self._waited
 
     def is_success(self) -> bool:
@@ -161,7 +164,7 @@ class RehearsalGroup(PythonGroup):
         at = self._ranks[self._rank]
         other = -1 if peer < 0 else self._ranks[peer]
         token = self._observer.issued(RehearsedMessage(op, self._ranks, at, sent, received, other))
-        return RehearsedWork(self._observer, token, value)
+        return RehearsedWork(self._observer, token, value, op == "send")
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if self._observer.has_values(target) and target.data_ptr() != source.data_ptr():

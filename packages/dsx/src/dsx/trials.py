@@ -24,6 +24,7 @@ from typing import Any
 
 import psutil
 import torch
+from pydantic import ValidationError
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -31,12 +32,16 @@ from .autotuning.files import CANDIDATES, PLANS, STARTED, write_whole
 from .autotuning.predictions import Facts
 from .autotuning.probe import Probe
 from .config import Config
+from .config.autotuning import Autotuning
+from .config.source import read
 from .engine.request import launched_as
 from .engine.trial import TrialSession, TrialTasks
+from .errors import DsxConfigError
+from .pipelining import is_pipeline
 from .utils.logging import logger
 from .watching import Watch, Watched, rows_of_ranks
 
-__all__ = ["begin_trial"]
+__all__ = ["begin_trial", "skeleton_before_cutting"]
 
 _DEVICE_PART, _HOST_PART = 0.95, 0.9
 _THREADS = 64 * 2**20
@@ -50,14 +55,42 @@ class NoTrial:
         """Does nothing."""
 
 
-def begin_trial(config: Config, model: nn.Module) -> NoTrial | Trial:
-    """The experiment that the section asks for, if any. Must be called before the model is changed."""
+def skeleton_before_cutting(source: Any, model: nn.Module) -> nn.Module | str:
+    """The model without values, before the configuration cuts it: the planner is asked about it. "" where nobody asks.
+
+    Args:
+        source: the configuration as given; what is wrong in it is left to `load_config` to say.
+        model: as the caller gave it.
+    """
+    if launched_as()[0] != 0:
+        return ""
+    try:
+        section = Autotuning.model_validate(dict(read(source).data.get("autotuning") or {}))
+    except (DsxConfigError, ValidationError, TypeError, ValueError):
+        return ""
+    if not section.profiles:
+        return ""
+    if is_pipeline(model):
+        return (
+            "the model is a PipelineModule, which holds the layers of this rank alone; let pipeline.stages cut the"
+            " whole model, and the planner can be asked"
+        )
+    return _skeleton_of(model)
+
+
+def begin_trial(config: Config, skeleton: nn.Module | str) -> NoTrial | Trial:
+    """The experiment that the section asks for, if any.
+
+    Args:
+        config: the configuration.
+        skeleton: see `skeleton_before_cutting`.
+    """
     section = config.use("autotuning")
     if not section.measures:
         if section.enabled and launched_as()[0] == 0:
             logger.info("autotuning.enabled: this run trains as configured; `dsx launch --autotuning tune` searches")
         return NoTrial()
-    return Trial(config, model)
+    return Trial(config, skeleton)
 
 
 class Trial:
@@ -65,22 +98,20 @@ class Trial:
 
     Args:
         config: the configuration, whose section asks for a measurement.
-        model: the model as the caller gave it.
+        skeleton: see `skeleton_before_cutting`.
     """
 
-    def __init__(self, config: Config, model: nn.Module) -> None:
+    def __init__(self, config: Config, skeleton: nn.Module | str) -> None:
         self._config, self._section = config, config.autotuning
         self._folder = Path(self._section.metric_path or self._section.model_info_path).parent
         # On a host the model itself may be too large, so memory is limited now. A device is not chosen yet.
         self._limit = None if torch.cuda.is_available() else self._limited(torch.device("cpu"))
-        self._skeleton: nn.Module | str = ""
+        self._skeleton = skeleton
         self._batch: Any = None
         if launched_as()[0] == 0:
             first, last = self._section.start_profile_step, self._section.end_profile_step
             logger.info("autotuning: updates %d to %d are measured, then the program ends", first, last)
             write_whole(self._folder / STARTED, json.dumps({"process": os.getpid(), "time": time.time()}))
-            if self._section.profiles:
-                self._skeleton = _skeleton_of(model)
 
     def join(self, watch: Watch, to: Watched) -> None:
         """Add a session that measures and ends the program after `end_profile_step`. It must be the last observer."""
@@ -133,6 +164,10 @@ class Trial:
             "zero_stage": self._config.zero.stage,
         }
 
+    def _cut_by_configuration(self) -> bool:
+        """Whether plans are about all ranks: those that share a copy of the model, too."""
+        return self._config.pipeline.stages not in (1, "auto") or self._config.tensor_parallel.autotp_size > 1
+
     def _ask(self, folder: Path, facts: Facts) -> None:
         """Ask the planner about the candidates that the tuner has left in the folder."""
         if not (folder / CANDIDATES).exists():
@@ -140,9 +175,10 @@ class Trial:
         if isinstance(self._skeleton, str):
             answer = Probe.refused(self._skeleton)
         elif self._batch is None:
-            answer = Probe.refused("the model's inputs were not seen: pipelines feed them by themselves")
+            answer = Probe.refused("the model's inputs were not seen")
         else:
-            micro, ranks = self._config.batch.micro, facts.data_parallel
+            micro = self._config.batch.micro
+            ranks = facts.world_size if self._cut_by_configuration() else facts.data_parallel
             probe = Probe(self._skeleton, self._batch, micro, ranks, facts.memory_bytes, _plan)
             answer = probe.answer(json.loads((folder / CANDIDATES).read_text(encoding="utf-8")))
         write_whole(folder / PLANS, json.dumps(answer))

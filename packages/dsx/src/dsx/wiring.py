@@ -53,7 +53,7 @@ from .placement import place
 from .precision import Precision
 from .recomputing import apply_budget, apply_section, section_observers
 from .swap_space import SwapSpace, remove_leftovers
-from .trials import NoTrial, Trial, begin_trial
+from .trials import NoTrial, Trial, begin_trial, skeleton_before_cutting
 from .utils.logging import enable_console, logger, set_log_level_from_string
 from .watching import Watched, build_watch, mean_over_ranks, no_watch
 
@@ -91,13 +91,14 @@ def build_engine(source: Any, request: Request) -> Engine:
     """The engine for a configuration and the caller's objects. Collective."""
     joins = joins_others(request.dist_init_required)
     zero, comm = part("dsx_zero"), part("dsx_comm")
+    skeleton = skeleton_before_cutting(source, request.model)
     request = pipelining.with_parallelism(source, request, joins, part)
     topology = _rank_sets(request) if comm.is_initialized() else None
     with telling_others(zero, comm, request, joins=joins, group=ranks_of_job(topology)):
         config = load_config(source, world_size=_batch_ranks(request, topology))
         choice = _chosen_optimizer(config, request)
     _set_up_logging(config)
-    trial = begin_trial(config, request.model)
+    trial = begin_trial(config, skeleton)
     topology = _join_processes(config, request, joins)
     zero.agree(CALL, config_facts(config, request), ranks_of_job(topology))
     with zero.telling(topology.data.group):

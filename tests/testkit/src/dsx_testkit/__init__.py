@@ -11,8 +11,9 @@ assert run_ranks(work, 3) == [0, 1, 2]
 Files: `ranks` and `zygote` (processes), `numerics`, `tiny` (models), `paced` (links and computation of a known speed),
 `arena` and `labelled` (devices made of host memory), `nodes` (several nodes on one machine),
 `pycalls` (a count of Python calls), `fakes` (recording works, streams and events), `browser` (a headless Chromium),
-`stores` (a store of tensors that counts what is held), `limits` (little memory), `benches` (a GPT, and training steps
-that take turns) and `results` (what a bench found, printed and as a file), the last three imported by themselves.
+`stores` (a store of tensors that counts what is held), `limits` (little memory), `operations` (a count of what
+operators compute), `benches` (a GPT, and training steps that take turns) and `results` (what a bench found, printed and
+as a file), the last four imported by themselves.
 """
 
 from . import tiny

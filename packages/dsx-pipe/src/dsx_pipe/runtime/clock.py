@@ -7,12 +7,14 @@ from typing import Any, Protocol
 
 import torch
 
+from ..schedule import Action
+
 
 class Clock(Protocol):
     """Takes marks while a step runs, and turns them into seconds behind it."""
 
-    def mark(self) -> Any:
-        """This moment."""
+    def mark(self, action: Action | None = None) -> Any:
+        """This moment: an action begins, or, the second time, it has ended."""
         ...
 
     def seconds(self, mark: Any) -> float:
@@ -23,7 +25,7 @@ class Clock(Protocol):
 class HostClock:
     """For computations that are done when their call returns."""
 
-    def mark(self) -> float:
+    def mark(self, action: Action | None = None) -> float:
         """This moment."""
         return time.perf_counter()
 
@@ -38,7 +40,7 @@ class DeviceClock:
     def __init__(self) -> None:
         self._first, self._host = self.mark(), time.perf_counter()
 
-    def mark(self) -> Any:
+    def mark(self, action: Action | None = None) -> Any:
         """This place in the current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()

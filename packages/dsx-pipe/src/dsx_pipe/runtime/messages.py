@@ -30,7 +30,7 @@ import torch
 from ..errors import PipelineError
 from .structure import Structure, TensorSpec, describe_parts, flatten, unflatten
 
-_HEADER, _BLOB, _PAYLOAD = 11, 12, 13  # tags
+HEADER, BLOB, PAYLOAD = 11, 12, 13  # tags
 _MAGIC = 0x9155E
 DATA, FAILURE, LOST = 0, 1, 2
 
@@ -129,7 +129,7 @@ class Mailbox:
     """
 
     def __init__(self, groups: Groups, name_of: Callable[[int], str], slicing: tuple[Any, Any] = (None, None)) -> None:
-        self.groups, self._name_of, self._slicing = groups, name_of, slicing
+        self.groups, self._name_of, self.slicing = groups, name_of, slicing
         self.run = 0
         self._sent: dict[tuple[int, int, bool], tuple[Spec, bytes]] = {}
         self._known: dict[tuple[int, int, bool], tuple[Spec, bytes]] = {}
@@ -158,19 +158,23 @@ class Mailbox:
         self._sent[channel] = (spec, extra)
         self._header(destination, key, DATA, len(blob_spec), len(blob_extra), int(bool(extra)))
         if blob_spec or blob_extra:
-            self._post(_bytes_tensor(blob_spec + blob_extra), destination, self.groups.host, _BLOB)
+            self._post(_bytes_tensor(blob_spec + blob_extra), destination, self.groups.host, BLOB)
         for tensor in parcel.tensors:
             if tensor.numel():
                 piece = self._piece(tensor.detach().contiguous(), key.backward)
                 if self.groups.batched:
                     self._leaving.append((destination, piece))
                 else:
-                    self._post(piece, destination, self.groups.payload, _PAYLOAD)
+                    self._post(piece, destination, self.groups.payload, PAYLOAD)
+
+    def last_sent(self, destination: int, stage: int, backward: bool) -> tuple[Spec, bytes] | None:
+        """Spec and pickled other values of what was last sent to a stage of a rank; None before the first message."""
+        return self._sent.get((destination, stage, backward))
 
     def send_failure(self, destination: int, key: Key, status: int, text: bytes) -> None:
         """Send the news of a failure in place of a value."""
         self._header(destination, key, status, len(text), 0, 0)
-        self._post(_bytes_tensor(text), destination, self.groups.host, _BLOB)
+        self._post(_bytes_tensor(text), destination, self.groups.host, BLOB)
 
     def receive(self, source: int, key: Key) -> Message:
         """Wait for a message.
@@ -227,7 +231,7 @@ class Mailbox:
 
     def _next(self, source: int) -> tuple[Key, Message]:
         header = torch.zeros(8, dtype=torch.int64)
-        self._take(header, source, self.groups.host, _HEADER)
+        self._take(header, source, self.groups.host, HEADER)
         magic, run, stage, way, micro_batch, status, first, second = header.tolist()
         keeps, backward = divmod(way, 2)
         if magic != _MAGIC:
@@ -236,7 +240,7 @@ class Mailbox:
         blob = b""
         if first + second:
             raw = torch.empty(first + second, dtype=torch.uint8)
-            self._take(raw, source, self.groups.host, _BLOB)
+            self._take(raw, source, self.groups.host, BLOB)
             blob = bytes(raw.tolist()) if first + second < 64 else raw.numpy().tobytes()
         if status != DATA:
             message = Message(status, text=blob)
@@ -262,7 +266,7 @@ class Mailbox:
         self._take_all(source, [piece for _, piece in pieces])
         for tensor, piece in pieces:
             if piece is not tensor:
-                dsx_comm.all_gather_into_tensor(tensor.view(-1), piece, group=self._slicing[key.backward])
+                dsx_comm.all_gather_into_tensor(tensor.view(-1), piece, group=self.slicing[key.backward])
         for tensor, one in zip(tensors, spec.tensors):
             tensor.requires_grad_(one.requires_grad)
         return unflatten(spec.structure, tensors, pickle.loads(extra) if extra else [])
@@ -271,7 +275,7 @@ class Mailbox:
         """Receive the payload of one message; on a device the stream waits for it, not the host."""
         if not self.groups.batched:
             for piece in pieces:
-                self._take(piece, source, self.groups.payload, _PAYLOAD)
+                self._take(piece, source, self.groups.payload, PAYLOAD)
         elif pieces:
             try:
                 for handle in self._issue(dsx_comm.irecv, [(source, piece) for piece in pieces]):
@@ -281,7 +285,7 @@ class Mailbox:
 
     def _piece(self, tensor: torch.Tensor, backward: bool) -> torch.Tensor:
         """The elements of a tensor that are sent: this rank's part, or all if they cannot be divided."""
-        group = self._slicing[backward]
+        group = self.slicing[backward]
         size = 1 if group is None else dsx_comm.get_world_size(group)
         if size == 1 or tensor.numel() % size:
             return tensor
@@ -290,7 +294,7 @@ class Mailbox:
     def _header(self, destination: int, key: Key, status: int, first: int, second: int, keeps: int) -> None:
         way = 2 * keeps + int(key.backward)
         numbers = [_MAGIC, self.run, key.stage, way, key.micro_batch, status, first, second]
-        self._post(torch.tensor(numbers, dtype=torch.int64), destination, self.groups.host, _HEADER)
+        self._post(torch.tensor(numbers, dtype=torch.int64), destination, self.groups.host, HEADER)
 
     def _post(self, tensor: torch.Tensor, destination: int, group: Any, tag: int) -> None:
         try:

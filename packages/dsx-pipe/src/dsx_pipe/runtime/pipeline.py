@@ -26,6 +26,7 @@ from torch import nn
 
 from ..errors import PipelineError, ScheduleError, StageError
 from ..schedule import Action, Schedule, Span, build, check, inference_over, with_communication
+from .clock import Clock
 from .data import MicroBatches, split_batch
 from .failure import Failure, first_of
 from .messages import LOST, Groups, Mailbox, Spec
@@ -65,6 +66,12 @@ class Pipeline:
             (`messages.py`).
         reduce_tied_gradients: add up the gradients of a `PipelineModule`'s shared weights after each step; False leaves
             that to the engine.
+
+    Attributes:
+        clock: times the computations of the steps that follow; None: the host's or the device's.
+        mailbox: its messages.
+        stands_for: in a rehearsal of fewer micro-batches than a job has: those of the job. Ranks then tell each other
+            as much behind a step as in the job.
 
     All ranks of the group construct it together.
 
@@ -106,6 +113,8 @@ class Pipeline:
         self.dynamic_shape = (
             bool(getattr(stage_module, "dynamic_shape", False)) if dynamic_shape is None else dynamic_shape
         )
+        self.clock: Clock | None = None
+        self.stands_for: int | None = None
         self._batch_fn, self._reduces_ties = batch_fn, reduce_tied_gradients
         loss_fn = loss_fn if loss_fn is not None else getattr(stage_module, "loss_fn", None)
         mine = self.schedule.stages_of(self.rank)
@@ -122,7 +131,7 @@ class Pipeline:
             for index, module in zip(mine, parts)
         }  # fmt: skip
         slicing = (slice_group if pipe_partitioned else None, slice_group if grad_partitioned else None)
-        self._mailbox = Mailbox(self.groups, self._name_of, slicing)
+        self.mailbox = Mailbox(self.groups, self._name_of, slicing)
         self._additional: dict[str, float] = {}
         self._agreed: dict[tuple[int, int], Spec] = {}
         self._iterator: Iterator[Any] | None = None
@@ -233,11 +242,15 @@ class Pipeline:
     def reset_activation_shape(self) -> None:
         """Negotiate shapes again with the next micro-batch. All ranks call it, between two steps."""
         self._agreed.clear()
-        self._mailbox.forget_shapes()
+        self.mailbox.forget_shapes()
 
     def most_kept(self) -> dict[int, int]:
         """For each stage of this rank, the most micro-batches whose activations the last step kept at one time."""
         return {index: stage.most_kept for index, stage in self.stages.items()}
+
+    def spans(self) -> list[Span]:
+        """This rank's computations in the last step, in their order, on the pipeline's clock."""
+        return [] if self._last_step is None else self._last_step.spans
 
     def get_additional_losses(self) -> dict[str, float]:
         """Further losses of the last step, the means over its micro-batches, by name, on every rank.
@@ -265,12 +278,12 @@ class Pipeline:
     # - a step
 
     def _run(self, plan: Schedule, mode: Mode, data_iter: Iterator[Any] | None, kind: int) -> tuple[list[float], Any]:
-        self._mailbox.begin_run()
+        self.mailbox.begin_run()
         self._agree(plan, kind)
         source = data_iter if data_iter is not None else self._iterator
         data = MicroBatches(source, plan.micro_batches, self.groups.device, self._batch_fn)
         agreed = self._agreed if mode.train and not self.dynamic_shape else None
-        step = Step(self._carried_out(plan), self.rank, self.stages, self._mailbox, data, mode, agreed)
+        step = Step(self._carried_out(plan), self.rank, self.stages, self.mailbox, data, mode, agreed, self.clock)
         step.run()
         self._last_step, self._last_schedule = step, plan
         losses = self._finish(step, plan, mode)
@@ -285,9 +298,7 @@ class Pipeline:
 
     def _agree(self, plan: Schedule, kind: int) -> None:
         """All ranks must be about to do the same."""
-        mine = torch.tensor(
-            [self._digest_of(plan), kind, int(self.dynamic_shape), self._mailbox.run], dtype=torch.int64
-        )
+        mine = torch.tensor([self._digest_of(plan), kind, int(self.dynamic_shape), self.mailbox.run], dtype=torch.int64)
         rows = self._gathered(mine)
         if all(row == rows[0] for row in rows):
             return
@@ -295,7 +306,7 @@ class Pipeline:
         call = {_TRAIN: "train_batch", _EVAL: "eval_batch"}[kind]
         said = (
             f"{call}, {plan.name} with {plan.micro_batches} micro-batches over {plan.stages} stages, step "
-            f"{self._mailbox.run}{', dynamic shapes' if self.dynamic_shape else ''}"
+            f"{self.mailbox.run}{', dynamic shapes' if self.dynamic_shape else ''}"
         )
         dsx_comm.all_gather_object(texts, said, group=self.groups.host)
         listed = "\n  ".join(f"{self._name_of(r)}: {text}" for r, text in enumerate(texts))
@@ -328,18 +339,21 @@ class Pipeline:
         """Tell every rank the losses, or raise on every rank what failed."""
         if step.lost or (step.poison and step.poison[0] == LOST):
             raise self._error_of([Failure.unpack(step.poison[1])] if step.poison else step.failures)
-        row = torch.zeros(2 + plan.micro_batches, dtype=torch.float64)  # failed, has further losses, losses
+        count = plan.micro_batches if self.stands_for is None else self.stands_for
+        row = torch.zeros(2 + count, dtype=torch.float64)  # failed, has further losses, losses
         row[0] = float(step.poison is not None)
         has_loss = self.is_last_stage and mode.loss
         if has_loss and step.poison is None:
             last = self.stages[self.schedule.stages - 1]
             row[1] = float(bool(last.extras))
-            row[2:] = torch.stack([last.losses[m].reshape(()).double().cpu() for m in range(plan.micro_batches)])
+            row[2 : 2 + plan.micro_batches] = torch.stack(
+                [last.losses[m].reshape(()).double().cpu() for m in range(plan.micro_batches)]
+            )
         rows = self._gathered(row)
         if not any(r[0] for r in rows):
             final = rows[self.schedule.stage_ranks[-1]]
             self._additional = self._shared_extras() if final[1] else {}
-            return final[2:]
+            return final[2 : 2 + plan.micro_batches]
         gathered: list[Any] = [None] * self.groups.size
         packed = [f.pack().decode() for f in step.failures]
         dsx_comm.all_gather_object(gathered, json.dumps(packed), group=self.groups.host)

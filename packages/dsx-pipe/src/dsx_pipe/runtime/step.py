@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import PipelineError
 from ..schedule import Action, Kind, Schedule, Span
-from .clock import clock_for
+from .clock import Clock, clock_for
 from .data import DataError, MicroBatches
 from .failure import Failure, layer_of
 from .messages import DATA, FAILURE, LOST, Key, Mailbox, Parcel, PeerLost, Spec
@@ -40,6 +40,7 @@ class Step:
     Args:
         agreed: output of each of this rank's stages as first sent, with which later ones are compared; None: shapes
             may change.
+        clock: times the computations; None: the host's or the device's.
 
     Attributes:
         start: when the step began.
@@ -56,11 +57,12 @@ class Step:
         data: MicroBatches,
         mode: Mode,
         agreed: dict[tuple[int, int], Spec] | None,
+        clock: Clock | None = None,
     ) -> None:
         self.schedule, self.rank, self.stages, self.mailbox = schedule, rank, stages, mailbox
         self.data, self.mode, self.agreed = data, mode, agreed
         self.start = time.perf_counter()
-        self._clock = clock_for(mailbox.groups.device)
+        self._clock = clock_for(mailbox.groups.device) if clock is None else clock
         self._marks: list[tuple[Action, Any, Any]] = []
         self.failures: list[Failure] = []
         self.lost: set[int] = set()
@@ -120,9 +122,9 @@ class Step:
         try:
             if action.kind is Kind.FORWARD:
                 arrived, labels = self._data(action, arrived)
-            start = self._clock.mark()
+            start = self._clock.mark(action)
             result = self._run(action, arrived, labels)
-            self._marks.append((action, start, self._clock.mark()))
+            self._marks.append((action, start, self._clock.mark(action)))
             return result
         except PeerLost as error:
             self._peer_lost(error)

@@ -76,21 +76,25 @@ def uniform_times(stages: int, forward: float = 1.0, backward: float = 2.0) -> t
     return (StageTimes(forward, backward / 2, backward / 2),) * stages
 
 
-def simulate(schedule: Schedule, times: Sequence[StageTimes], *, latency: float = 0.0) -> Timeline:
+def simulate(schedule: Schedule, times: Sequence[StageTimes], *, latency: float | Sequence[float] = 0.0) -> Timeline:
     """Carry out a schedule on paper.
 
     Args:
         schedule: with or without sends and receives. Where they are written out, a message leaves at its send and is
             waited for at its receive; else it leaves when it is computed and is waited for where it is needed.
         times: seconds per stage.
-        latency: seconds between the end of a send and the moment the receiver can use the message. Messages between
-            stages of one rank take none.
+        latency: seconds between the end of a send and the moment the receiver can use the message; a sequence has one
+            number for each pair of stages next to each other. Messages between stages of one rank take none.
 
     Raises:
         ScheduleError: the number of times is not the number of stages, or the schedule waits for itself (deadlock).
     """
     if len(times) != schedule.stages:
         raise ScheduleError(f"times: got {len(times)}, expected one for each of {schedule.stages} stages")
+    between = schedule.stages - 1
+    delays = tuple(latency) if isinstance(latency, Sequence) else (latency,) * between
+    if len(delays) != between:
+        raise ScheduleError(f"latency: got {len(delays)}, expected one for each of {between} pairs of stages")
     done: dict[Action, float] = {}
     clock = [0.0] * schedule.ranks
     place = [0] * schedule.ranks
@@ -101,7 +105,7 @@ def simulate(schedule: Schedule, times: Sequence[StageTimes], *, latency: float 
         for rank, row in enumerate(schedule.actions):
             while place[rank] < len(row):
                 action = row[place[rank]]
-                ready = _ready_at(schedule, action, done, latency)
+                ready = _ready_at(schedule, action, done, delays)
                 if ready is None:
                     break
                 start = max(clock[rank], ready)
@@ -116,7 +120,7 @@ def simulate(schedule: Schedule, times: Sequence[StageTimes], *, latency: float 
     return Timeline(schedule.name, schedule.ranks, tuple(sorted(spans, key=lambda s: (s.start, s.rank))))
 
 
-def _ready_at(schedule: Schedule, action: Action, done: dict[Action, float], latency: float) -> float | None:
+def _ready_at(schedule: Schedule, action: Action, done: dict[Action, float], delays: Sequence[float]) -> float | None:
     """When the inputs of an action are there; None if they are not."""
     times = []
     for needed in requirements(schedule, action):
@@ -125,7 +129,7 @@ def _ready_at(schedule: Schedule, action: Action, done: dict[Action, float], lat
             return None
         source = next(a for a in needed if a in done)
         far = schedule.stage_ranks[source.stage] != schedule.stage_ranks[action.stage]
-        times.append(at + (latency if far else 0.0))
+        times.append(at + (delays[min(source.stage, action.stage)] if far else 0.0))
     return max(times, default=0.0)
 
 

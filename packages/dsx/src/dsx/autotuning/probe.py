@@ -30,7 +30,8 @@ class Probe:
         model: on the meta device.
         batch: arguments of one micro-batch, by place or by name, tensors on the meta device.
         micro: its size: the dimensions of this length at the front of tensors are those of the batch.
-        data_parallel: ranks that get samples of their own.
+        ranks: that the plans are for: those that get samples of their own, or, where the configuration cuts the model,
+            all.
         memory_bytes: what a rank may use.
         plan: `dsx.planning.plan`.
     """
@@ -40,12 +41,12 @@ class Probe:
         model: nn.Module,
         batch: Any,
         micro: int,
-        data_parallel: int,
+        ranks: int,
         memory_bytes: int,
         plan: Callable[..., Any],
     ) -> None:
         self._model, self._batch, self._micro, self._plan = model, batch, micro, plan
-        self._data_parallel, self._memory = data_parallel, memory_bytes
+        self._ranks, self._memory = ranks, memory_bytes
 
     @staticmethod
     def refused(reason: str) -> dict[str, Any]:
@@ -85,8 +86,7 @@ class Probe:
 
     def _planned(self, one: Mapping[str, Any]) -> list[float]:
         batch = self._resized(one["micro"])
-        config, ranks = dict(one["config"]), self._data_parallel
-        found = self._plan(self._model, config, world_size=ranks, batch=batch, changes=False)
+        found = self._plan(self._model, dict(one["config"]), world_size=self._ranks, batch=batch, changes=False)
         return [int(found.peak_bytes), float(found.step_seconds)]
 
     def _resized(self, micro: int) -> Any:

@@ -18,6 +18,9 @@ class StepHook:
     too.
     """
 
+    def micro_batch_read(self, item: Any) -> None:
+        """A pipeline has read a micro-batch, (inputs, labels), to be looked at only. Elsewhere nothing is read."""
+
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called before the module runs on a micro-batch, with its arguments, which must not be changed."""
 

@@ -138,6 +138,7 @@ class PipelineEngine(Engine):
         self._pipeline = pipeline
         self._iterator: Iterator[Any] | None = None
         self._batch_fn: Callable[[Any], Any] | None = None
+        self._prepare: Callable[[Any], Any] | None = None
         self._backwards_left = 0
         self._pipe = self._build_runtime()
         for observer in parts.observers:
@@ -173,7 +174,8 @@ class PipelineEngine(Engine):
             parts.stepper.step()  # raises an error that names what is missing
         parts.gate.begin_update()
         source = data_iter if data_iter is not None else self._next_batches()
-        self._pipe.set_batch_fn(self._preparation())
+        self._prepare = self._preparation()
+        self._pipe.set_batch_fn(self._read)
         stages = len(self._pipe.stages)
         self._backwards_left = stages * self.micro_batches
         try:
@@ -232,6 +234,14 @@ class PipelineEngine(Engine):
         """Like `Engine.set_train_batch_size`; it changes the number of micro-batches."""
         super().set_train_batch_size(train_batch_size)
         self._pipe = self._build_runtime()
+
+    def _read(self, item: Any) -> Any:
+        """An item of the data, prepared and shown to the hooks."""
+        prepare = self._prepare
+        item = item if prepare is None else prepare(item)
+        for hook in self._parts.hooks:
+            hook.micro_batch_read(item)
+        return item
 
     def _preparation(self) -> Callable[[Any], Any] | None:
         """A function for every item of the data: the caller's function, then the curriculum of lengths."""

@@ -69,22 +69,31 @@ class TrialSession(StepHook):
         self._phases = _Phases(device)
         self._device = device
         self._updates, self._micro_batches, self._samples = 0, 0, 0
-        self._looked = False
+        self._looked = self._counting = False
         self._operations: float | None = None
         self._startup = 0.0
         tasks.restart_peak()
         self._in_use, self._states = tasks.in_use(), tasks.state_bytes()
         self._began = self._now()
 
+    def micro_batch_read(self, item: Any) -> None:
+        """Look at the first micro-batch of a pipeline: inputs and labels."""
+        if torch.is_grad_enabled():
+            self._look(tuple(item) if isinstance(item, (tuple, list)) else (item,), {})
+
+    def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._looked:
+            self._looked = True
+            self._tasks.look(args, kwargs)
+
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Look at the first micro-batch; note the time."""
         if not torch.is_grad_enabled():
             return
-        if not self._looked:
-            self._looked = True
-            self._tasks.look(args, kwargs)
-            if self._tasks.profiler is not None:
-                self._tasks.profiler.start_profile()
+        self._look(args, kwargs)
+        if not self._counting and self._tasks.profiler is not None:
+            self._counting = True
+            self._tasks.profiler.start_profile()
         if not self._updates:
             self._micro_batches += 1
         self._phases.begin("fwd")

@@ -11,7 +11,11 @@ with five constants gives what it did a time. Neither a device nor a process gro
 
 from .errors import MachineError, PlanError
 from .machine import Constants, Machine
-from .plan import Change, Plan
-from .planner import plan, search
+from .plan import Change, PipelinePlan, Plan, StagePlan
+from .planner import plan
+from .search import Plans, Skipped, search
 
-__all__ = ["Change", "Constants", "Machine", "MachineError", "Plan", "PlanError", "plan", "search"]
+__all__ = [
+    "Change", "Constants", "Machine", "MachineError", "PipelinePlan", "Plan", "PlanError", "Plans", "Skipped",
+    "StagePlan", "plan", "search",
+]  # fmt: skip

@@ -48,7 +48,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-s", "--sequence", type=int, metavar="TOKENS", help="tokens of a sample")
     parser.add_argument("-b", "--batch", metavar="FILE.py:FUNCTION", help="a function that makes one micro-batch")
     parser.add_argument("--recompute", action="store_true", help="the model recomputes its blocks in backward")
-    parser.add_argument("--search", action="store_true", help="try stages, micro-batches, offload and recomputation")
+    parser.add_argument(
+        "--search", action="store_true", help="try axes of ranks, stages, micro-batches, offload and recomputation"
+    )
     parser.add_argument(
         "--vary", action="append", default=[], metavar="PATH=JSON", help="a list of values to search, as "
         "zero_optimization.stage=[1,2,3]; may be given several times",
@@ -60,8 +62,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _plan(args: argparse.Namespace) -> int:
     from .models import _named
-    from .planner import plan, search
-    from .text import describe_plan, describe_search
+    from .planner import plan
+    from .search import search
+    from .text import describe_plan, describe_search, describe_skipped
 
     batch = _named(args.batch)() if args.batch else None
     common: dict[str, Any] = {
@@ -70,8 +73,14 @@ def _plan(args: argparse.Namespace) -> int:
     }  # fmt: skip
     space = _space(args)
     if space:
-        found = search(args.model, args.config, space, **common)
-        sys.stdout.write(describe_search(found[:20], list(space)))
+        say = sys.stderr.write if sys.stderr.isatty() else lambda text: None
+        found = search(
+            args.model, args.config, space, prune=args.search and not args.vary,
+            report=lambda text: say(f"planning {text}\n"), **common,
+        )  # fmt: skip
+        if args.json != "-":
+            sys.stdout.write(describe_search(found[:20], [key for key, values in space.items() if len(values) > 1]))
+            sys.stdout.write(describe_skipped([(one.values, one.reason) for one in found.skipped]))
         best = found[0]
     else:
         best = plan(args.model, args.config, recompute=args.recompute, **common)
@@ -90,9 +99,13 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _space(args: argparse.Namespace) -> dict[str, list[Any]]:
     from .errors import PlanError
-    from .planner import usual_space
+    from .machine import Machine
+    from .search import usual_space
 
-    space: dict[str, list[Any]] = usual_space(args.config, args.gpus) if args.search and not args.vary else {}
+    space: dict[str, list[Any]] = {}
+    if args.search and not args.vary:
+        on_host = args.per_host or Machine.of(args.machine).ranks_per_host
+        space = usual_space(args.config, args.gpus, on_host)
     for given in args.vary:
         path, sign, text = given.partition("=")
         try:

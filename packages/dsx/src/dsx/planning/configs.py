@@ -20,6 +20,9 @@ _OBSERVING = (
 )  # fmt: skip
 """Sections that change nothing about a step, or that have done their work when the batch is resolved."""
 
+_AS_GIVEN = ("pipeline", "tensor_parallel")
+"""Sections in which a key that is not set means something else than its default: the script's own choice."""
+
 _LEFT_OUT = {
     "compile": "compiled blocks fuse operators: the plan takes each operator by itself, which is slower and holds more",
     "graph_harvesting": "device graphs are not planned",
@@ -75,6 +78,10 @@ def ready(source: Any, world_size: int) -> Ready:
     cleaned = {key: value for key, value in config.to_dict().items() if key not in _OBSERVING}
     notes = [text for key, text in _LEFT_OUT.items() if _is_on(cleaned.pop(key, None))]
     cleaned.pop("train_batch_size", None)
+    for key in _AS_GIVEN:
+        cleaned.pop(key, None)
+        if key in given:
+            cleaned[key] = given[key]
     cleaned["steps_per_print"] = 0
     precision = config.precision
     dtype = _DTYPES.get(str(precision.compute), "float32")

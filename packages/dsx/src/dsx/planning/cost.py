@@ -33,7 +33,7 @@ from .trace import (
     Trace,
 )
 
-__all__ = ["Span", "Timing", "simulate"]
+__all__ = ["Span", "Timing", "message_seconds", "simulate"]
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,12 @@ _MOST_SPANS = 4000
 
 
 def simulate(
-    trace: Trace, segments: Sequence[tuple[int, int, int]], machine: Machine, *, ranks_per_host: int
+    trace: Trace,
+    segments: Sequence[tuple[int, int, int]],
+    machine: Machine,
+    *,
+    ranks_per_host: int,
+    waits_for_stages: bool = True,
 ) -> Timing:
     """Run a trace on a machine.
 
@@ -91,13 +96,25 @@ def simulate(
         segments: (first, end, times): what is done several times in a row.
         machine: where.
         ranks_per_host: that share the host's memory and disks.
+        waits_for_stages: False: what other ranks send to this one alone is there when it is needed. When it comes is
+            then for the schedule of a pipeline to say.
     """
-    return _Simulation(trace, machine, ranks_per_host).run(segments)
+    return _Simulation(trace, machine, ranks_per_host, waits_for_stages).run(segments)
+
+
+def message_seconds(message: Message, machine: Machine) -> float:
+    """How long a message keeps the links of its rank busy."""
+    constants = machine.constants
+    if message.ranks == 1:
+        return 0.0
+    inside = message.inside / (machine.link_bandwidth * constants.links)
+    outside = message.outside / (machine.network_bandwidth * constants.links)
+    return max(inside, outside) + constants.message_seconds * max(1.0, math.log2(message.ranks))
 
 
 class _Simulation:
-    def __init__(self, trace: Trace, machine: Machine, ranks_per_host: int) -> None:
-        self._trace, self._machine = trace, machine
+    def __init__(self, trace: Trace, machine: Machine, ranks_per_host: int, waits_for_stages: bool) -> None:
+        self._trace, self._machine, self._waits_for_stages = trace, machine, waits_for_stages
         constants = machine.constants
         memory = machine.memory_bandwidth * constants.memory
         self._bytes_per_second = [memory] * len(RATES)
@@ -156,22 +173,14 @@ class _Simulation:
         number = self._trace.number[place]
         message = self._trace.messages[number]
         begin = self._clock[lane]
-        took = self._length(message)
+        arrives = message.op == "recv" and not self._waits_for_stages
+        took = 0.0 if arrives else message_seconds(message, self._machine)
         if not message.small:
             begin = max(begin, self._links)
             self._links = begin + took
         self._arrived[number] = begin + took
         self._timing.communication += took
         self._span("communication", message.op, begin, begin + took)
-
-    def _length(self, message: Message) -> float:
-        machine, constants = self._machine, self._machine.constants
-        if message.ranks == 1:
-            return 0.0
-        inside = message.inside / (machine.link_bandwidth * constants.links)
-        outside = message.outside / (machine.network_bandwidth * constants.links)
-        steps = max(1.0, math.log2(message.ranks))
-        return max(inside, outside) + constants.message_seconds * steps
 
     def _wait_message(self, place: int, lane: int) -> None:
         self._wait(lane, self._arrived.get(self._trace.number[place], 0.0), 0)

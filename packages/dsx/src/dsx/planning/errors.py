@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..errors import DsxError
 
-__all__ = ["MachineError", "PlanError"]
+__all__ = ["MachineError", "PlanError", "explains_itself"]
 
 
 class PlanError(DsxError, ValueError):
@@ -13,3 +13,8 @@ class PlanError(DsxError, ValueError):
 
 class MachineError(PlanError):
     """A description of a machine that is unknown, incomplete, or of another machine."""
+
+
+def explains_itself(error: BaseException) -> bool:
+    """Whether an error is dsx's own and says what is wrong with a model or its configuration."""
+    return isinstance(error, DsxError) or type(error).__module__.partition(".")[0].startswith("dsx_")

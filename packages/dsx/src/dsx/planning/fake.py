@@ -4,7 +4,8 @@ nothing.
 The idea: a model and its engine run as they are, on ordinary CPU tensors whose memory is asked for and never touched,
 so that the operating system never provides it. What an operator would return is found on the meta device, once for each
 kind of arguments. Small tensors are computed as ever: counts, hashes, flags, positions of tokens, by which programs
-decide what to do next. A small result of large tensors (a loss, a norm) is zero.
+decide what to do next. A small result of large tensors (a loss, a norm) is zero. Comparisons are answered as if
+all values were zero, and whether all of them are true with yes: programs ask so whether values are finite.
 
 Why not `FakeTensorMode`: the engine compares addresses and storages of buffers, resizes them, and exchanges words with
 other ranks in host memory; fake tensors have no address, and their words no values.
@@ -31,6 +32,7 @@ SMALL_VALUES = 1 << 14
 _VIEW, _IN_PLACE, _NEW, _REAL, _ITEM, _EMPTY = "view", "in place", "new", "real", "item", "empty"
 _REAL_BY_NAME = frozenset({"set_", "resize_", "resize_as_", "_resize_output_"})
 _EMPTY_BY_NAME = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
+_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 _VIEW_BY_NAME = frozenset({"_unsafe_view", "_reshape_alias", "detach", "lift_fresh", "alias"})
 
 
@@ -104,6 +106,9 @@ class FakeCompute(TorchDispatchMode):
                 self.computed[name] = self.computed.get(name, 0) + 1
                 return self._compute(func, args, kwargs)
             result = self._make(found, func, args)
+            answer = _answer_about_zeros(func, args, kwargs)
+            if answer is not None and is_small(result):
+                result.fill_(answer)
         self._watch.ran(func, args, kwargs, result, view=False)
         return result
 
@@ -155,6 +160,16 @@ def _nothing(dtype: torch.dtype) -> bool | int | float | complex:
     if dtype.is_complex:
         return 0j
     return 0.0 if dtype.is_floating_point else 0
+
+
+def _answer_about_zeros(func: Any, args: Any, kwargs: Any) -> bool | None:
+    """What an operator that compares says where all values are zero; None for other operators."""
+    name = func._overloadpacket.__name__
+    if name == "all":
+        return True
+    if name not in _COMPARISONS:
+        return None
+    return bool(_run(func, _map(args, lambda tensor: torch.zeros((), dtype=tensor.dtype)), kwargs))
 
 
 def _small_spec(spec: Any) -> bool:

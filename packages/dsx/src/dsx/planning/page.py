@@ -12,7 +12,16 @@ import json
 from collections.abc import Iterable, Sequence
 
 from .plan import Plan
-from .text import _PARTS, bytes_text, count_text, layout_text, seconds_text, verdict
+from .text import (
+    _PARTS,
+    STAGE_HEAD,
+    bytes_text,
+    count_text,
+    layout_text,
+    seconds_text,
+    stage_row,
+    verdict,
+)
 
 __all__ = ["plan_page"]
 
@@ -34,6 +43,7 @@ svg{display:block;width:100%;background:color-mix(in srgb,var(--line) 30%,transp
 .axis{display:flex;justify-content:space-between;color:var(--soft);font-size:.8rem}
 .lane{margin-top:.5rem;font-size:.85rem;color:var(--soft)}
 .key{display:inline-block;width:.8em;height:.8em;border-radius:.15em;margin:0 .3em 0 .8em}
+.wide{overflow-x:auto}
 pre{overflow-x:auto;border:1px solid var(--line);border-radius:.4rem;padding:.5rem;font-size:.85rem}
 """
 _COLOURS = {
@@ -59,6 +69,7 @@ def plan_page(plan: Plan) -> str:
         f'<p class="verdict {"good" if plan.fits else "bad"}">{html.escape(verdict(plan))}</p>',
         _tiles(plan),
         _changes(plan),
+        _pipeline(plan),
         _memory(plan),
         _timeline(plan),
         _table("Memory of the device at its peak", _sizes(plan.peak_parts)),
@@ -99,11 +110,47 @@ def _changes(plan: Plan) -> str:
     return _table("What makes it fit, fastest first", rows)
 
 
+_ACTIONS = {"F": ("forward", "a"), "B": ("backward", "b"), "I": ("backward of inputs", "b"),
+            "W": ("backward of weights", "d")}  # fmt: skip
+
+
+def _pipeline(plan: Plan) -> str:
+    """The stages as a table, and what each rank does when."""
+    found = plan.pipeline
+    if found is None:
+        return ""
+    head = "".join(f"<th>{name}</th>" for name in STAGE_HEAD)
+    rows = "".join(
+        f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in stage_row(stage))}</tr>" for stage in found.ranks
+    )
+    length, height = found.seconds or 1.0, 24 * len(found.ranks)
+    shapes, kinds = [], dict[str, str]()
+    for place, action, start, end in found.timeline:
+        name, colour = _ACTIONS[action.lstrip("0123456789")[0]]
+        kinds[name] = colour
+        shapes.append(
+            f'<rect x="{1000 * start / length:.2f}" y="{24 * place + 2}" width="{1000 * (end - start) / length:.2f}"'
+            f' height="20" fill="var(--{colour})" stroke="var(--ground)" vector-effect="non-scaling-stroke">'
+            f"<title>{html.escape(action)}, {seconds_text(end - start)}</title></rect>"
+        )
+    return (
+        f"<h2>Pipeline, {html.escape(found.schedule)}</h2><p>{found.micro_batches} micro-batches; the ranks wait"
+        f" {100 * found.bubble_share:.1f} % of the time for each other</p>"
+        f'<div class="wide"><table><tr>{head}</tr>{rows}</table></div>'
+        f"<p>A line for each rank:{''.join(_key(name, colour) for name, colour in kinds.items())}</p>"
+        f'<svg viewBox="0 0 1000 {height}" height="{height}" preserveAspectRatio="none" role="img"'
+        f' aria-label="schedule of the pipeline">{"".join(shapes)}</svg>{_axis(length)}'
+    )
+
+
 def _memory(plan: Plan) -> str:
-    """The bytes on the device over the step, and its size where that is near."""
+    """The bytes on the device over the step, and its size where that is near. In a pipeline the time that a rank waits
+    for others is left out.
+    """
     if not plan.memory:
         return ""
-    length = max(plan.step_seconds, plan.memory[-1][0]) or 1.0
+    length = plan.memory[-1][0] if plan.pipeline is not None else max(plan.step_seconds, plan.memory[-1][0])
+    length = length or 1.0
     room = plan.machine["memory_bytes"]
     most = max(plan.peak_bytes, 1)
     top = max(most, room) if room < 3 * most else most
@@ -114,6 +161,7 @@ def _memory(plan: Plan) -> str:
         y = 200 - 200 * room / top
         limit = f'<line x1="0" x2="1000" y1="{y:.1f}" y2="{y:.1f}" stroke="var(--bad)" stroke-width="2"/>'
     line = f"; the line is the device's {bytes_text(room)}" if limit else ""
+    line += "" if plan.pipeline is None else f"; of rank {plan.rank}, without the time that it waits for others"
     return (
         f"<h2>Memory of the device over a step</h2><p>at most {bytes_text(most)}{line}</p>"
         '<svg viewBox="0 0 1000 200" height="180" preserveAspectRatio="none" role="img" aria-label="memory over time">'
@@ -123,7 +171,8 @@ def _memory(plan: Plan) -> str:
 
 def _timeline(plan: Plan) -> str:
     length = plan.step_seconds or 1.0
-    found = ["<h2>Timeline of a step</h2><p>"]
+    whose = "" if plan.pipeline is None else f" of rank {plan.rank}"
+    found = [f"<h2>Timeline of a step{whose}</h2><p>"]
     phases = dict.fromkeys(name for lane, name, _, _ in plan.timeline if lane == "compute")
     found += [_key(name, _COLOURS.get(name, "d")) for name in phases]
     found.append("</p>")

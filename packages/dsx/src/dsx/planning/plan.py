@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from .errors import PlanError
 
-__all__ = ["Change", "Plan"]
+__all__ = ["Change", "PipelinePlan", "Plan", "StagePlan"]
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,69 @@ class Change:
     step_seconds: float
 
 
+@dataclass(frozen=True)
+class StagePlan:
+    """What one rank of a pipeline needs. Bytes are of one rank and one optimizer step.
+
+    Attributes:
+        rank: global rank that was replayed.
+        stages: of the model, that it holds.
+        parameters: elements in them.
+        peak, fragmentation_bytes, bytes, traffic, messages, flops: as those of `Plan`.
+        kept: the most micro-batches whose activations it keeps at one time, over its stages.
+        forward_seconds, backward_seconds: of one micro-batch through all its stages.
+        other_seconds: what it does beside them in a step: reductions that nothing hides, the update.
+    """
+
+    rank: int
+    stages: tuple[int, ...]
+    parameters: int
+    peak: dict[str, int]
+    fragmentation_bytes: int
+    bytes: dict[str, dict[str, int]]
+    traffic: dict[str, float]
+    messages: dict[str, tuple[int, float]]
+    flops: int
+    kept: int
+    forward_seconds: float
+    backward_seconds: float
+    other_seconds: float
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> StagePlan:
+        """The opposite of `dataclasses.asdict`, after a way through JSON."""
+        values = {**data, "stages": tuple(data["stages"]), "messages": _messages(data["messages"])}
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """How the stages of a model work together.
+
+    Attributes:
+        schedule: its name.
+        micro_batches: of a step.
+        bubble_share: share of all ranks' time in which they wait for each other, by the schedule (`dsx_pipe`).
+        seconds: from the first forward to the last backward.
+        ranks: what each rank needs, in the order of the pipeline.
+        timeline: (place in the pipeline, action, start, end); an action reads "2F0": stage, what it does, micro-batch.
+    """
+
+    schedule: str
+    micro_batches: int
+    bubble_share: float
+    seconds: float
+    ranks: tuple[StagePlan, ...]
+    timeline: tuple[tuple[int, str, float, float], ...] = ()
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> PipelinePlan:
+        """The opposite of `dataclasses.asdict`, after a way through JSON."""
+        ranks = tuple(StagePlan.from_dict(one) for one in data["ranks"])
+        timeline = tuple((int(place), str(action), start, end) for place, action, start, end in data["timeline"])
+        return cls(**{**data, "ranks": ranks, "timeline": timeline})
+
+
 @dataclass
 class Plan:
     """What a configuration needs and how long a step takes, on the rank that needs most.
@@ -42,8 +105,9 @@ class Plan:
         world_size, ranks_per_host: the ranks.
         machine: its figures (`Machine.to_dict`).
         config: the configuration.
-        layout: sizes of the parallel axes: data, pipe, tensor, expert; stage; micro-batch; accumulation.
-        parameters, trainable: elements of the model that this rank has a part of.
+        layout: sizes of the parallel axes: data, pipe, tensor, expert (0: no experts); stage; micro-batch;
+            accumulation.
+        parameters, trainable: elements of the model that this rank has a part of; in a pipeline of all its stages.
         tokens: of one step over all ranks; samples where the model takes no tokens.
         fits: everything has room.
         short_of: what has not: tier, bytes needed, bytes there.
@@ -66,6 +130,7 @@ class Plan:
         changes: the cheapest changes that make it fit, best first.
         notes: what the reader should know.
         rank: which rank was the one.
+        pipeline: of a model in stages: each of them, and how they work together.
     """
 
     model: str
@@ -97,6 +162,7 @@ class Plan:
     changes: list[Change] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     rank: int = 0
+    pipeline: PipelinePlan | None = None
 
     @property
     def sent_bytes(self) -> float:
@@ -111,6 +177,7 @@ class Plan:
         """The plan as JSON text."""
         data = {item.name: getattr(self, item.name) for item in fields(self)}
         data["changes"] = [vars(change) for change in self.changes]
+        data["pipeline"] = None if self.pipeline is None else asdict(self.pipeline)
         return json.dumps({"format": FORMAT, **data}, indent=indent)
 
     @classmethod
@@ -132,9 +199,16 @@ class Plan:
         if set(values) != names:
             raise PlanError(f"a plan: the keys {sorted(set(values) ^ names)} do not belong to it, or are missing")
         values["changes"] = [Change(**change) for change in values["changes"]]
-        values["messages"] = {op: tuple(found) for op, found in values["messages"].items()}
+        values["messages"] = _messages(values["messages"])
+        if values["pipeline"] is not None:
+            values["pipeline"] = PipelinePlan.from_dict(values["pipeline"])
         for name in ("timeline", "memory"):
             values[name] = [tuple(item) for item in values[name]]
         if values["short_of"] is not None:
             values["short_of"] = tuple(values["short_of"])
         return cls(**values)
+
+
+def _messages(found: Mapping[str, Any]) -> dict[str, tuple[int, float]]:
+    """Calls and bytes, which JSON has as lists."""
+    return {op: (calls, sent) for op, (calls, sent) in found.items()}

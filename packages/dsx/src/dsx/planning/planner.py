@@ -1,31 +1,26 @@
-"""`plan` and `search`: from a model and a configuration to answers."""
+"""`plan`: from a model and a configuration to an answer."""
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..errors import DsxConfigError
-from .allocator import fragmentation
-from .configs import Ready, ready, with_values
-from .cost import Timing, simulate
+from .answer import answer_of
+from .changes import changes_that_fit
+from .configs import Ready, ready
 from .errors import PlanError
-from .ledger import DEVICE, HOST
 from .machine import Machine
 from .models import Batch, describe, model_maker
-from .plan import Change, Plan
-from .replay import MOST_MICRO_BATCHES, Question, Replay, replay
-from .trace import COPIES, COPY, MESSAGE
+from .pipelines import replay_all
+from .plan import Plan
+from .replay import Question, Replay, replay
 
-__all__ = ["plan", "search"]
-
-RESERVE = 0.97
-"""Share of a device's memory that a process can use: the rest is the context and the communication library's."""
+__all__ = ["Asked", "Config", "MachineLike", "Model", "plan"]
 
 Model = nn.Module | Callable[[], nn.Module] | str | os.PathLike
 Config = Mapping[str, Any] | str | os.PathLike
@@ -70,84 +65,11 @@ def plan(
         PlanError: the model, the batch or the machine cannot be planned with.
         DsxConfigError: the configuration is wrong.
     """
-    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-        raise PlanError(f"world_size: got {world_size!r}, expected a number of ranks from 1")
-    found = Machine.of(machine)
-    on_host = _on_host(world_size, ranks_per_host, found)
-    asked = _Asked(model, world_size, on_host, found, batch, sequence, loss, optimizer, recompute)
-    answer = asked.plan(config)
+    asked = Asked(model, world_size, ranks_per_host, Machine.of(machine), batch, sequence, loss, optimizer)
+    answer = asked.plan(config, recompute)
     if not answer.fits and changes:
-        answer.changes = _changes(asked, answer)
+        answer.changes = changes_that_fit(answer, asked.plan)
     return answer
-
-
-def search(
-    model: Model,
-    config: Config,
-    space: Mapping[str, Sequence[Any]],
-    *,
-    world_size: int,
-    ranks_per_host: int | None = None,
-    machine: MachineLike = None,
-    batch: Batch | None = None,
-    sequence: int | None = None,
-    loss: Callable[[Any], torch.Tensor] | None = None,
-    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
-) -> list[Plan]:
-    """Plan every combination of values, and sort: what fits first, then most tokens per second.
-
-    Args:
-        space: values by dotted path of the configuration, `{"zero_optimization.stage": [1, 2, 3]}`. The word
-            `recompute` stands for `plan`'s argument. A value None takes the key away.
-        others: as for `plan`.
-
-    Returns:
-        The plans; each has its `config`. Combinations that contradict themselves are left out.
-
-    Raises:
-        PlanError: no combination can be planned; the message has the last reason.
-    """
-    if not space or any(
-        isinstance(v, (str, bytes)) or not isinstance(v, Sequence) or not len(v) for v in space.values()
-    ):
-        raise PlanError("space: expected lists of values by path, as {'zero_optimization.stage': [1, 2, 3]}")
-    base = ready_given(config)
-    found, reason = [], ""
-    found_machine = Machine.of(machine)
-    on_host = _on_host(world_size, ranks_per_host, found_machine)
-    for values in itertools.product(*space.values()):
-        chosen = dict(zip(space, values))
-        again = bool(chosen.pop("recompute", False))
-        asked = _Asked(model, world_size, on_host, found_machine, batch, sequence, loss, optimizer, again)
-        try:
-            found.append(asked.plan(with_values(base, chosen)))
-        except (DsxConfigError, PlanError) as error:
-            reason = f"{', '.join(f'{key}={value}' for key, value in chosen.items())}: {error}"
-    if not found:
-        raise PlanError(f"search: none of the combinations can be planned; the last: {reason}")
-    return sorted(found, key=lambda answer: (not answer.fits, -answer.tokens_per_second))
-
-
-def usual_space(config: Config, world_size: int) -> dict[str, list[Any]]:
-    """What `dsx plan --search` varies: stage, micro-batch with the same samples in a step, offload, recomputation."""
-    prepared = ready(config if isinstance(config, (str, os.PathLike)) else dict(config), world_size)
-    samples = prepared.micro * prepared.accumulation
-    sizes = [m for m in (1, 2, 4, 8, 16, 32) if samples % m == 0] or [prepared.micro]
-    return {
-        "zero_optimization.stage": [1, 2, 3] if world_size > 1 else [0, 3],
-        "train_micro_batch_size_per_gpu": sizes,
-        "train_batch_size": [samples * prepared.layout["data"]],
-        "gradient_accumulation_steps": [None],
-        "zero_optimization.offload_optimizer": [None, {"device": "cpu"}],
-        "recompute": [False, True],
-    }
-
-
-def ready_given(config: Config) -> dict[str, Any]:
-    """The user's keys."""
-    from ..config.source import read
-
-    return dict(read(config if isinstance(config, (str, os.PathLike)) else dict(config)).data)
 
 
 def _on_host(world_size: int, ranks_per_host: int | None, machine: Machine) -> int:
@@ -163,216 +85,39 @@ def _on_host(world_size: int, ranks_per_host: int | None, machine: Machine) -> i
     return found
 
 
-class _Asked:
-    """Everything about a question but the configuration."""
+class Asked:
+    """Everything about a question but the configuration. The arguments are those of `plan`."""
 
     def __init__(
-        self, model: Model, world_size: int, on_host: int, machine: Machine, batch: Any, sequence: int | None,
-        loss: Any, optimizer: Any, recompute: bool,
+        self, model: Model, world_size: int, ranks_per_host: int | None, machine: Machine, batch: Any,
+        sequence: int | None, loss: Any, optimizer: Any,
     ) -> None:  # fmt: skip
-        self.model, self.world_size, self.on_host, self.machine = model, world_size, on_host, machine
-        self.batch, self.sequence, self.loss, self.recompute = batch, sequence, loss, recompute
-        self.optimizer = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-4))
-        self.make = model_maker(model)
+        if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+            raise PlanError(f"world_size: got {world_size!r}, expected a number of ranks from 1")
+        self.world_size, self.machine = world_size, machine
+        self.on_host = _on_host(world_size, ranks_per_host, machine)
+        self._name, self._make = describe(model), model_maker(model)
+        self._batch, self._sequence, self._loss = batch, sequence, loss
+        self._optimizer = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-4))
 
-    def again(self, *, recompute: bool) -> _Asked:
-        """The same with another word on recomputation."""
-        return _Asked(
-            self.model, self.world_size, self.on_host, self.machine, self.batch, self.sequence, self.loss,
-            self.optimizer, recompute,
-        )  # fmt: skip
-
-    def plan(self, config: Config) -> Plan:
-        """The plan for a configuration."""
+    def plan(self, config: Config, recompute: bool = False) -> Plan:
+        """The plan for a configuration, without changes."""
         source = config if isinstance(config, (str, os.PathLike)) else dict(config)
         prepared = ready(source, self.world_size)
-        return self._answer(prepared, self.replays(prepared))
-
-    def replays(self, prepared: Ready) -> list[Replay]:
-        """The replay of every rank that differs."""
-        config = {
-            **prepared.config,
-            "gradient_accumulation_steps": min(prepared.accumulation, MOST_MICRO_BATCHES),
-            "train_micro_batch_size_per_gpu": prepared.micro,
-        }
-        question = Question(
-            make=self.make, config=config, world_size=self.world_size, rank=0, ranks_per_host=self.on_host,
-            batch=self.batch, micro=prepared.micro, accumulation=prepared.accumulation, sequence=self.sequence,
-            loss=self.loss, streams=self.machine.streams, optimizer=self.optimizer, recompute=self.recompute,
+        return answer_of(
+            self._replays(prepared, recompute), prepared, self.machine, model=self._name, world_size=self.world_size,
+            on_host=self.on_host, recompute=recompute,
         )  # fmt: skip
-        if prepared.layout["pipe"] > 1:
-            raise PlanError(
-                f"pipeline.stages: got {prepared.layout['pipe']}; pipelines cannot be planned yet: plan one stage as a"
-                " model of its own"
-            )
-        return [replay(question)]
 
-    def _answer(self, prepared: Ready, replays: list[Replay]) -> Plan:
-        machine, (found,) = self.machine, replays
-        timing = simulate(found.trace, found.segments, machine, ranks_per_host=self.on_host)
-        peaks = {tier: peak.nbytes for tier, peak in found.ledger.peaks.items() if peak.nbytes}
-        extra = fragmentation(found.ledger.requests) if machine.streams else 0
-        short = _short_of(peaks, extra, machine, self.on_host)
-        flops, again = _flops(found)
-        samples = prepared.layout["data"] * prepared.micro * prepared.accumulation
-        tokens = samples * found.tokens // max(1, prepared.micro)
-        seconds = max(timing.step, 1e-12)
-        return Plan(
-            model=describe(self.model),
-            world_size=self.world_size,
-            ranks_per_host=self.on_host,
-            machine=machine.to_dict(),
-            config=prepared.given,
-            layout={**prepared.layout, "recompute": int(self.recompute)},
-            parameters=found.parameters,
-            trainable=found.trainable,
-            tokens=tokens,
-            fits=short is None,
-            short_of=short,
-            peak_bytes=peaks.get(DEVICE, 0),
-            peak=peaks,
-            peak_parts=found.ledger.peaks[DEVICE].classes,
-            fragmentation_bytes=extra,
-            bytes=found.resident,
-            traffic=_traffic(found),
-            messages=found.messages,
-            flops=flops,
-            recomputed_flops=again,
-            step_seconds=timing.step,
-            parts=_parts(timing),
-            tokens_per_second=tokens / seconds,
-            mfu=(flops - again) / (seconds * machine.peak(prepared.dtype)),
-            timeline=[(s.lane, s.name, s.start, s.end) for s in timing.spans],
-            memory=_curve(found, timing),
-            notes=[*prepared.notes, *found.notes, *_machine_notes(machine, prepared.dtype)],
-        )
-
-
-def _machine_notes(machine: Machine, dtype: str) -> list[str]:
-    stranger = machine.stranger()
-    notes = [f"{machine.name}: {stranger}"] if stranger else []
-    if dtype not in machine.flops:
-        notes.append(f"{machine.name} has no rate for {dtype}; its slowest one is taken")
-    return notes
-
-
-def _short_of(peaks: Mapping[str, int], extra: int, machine: Machine, on_host: int) -> tuple[str, int, int] | None:
-    """What has no room: tier, bytes needed, bytes there."""
-    if machine.device == "cpu":  # the device is the host's memory
-        needed = (peaks.get(DEVICE, 0) + peaks.get(HOST, 0)) * on_host
-        room = int(machine.host_memory_bytes * RESERVE)
-        return ("host", needed, room) if needed > room else None
-    needed, room = peaks.get(DEVICE, 0) + extra, int(machine.memory_bytes * RESERVE)
-    if needed > room:
-        return "device", needed, room
-    needed, room = peaks.get(HOST, 0) * on_host, int(machine.host_memory_bytes * RESERVE)
-    return ("host", needed, room) if needed > room else None
-
-
-def _flops(found: Replay) -> tuple[int, int]:
-    every = again = 0
-    for start, end, times in found.segments:
-        one, twice = found.trace.flops_of(start, end)
-        every, again = every + times * one, again + times * twice
-    return every, again
-
-
-def _traffic(found: Replay) -> dict[str, float]:
-    traffic = {"inside host": 0.0, "between hosts": 0.0, **dict.fromkeys(COPIES, 0.0)}
-    trace = found.trace
-    for start, end, times in found.segments:
-        for place in range(start, end):
-            if trace.kind[place] == MESSAGE:
-                message = trace.messages[trace.number[place]]
-                traffic["inside host"] += times * message.inside
-                traffic["between hosts"] += times * message.outside
-            elif trace.kind[place] == COPY:
-                traffic[COPIES[trace.number[place]]] += times * trace.extra[place]
-    return traffic
-
-
-def _parts(timing: Timing) -> dict[str, float]:
-    names = ("products", "operators", "overhead", "optimizer", "communication", "exposed_communication", "copies",
-             "exposed_copies")  # fmt: skip
-    return {name: getattr(timing, name) for name in names}
-
-
-_MOST_POINTS = 1500
-
-
-def _curve(found: Replay, timing: Timing) -> list[tuple[float, int]]:
-    """Memory over time, at most so many points: of each stretch its greatest value."""
-    curve, ends = found.ledger.curve, timing.at
-    points = [(ends[min(place, len(ends) - 1)] if ends else 0.0, nbytes) for place, nbytes in curve]
-    stretch = max(1, -(-len(points) // _MOST_POINTS))
-    kept = [max(points[i : i + stretch], key=lambda p: p[1]) for i in range(0, len(points), stretch)]
-    latest, ordered = 0.0, []
-    for at, nbytes in kept:
-        latest = max(latest, at)
-        ordered.append((latest, nbytes))
-    return ordered
-
-
-# - What makes it fit
-
-
-def _candidates(answer: Plan) -> list[tuple[str, dict[str, Any], bool]]:
-    """Changes to try, each as words, keys and recomputation: the cheap ones first."""
-    config, layout = answer.config, answer.layout
-    zero = config.get("zero_optimization") or {}
-    stage, micro, accumulation = layout["stage"], layout["micro_batch"], layout["accumulation"]
-    found: list[tuple[str, dict[str, Any], bool]] = []
-    again = bool(layout["recompute"])
-    smaller: dict[str, Any] = {}
-    if micro > 1 and micro % 2 == 0:
-        smaller = {
-            "train_batch_size": None,
-            "train_micro_batch_size_per_gpu": micro // 2,
-            "gradient_accumulation_steps": accumulation * 2,
-        }
-        found.append((f"micro-batches of {micro // 2} and twice the accumulation", smaller, again))
-    if not again:
-        found.append(("recompute the blocks in backward (gradient_checkpointing_enable)", {}, True))
-    stages = {f"zero_optimization.stage={s}": s for s in range(stage + 1, 4) if answer.world_size > 1 or s == 3}
-    found += [(text, {"zero_optimization.stage": s}, again) for text, s in stages.items()]
-    host = {"device": "cpu"}
-    top = {"zero_optimization.stage": max(1, stage)}
-    if not zero.get("offload_optimizer"):
-        found.append(("optimizer states in host memory", {**top, "zero_optimization.offload_optimizer": host}, again))
-    everything = {"zero_optimization.stage": 3}
-    if not zero.get("offload_param"):
-        both = {
-            **everything,
-            "zero_optimization.offload_optimizer": zero.get("offload_optimizer") or host,
-            "zero_optimization.offload_param": host,
-        }
-        found.append(("parameters and optimizer states in host memory, stage 3", both, again))
-    if stage < 3 and not again:
-        found.append(("stage 3 and recomputation", everything, True))
-    least = {**everything, **({"train_batch_size": None, "train_micro_batch_size_per_gpu": 1,
-                              "gradient_accumulation_steps": accumulation * micro} if micro > 1 else {})}  # fmt: skip
-    if micro > 1 or stage < 3:
-        found.append(("stage 3, recomputation, micro-batches of 1", least, True))
-    found.append(
-        (
-            "stage 3, recomputation, micro-batches of 1, parameters and optimizer states in host memory",
-            {**least, "zero_optimization.offload_optimizer": host, "zero_optimization.offload_param": host},
-            True,
-        )
-    )
-    return found
-
-
-def _changes(asked: _Asked, answer: Plan) -> list[Change]:
-    """The changes that make a plan fit, fastest first."""
-    found: list[Change] = []
-    for what, values, again in _candidates(answer):
-        try:
-            other = asked.again(recompute=again).plan(with_values(answer.config, values))
-        except (DsxConfigError, PlanError, ValueError):
-            continue  # not every model recomputes, not every configuration has every stage
-        if other.fits:
-            config = {**values, **({"recompute": True} if again and not answer.layout["recompute"] else {})}
-            seconds = other.step_seconds * answer.tokens / max(1, other.tokens)
-            found.append(Change(what, config, other.peak_bytes, seconds))
-    return sorted(found, key=lambda change: change.step_seconds)
+    def _replays(self, prepared: Ready, recompute: bool) -> list[Replay]:
+        """The replay of every rank that differs: one, or those of a pipeline."""
+        stages = prepared.layout["pipe"]
+        question = Question(
+            make=self._make, config={**prepared.config, "train_micro_batch_size_per_gpu": prepared.micro},
+            world_size=self.world_size, rank=0, ranks_per_host=self.on_host, batch=self._batch, micro=prepared.micro,
+            accumulation=prepared.accumulation, sequence=self._sequence, loss=self._loss,
+            streams=self.machine.streams, optimizer=self._optimizer, recompute=recompute, stages=stages,
+        )  # fmt: skip
+        if stages == 1:
+            return [replay(question)]
+        return replay_all(lambda rank, known: replay(replace(question, rank=rank, known=known)))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from dsx_comm import RehearsalObserver, RehearsedMessage
@@ -51,6 +51,7 @@ _OWNERS = (
     ("dsx_zero.params", "parameters"),
     ("dsx_comm", "messages"),
     ("dsx_ops.optim", "states"),
+    ("dsx_pipe.runtime.messages", "activations"),
 )
 _ON_THE_WAY = ("dsx_zero.homes", "dsx_zero.params.memory")
 """Files that make memory for others."""
@@ -69,15 +70,28 @@ class HostMemory(torch.Tensor):
         return torch.device("cpu", 0)
 
 
+class Mail(Protocol):
+    """Letters between this rank and others (`dsx_pipe.runtime.rehearsed.RehearsedMail`)."""
+
+    def note(self, tensor: torch.Tensor, destination: int, tag: int) -> None:
+        """This rank sends a tensor."""
+        ...
+
+    def take(self, tensor: torch.Tensor, source: int, tag: int) -> bool:
+        """Fill a tensor with what a rank sends; returns whether it has contents then."""
+        ...
+
+
 class Recorder(RehearsalObserver):
     """See the module's text.
 
     Args:
         ranks_per_host: neighbouring ranks on one host.
         streams: copies and messages run beside the computation, as on a device with streams.
+        mail: what ranks send to each other, where they are not alike.
     """
 
-    def __init__(self, *, ranks_per_host: int, streams: bool) -> None:
+    def __init__(self, *, ranks_per_host: int, streams: bool, mail: Mail | None = None) -> None:
         self.trace = Trace()
         self.ledger = Ledger(lambda: len(self.trace))
         self.phase = "build"
@@ -85,6 +99,7 @@ class Recorder(RehearsalObserver):
         """Operators of which nobody has said what they cost, with how often they ran."""
         self.late: list[Any] = []
         """Tickets of what is to be over when the step ends."""
+        self.mail = mail
         self._ranks_per_host, self._streams = ranks_per_host, streams
         self._rules: dict[int, Any] = {}
         self._seen: list[Any] = []
@@ -202,6 +217,16 @@ class Recorder(RehearsalObserver):
         self._silent = True
         return is_small(tensor)
 
+    def received(self, tensor: torch.Tensor, source: int, tag: int) -> None:
+        """See `RehearsalObserver.received`."""
+        if self.mail is None or not self.mail.take(tensor, source, tag):
+            super().received(tensor, source, tag)
+
+    def sent(self, tensor: torch.Tensor, destination: int, tag: int) -> None:
+        """See `RehearsalObserver.sent`."""
+        if self.mail is not None:
+            self.mail.note(tensor, destination, tag)
+
     def issued(self, message: RehearsedMessage) -> int:
         """See `RehearsalObserver.issued`."""
         self._silent = False
@@ -220,6 +245,7 @@ class Recorder(RehearsalObserver):
         hosts = len({rank // per_host for rank in ranks}) if message.peer < 0 else 1
         neighbours = sum(rank // per_host == here for rank in ranks)
         if message.op in ("send", "recv"):
+            ranks = (message.rank, message.peer)
             outside = float(message.peer // per_host != here)
             hosts = 1 + int(outside)
         elif hosts == 1:
@@ -317,7 +343,7 @@ def _who_asked() -> tuple[str | None, bool]:
         if module.startswith(_ON_THE_WAY):
             on_host = on_host or (module == "dsx_zero.homes.home" and frame.f_code.co_name == "__init__")
             on_host = on_host or module == "dsx_zero.homes.stored"
-        elif module.startswith(("dsx_zero.", "dsx_comm.", "dsx_ops.")):
+        elif module.startswith(("dsx_zero.", "dsx_comm.", "dsx_ops.", "dsx_pipe.runtime.messages")):
             if module == "dsx_zero.params.flat" and frame.f_code.co_name == "make_master":
                 return "masters", on_host
             return next((kind for prefix, kind in _OWNERS if module.startswith(prefix)), None), on_host

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +19,13 @@ import torch
 from torch import nn
 
 from ..engine.request import Request
-from ..errors import DsxError
-from .errors import PlanError
+from ..pipelining import is_pipeline
+from .errors import PlanError, explains_itself
 from .fake import FakeCompute
 from .ledger import DEVICE, HOST, Ledger
 from .models import Batch, default_batch, resized, tokens_of
+from .pipelines import PipelineSteps, as_pair, mail_of, micro_batches_of
+from .record import Record, StageReplay, Steps
 from .recorder import Recorder
 from .store import PlannedStore
 from .trace import Trace
@@ -44,7 +46,7 @@ class Question:
 
     Attributes:
         make: makes the model.
-        config: the configuration as a dictionary, with micro-batch and accumulation set, without what only observes.
+        config: the configuration as a dictionary, with the micro-batch set, without what only observes.
         world_size, rank, ranks_per_host: which rank of how many.
         batch: an example, or None.
         micro, accumulation: the real sizes.
@@ -53,6 +55,8 @@ class Question:
         streams: the device has streams.
         optimizer: makes the optimizer of parameters where the configuration names none.
         recompute: ask the model to recompute its blocks (`gradient_checkpointing_enable`).
+        stages: ranks of the pipeline; 1 without one.
+        known: of a pipeline: by global rank, the letters that it sends to this rank (`dsx_pipe.runtime.rehearsed`).
     """
 
     make: Callable[[], nn.Module]
@@ -68,6 +72,8 @@ class Question:
     streams: bool = True
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
     recompute: bool = False
+    stages: int = 1
+    known: Mapping[int, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -82,9 +88,10 @@ class Replay:
         messages: {operation: (calls, bytes sent)} of the step.
         parameters, trainable: elements of the whole model on this rank.
         tokens: of one micro-batch.
-        flops_forward: of the forwards of one micro-batch, recomputation left out.
+        rank: which one.
+        experts: ranks over which experts are spread; 0 without experts.
         notes: what the reader should know.
-        order: names of the optimizer's step plan, for the report.
+        stage: of a pipeline: when this rank did what, and what it sent.
     """
 
     trace: Trace
@@ -95,8 +102,10 @@ class Replay:
     parameters: int
     trainable: int
     tokens: int
+    rank: int = 0
+    experts: int = 0
     notes: list[str] = field(default_factory=list)
-    order: str = ""
+    stage: StageReplay | None = None
 
 
 def replay(question: Question) -> Replay:
@@ -106,7 +115,9 @@ def replay(question: Question) -> Replay:
         PlanError: the model cannot be run on tensors without contents; a process group is there already.
         DsxConfigError: the configuration is wrong.
     """
-    recorder = Recorder(ranks_per_host=question.ranks_per_host, streams=question.streams)
+    recorder = Recorder(
+        ranks_per_host=question.ranks_per_host, streams=question.streams, mail=mail_of(question.stages, question.known)
+    )
     if dsx_comm.is_initialized():
         raise PlanError(
             "there is a process group in this process; a plan stands for other ranks than these. Make it before"
@@ -135,31 +146,33 @@ class _Run:
     def __init__(self, question: Question, recorder: Recorder, compute: FakeCompute) -> None:
         self._question, self._recorder, self._compute = question, recorder, compute
         self._notes: list[str] = []
+        self._micro_batches = 1
 
     def run(self) -> Replay:
-        question, recorder, engine = self._question, self._recorder, None
+        recorder, engine = self._recorder, None
         try:
-            engine = self._build()
-            batch = self._batch(engine)
-            micro_batches = min(question.accumulation, MOST_MICRO_BATCHES)
+            engine, batch = self._build()
+            steps = self._steps(engine, batch)
             with _kernels_recorded(recorder):
                 for _ in range(WARM_UP):
-                    self._step(engine, batch, micro_batches)
+                    steps.run(None)
                 self._name_states(engine)
                 recorder.trace.clear()
                 recorder.ledger.record()
                 with dsx_comm.count_traffic() as traffic:
-                    cuts, counts, resident = self._step(engine, batch, micro_batches, traffic)
-            return self._result(engine, batch, cuts, counts, resident)
+                    record = steps.run(traffic)
+            return self._result(engine, batch, record)
         except Exception as error:
-            if isinstance(error, DsxError) or type(error).__module__.startswith("dsx_"):
-                raise  # it says what is wrong with the model or its configuration
+            if explains_itself(error) and not _in_a_stage(error):
+                raise
             raise PlanError(f"the model cannot be replayed: {type(error).__name__}: {error}. {_hint(error)}") from error
         finally:
             if engine is not None:
                 engine.destroy()
+            recorder.mail = None  # it knows the stages, and the record outlives them
 
-    def _build(self) -> Any:
+    def _build(self) -> tuple[Any, Batch]:
+        """The engine, and a batch for the model as it was before it was cut."""
         from ..wiring import build_engine  # lazy import: it imports every sibling
 
         question, recorder = self._question, self._recorder
@@ -174,6 +187,7 @@ class _Run:
                 )
             enable()
         model.train()
+        self._micro_batches = self._replayed_micro_batches(model)
         recorder.ledger.rename(model.parameters(), "parameters")
         recorder.ledger.rename(model.buffers(), "buffers")
         store = PlannedStore(recorder)
@@ -189,40 +203,37 @@ class _Run:
             dist_init_required=None,
             store=store,
         )
-        return build_engine(question.config, request)
+        batch = self._batch(model)
+        config = {**question.config, "gradient_accumulation_steps": self._micro_batches}
+        return build_engine(config, request), batch
 
-    def _batch(self, engine: Any) -> Batch:
+    def _replayed_micro_batches(self, model: nn.Module) -> int:
+        question = self._question
+        if question.stages > 1 or is_pipeline(model):
+            return micro_batches_of(model, question.stages, question.accumulation)
+        return min(question.accumulation, MOST_MICRO_BATCHES)
+
+    def _steps(self, engine: Any, batch: Batch) -> Steps:
+        question = self._question
+        if not is_pipeline(engine.module):
+            return _PlainSteps(engine, batch, self._micro_batches, question.accumulation, self._recorder, self._loss)
+        if question.loss is not None:
+            raise PlanError(
+                "loss: got a function, and the last stage of a pipeline has its own (PipelineModule(loss_fn=...))"
+            )
+        pair = as_pair(batch, engine.module)
+        return PipelineSteps(engine, pair, self._micro_batches, question.accumulation, self._recorder)
+
+    def _batch(self, model: nn.Module) -> Batch:
         question = self._question
         if question.batch is None:
-            found = default_batch(engine.module, question.micro, question.sequence)
+            found = default_batch(model, question.micro, question.sequence)
         else:
             found = resized(question.batch, question.micro)
         from .models import _leaves
 
         self._recorder.ledger.rename(_leaves(found), "inputs")
         return found
-
-    def _step(self, engine: Any, batch: Batch, micro_batches: int, traffic: Any = None) -> Any:
-        recorder = self._recorder
-        cuts, counts, resident = [len(recorder.trace)], [_counted(traffic)], {}
-        for _ in range(micro_batches):
-            recorder.begin("forward")
-            loss = self._loss(engine(**batch) if isinstance(batch, dict) else engine(*_positional(batch)))
-            recorder.begin("backward")
-            engine.backward(loss)
-            del loss
-            last = len(cuts) == micro_batches
-            if last:
-                resident = engine._parts.shards.state_bytes_by_tier()
-                recorder.begin("step")
-            else:
-                cuts.append(len(recorder.trace))
-                counts.append(_counted(traffic))
-            engine.step()
-            recorder.settle()
-        cuts.append(len(recorder.trace))
-        counts.append(_counted(traffic))
-        return cuts, counts, resident
 
     def _loss(self, output: Any) -> torch.Tensor:
         if self._question.loss is not None:
@@ -261,19 +272,8 @@ class _Run:
             if (view := home.view()) is not None:
                 ledger.rename([view], "states", home.tier)
 
-    def _result(self, engine: Any, batch: Batch, cuts: Any, counts: Any, resident: Any) -> Replay:
-        question, recorder = self._question, self._recorder
-        micro_batches = len(cuts) - 1
-        times = [1] * micro_batches
-        if question.accumulation > micro_batches:
-            times[1] = question.accumulation - micro_batches + 1
-        segments = [(start, end, n) for start, end, n in zip(cuts, cuts[1:], times)]
-        messages: dict[str, tuple[int, float]] = {}
-        for before, after, n in zip(counts, counts[1:], times):
-            for op, (calls, sent) in after.items():
-                old = before.get(op, (0, 0))
-                known = messages.get(op, (0, 0))
-                messages[op] = (known[0] + n * (calls - old[0]), known[1] + n * (sent - old[1]))
+    def _result(self, engine: Any, batch: Batch, record: Record) -> Replay:
+        recorder = self._recorder
         infos = engine._parts.shards.runtime.infos
         if recorder.unknown:
             names = ", ".join(sorted(recorder.unknown)[:5])
@@ -287,15 +287,61 @@ class _Run:
             )
         return Replay(
             trace=recorder.trace,
-            segments=segments,
-            resident={**resident, "model buffers": {DEVICE: _buffer_bytes(engine.module)}},
+            segments=record.segments(),
+            resident={**record.resident, "model buffers": {DEVICE: _buffer_bytes(engine.module)}},
             ledger=recorder.ledger,
-            messages=messages,
+            messages=record.messages(),
             parameters=sum(info.numel for info in infos),
             trainable=sum(info.numel for info in infos if info.trainable),
             tokens=tokens_of(batch),
+            rank=self._question.rank,
+            experts=_experts(engine.module),
             notes=self._notes,
+            stage=record.stage,
         )
+
+
+class _PlainSteps:
+    """Steps of a model that is not cut into stages.
+
+    Args:
+        micro_batches: that are run in a step.
+        accumulation: those that it stands for.
+        loss: from the model's output to the loss.
+    """
+
+    def __init__(
+        self, engine: Any, batch: Batch, micro_batches: int, accumulation: int, recorder: Recorder, loss: Any
+    ) -> None:  # fmt: skip
+        self._engine, self._batch, self._recorder, self._loss = engine, batch, recorder, loss
+        self._micro_batches, self._accumulation = micro_batches, accumulation
+
+    def run(self, traffic: Any) -> Record:
+        """Train for one update. See `Steps.run`."""
+        engine, batch, recorder = self._engine, self._batch, self._recorder
+        record = Record(recorder.trace, traffic)
+        for number in range(self._micro_batches):
+            recorder.begin("forward")
+            loss = self._loss(engine(**batch) if isinstance(batch, dict) else engine(*_positional(batch)))
+            recorder.begin("backward")
+            engine.backward(loss)
+            del loss
+            if number == self._micro_batches - 1:
+                record.resident = engine._parts.shards.state_bytes_by_tier()
+                recorder.begin("step")
+            else:
+                record.cut()
+            engine.step()
+            recorder.settle()
+        record.cut()
+        if self._accumulation > self._micro_batches:
+            record.times[1] = self._accumulation - self._micro_batches + 1
+        return record
+
+
+def _in_a_stage(error: Exception) -> bool:
+    """Whether it was raised by the model, inside a pipeline."""
+    return type(error).__name__ == "StageError"
 
 
 def _hint(error: Exception) -> str:
@@ -326,8 +372,11 @@ def _address_space() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-def _counted(traffic: Any) -> dict[str, tuple[int, float]]:
-    return {} if traffic is None else dict(traffic.by_op())
+def _experts(model: nn.Module) -> int:
+    """Over how many ranks the experts of a model are spread."""
+    import dsx_moe  # lazy: the wiring has imported it
+
+    return max((layer.ep_size for layer in dsx_moe.name_layers(model).values()), default=0)
 
 
 def _buffer_bytes(model: nn.Module) -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from .plan import Plan
+from .plan import Plan, StagePlan
 
-__all__ = ["bytes_text", "describe_plan", "describe_search", "seconds_text"]
+__all__ = ["bytes_text", "describe_plan", "describe_search", "describe_skipped", "seconds_text"]
 
 _GIB, _MIB, _KIB = 1 << 30, 1 << 20, 1 << 10
 
@@ -38,7 +38,8 @@ def count_text(number: float) -> str:
 def layout_text(plan: Plan) -> str:
     """Axes, stage and batch in a line."""
     layout = plan.layout
-    axes = " x ".join(f"{name} {layout[name]}" for name in ("data", "pipe", "tensor") if layout.get(name, 1) > 1)
+    names = ("data", "pipe", "tensor", "expert")
+    axes = " x ".join(f"{name} {layout[name]}" for name in names if layout.get(name, 1) > 1)
     again = ", recomputation" if layout.get("recompute") else ""
     return (
         f"{axes or 'one rank'}, ZeRO stage {layout['stage']}, micro-batches of {layout['micro_batch']} x"
@@ -57,24 +58,19 @@ def verdict(plan: Plan) -> str:
 def describe_plan(plan: Plan) -> str:
     """A page of text."""
     machine = plan.machine["name"]
+    whose = "a rank" if plan.pipeline is None else f"rank {plan.rank}"
     lines = [
         f"{plan.model}: {count_text(plan.parameters)} parameters on {plan.world_size} rank(s), {plan.ranks_per_host}"
         f" per host, {machine}",
         layout_text(plan),
         verdict(plan),
         "",
-        f"memory of a rank: at most {bytes_text(plan.peak_bytes)} on the device"
+        *_pipeline(plan),
+        f"memory of {whose}: at most {bytes_text(plan.peak_bytes)} on the device"
         + (f", and {bytes_text(plan.fragmentation_bytes)} that its allocator holds" * (plan.fragmentation_bytes > 0)),
         *_table([(name, bytes_text(size)) for name, size in _sorted(plan.peak_parts)]),
     ]
     lines += [f"  {tier}: {bytes_text(size)}" for tier, size in plan.peak.items() if tier != "device"]
-    rows = [
-        (f"{kind}, {tier}", bytes_text(size))
-        for kind, tiers in plan.bytes.items()
-        for tier, size in tiers.items()
-        if size
-    ]
-    lines += ["", "model state of a rank, gradients included", *_table(rows)]
     rows = [(f"{kind}, {tier}", bytes_text(n)) for kind, tiers in plan.bytes.items() for tier, n in tiers.items() if n]
     lines += ["", "model state of a rank, gradients included", *_table(rows)]
     rows = [(name, bytes_text(size)) for name, size in plan.traffic.items() if size]
@@ -97,6 +93,34 @@ def describe_plan(plan: Plan) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _pipeline(plan: Plan) -> list[str]:
+    """The stages of a pipeline, a line for each rank."""
+    found = plan.pipeline
+    if found is None:
+        return []
+    head = f"pipeline {found.schedule}: {found.micro_batches} micro-batches, bubble {100 * found.bubble_share:.1f} %"
+    return [head, *(f"  {line}" for line in _columns([STAGE_HEAD, *map(stage_row, found.ranks)])), ""]
+
+
+STAGE_HEAD = ("rank", "stages", "parameters", "peak", "forward", "backward", "beside", "sent", "kept")
+
+
+def stage_row(stage: StagePlan) -> tuple[str, ...]:
+    """A rank of a pipeline, in the columns of `STAGE_HEAD`."""
+    sent = sum(nbytes for _, nbytes in stage.messages.values())
+    return (
+        str(stage.rank),
+        ", ".join(map(str, stage.stages)),
+        count_text(stage.parameters),
+        bytes_text(stage.peak.get("device", 0) + stage.fragmentation_bytes),
+        seconds_text(stage.forward_seconds),
+        seconds_text(stage.backward_seconds),
+        seconds_text(stage.other_seconds),
+        bytes_text(sent),
+        f"{stage.kept} micro-batches",
+    )
+
+
 _PARTS = {
     "products": "matrix products",
     "operators": "other operators",
@@ -106,7 +130,7 @@ _PARTS = {
     "exposed_communication": "communication that is waited for",
     "copies": "copies in all",
     "exposed_copies": "copies that are waited for",
-    "bubble": "pipeline bubble",
+    "bubble": "waiting for other stages",
 }
 
 
@@ -125,8 +149,30 @@ def describe_search(plans: Sequence[Plan], keys: Sequence[str]) -> str:
                 f"{100 * plan.mfu:.1f} %",
             ]
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    return "\n".join("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows) + "\n"
+    return "\n".join(_columns(rows)) + "\n"
+
+
+_MOST_REASONS = 12
+
+
+def describe_skipped(points: Sequence[tuple[Mapping[str, object], str]]) -> str:
+    """Why points have no plan: a line for each reason, with how many there are and one of them."""
+    by_reason: dict[str, list[Mapping[str, object]]] = {}
+    for values, reason in points:
+        by_reason.setdefault(" ".join(reason.split()), []).append(values)
+    ordered = sorted(by_reason.items(), key=lambda item: -len(item[1]))
+    lines = [
+        f"left out {len(found)}: {reason if len(reason) <= 240 else reason[:237] + '...'}"
+        f" ({', '.join(f'{key}={value}' for key, value in found[0].items())})"
+        for reason, found in ordered[:_MOST_REASONS]
+    ]
+    rest = sum(len(found) for _, found in ordered[_MOST_REASONS:])
+    return "".join(f"{line}\n" for line in [*lines, *([f"left out {rest} for other reasons"] if rest else [])])
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows]
 
 
 def _shown(plan: Plan, key: str) -> str:

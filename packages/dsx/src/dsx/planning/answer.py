@@ -1,0 +1,224 @@
+"""From replays to a `Plan`: peaks, traffic and operations are counted, a machine gives them times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .allocator import fragmentation
+from .configs import Ready
+from .cost import Timing, simulate
+from .ledger import DEVICE, HOST
+from .machine import Machine
+from .pipelines import PipelineStep, step_of
+from .plan import PipelinePlan, Plan, StagePlan
+from .replay import Replay
+from .trace import COPIES, COPY, MESSAGE
+
+__all__ = ["RESERVE", "answer_of"]
+
+RESERVE = 0.97
+"""Share of a device's memory that a process can use: the rest is the context and the communication library's."""
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """What one replayed rank needs."""
+
+    replay: Replay
+    timing: Timing
+    peaks: dict[str, int]
+    extra: int
+    flops: int
+    again: int
+
+    @staticmethod
+    def of(replay: Replay, machine: Machine, on_host: int) -> _Rank:
+        timing = simulate(
+            replay.trace, replay.segments, machine, ranks_per_host=on_host, waits_for_stages=replay.stage is None
+        )
+        peaks = {tier: peak.nbytes for tier, peak in replay.ledger.peaks.items() if peak.nbytes}
+        extra = fragmentation(replay.ledger.requests) if machine.streams else 0
+        return _Rank(replay, timing, peaks, extra, *_flops(replay))
+
+    @property
+    def on_device(self) -> int:
+        return self.peaks.get(DEVICE, 0) + self.extra
+
+
+def answer_of(
+    replays: Sequence[Replay], prepared: Ready, machine: Machine, *, model: str, world_size: int, on_host: int,
+    recompute: bool,
+) -> Plan:  # fmt: skip
+    """The plan that replays come to.
+
+    Args:
+        replays: of every rank that differs: one, or those of a pipeline in its order.
+        prepared: the configuration.
+        machine: what it runs on.
+        model: its name.
+        world_size, on_host: ranks in all, and on a host.
+        recompute: the model recomputes its blocks.
+    """
+    ranks = [_Rank.of(replay, machine, on_host) for replay in replays]
+    most = max(ranks, key=lambda rank: rank.on_device + (rank.peaks.get(HOST, 0) if machine.device == "cpu" else 0))
+    short = next(
+        (found for rank in (most, *ranks) if (found := _short_of(rank.peaks, rank.extra, machine, on_host))), None
+    )
+    step, pipeline = None, None
+    if most.replay.stage is not None:
+        step = step_of(replays, [rank.timing for rank in ranks], machine)
+        pipeline = _pipeline(ranks, step)
+    found, timing = most.replay, most.timing
+    samples = prepared.layout["data"] * prepared.micro * prepared.accumulation
+    tokens = samples * found.tokens // max(1, prepared.micro)
+    length = timing.step if step is None else step.seconds
+    seconds = max(length, 1e-12)
+    operations = sum(rank.flops - rank.again for rank in ranks) / len(ranks)
+    notes = dict.fromkeys(note for rank in ranks for note in rank.replay.notes)
+    return Plan(
+        model=model,
+        world_size=world_size,
+        ranks_per_host=on_host,
+        machine=machine.to_dict(),
+        config=prepared.given,
+        layout={**prepared.layout, "expert": max(rank.replay.experts for rank in ranks), "recompute": int(recompute)},
+        parameters=sum(r.replay.parameters - _copied(r.replay) for r in ranks),
+        trainable=sum(r.replay.trainable - _copied(r.replay) for r in ranks),
+        tokens=tokens,
+        fits=short is None,
+        short_of=short,
+        peak_bytes=most.peaks.get(DEVICE, 0),
+        peak=most.peaks,
+        peak_parts=found.ledger.peaks[DEVICE].classes,
+        fragmentation_bytes=most.extra,
+        bytes=found.resident,
+        traffic=_traffic(found),
+        messages=found.messages,
+        flops=most.flops,
+        recomputed_flops=most.again,
+        step_seconds=length,
+        parts={**_parts(timing), **({} if step is None else {"bubble": max(0.0, length - timing.step)})},
+        tokens_per_second=tokens / seconds,
+        mfu=operations / (seconds * machine.peak(prepared.dtype)),
+        timeline=_timeline(most, step),
+        memory=_curve(found, timing),
+        notes=[*prepared.notes, *notes, *_machine_notes(machine, prepared.dtype)],
+        rank=found.rank,
+        pipeline=pipeline,
+    )
+
+
+def _copied(replay: Replay) -> int:
+    return 0 if replay.stage is None else replay.stage.copied
+
+
+def _pipeline(ranks: Sequence[_Rank], step: PipelineStep) -> PipelinePlan:
+    schedule = ranks[0].replay.stage.schedule  # type: ignore[union-attr]
+    return PipelinePlan(
+        schedule=schedule.name,
+        micro_batches=schedule.micro_batches,
+        bubble_share=step.timeline.bubble_share,
+        seconds=step.timeline.length,
+        ranks=tuple(_stage(rank, place, schedule, step) for place, rank in enumerate(ranks)),
+        timeline=tuple((span.rank, str(span.action), span.start, span.end) for span in step.timeline.spans),
+    )
+
+
+def _stage(rank: _Rank, place: int, schedule: Any, step: PipelineStep) -> StagePlan:
+    replay = rank.replay
+    return StagePlan(
+        rank=replay.rank,
+        stages=schedule.stages_of(place),
+        parameters=replay.parameters,
+        peak=rank.peaks,
+        fragmentation_bytes=rank.extra,
+        bytes=replay.resident,
+        traffic=_traffic(replay),
+        messages=replay.messages,
+        flops=rank.flops,
+        kept=sum(replay.stage.kept.values()),  # type: ignore[union-attr]
+        forward_seconds=step.forward[place],
+        backward_seconds=step.backward[place],
+        other_seconds=step.others[place],
+    )
+
+
+def _timeline(rank: _Rank, step: PipelineStep | None) -> list[tuple[str, str, float, float]]:
+    """What a rank does when. In a pipeline the schedule says it, and what follows its last backward is one piece."""
+    if step is None:
+        return [(span.lane, span.name, span.start, span.end) for span in rank.timing.spans]
+    place = rank.replay.stage.place  # type: ignore[union-attr]
+    names = {"F": "forward"}
+    found = [
+        ("compute", names.get(span.action.kind.value, "backward"), span.start, span.end)
+        for span in step.timeline.spans if span.rank == place
+    ]  # fmt: skip
+    end = step.ends[place]
+    return [*found, ("compute", "step", end, end + step.others[place])]
+
+
+def _machine_notes(machine: Machine, dtype: str) -> list[str]:
+    stranger = machine.stranger()
+    notes = [f"{machine.name}: {stranger}"] if stranger else []
+    if dtype not in machine.flops:
+        notes.append(f"{machine.name} has no rate for {dtype}; its slowest one is taken")
+    return notes
+
+
+def _short_of(peaks: Mapping[str, int], extra: int, machine: Machine, on_host: int) -> tuple[str, int, int] | None:
+    """What has no room: tier, bytes needed, bytes there."""
+    if machine.device == "cpu":  # the device is the host's memory
+        needed = (peaks.get(DEVICE, 0) + peaks.get(HOST, 0)) * on_host
+        room = int(machine.host_memory_bytes * RESERVE)
+        return ("host", needed, room) if needed > room else None
+    needed, room = peaks.get(DEVICE, 0) + extra, int(machine.memory_bytes * RESERVE)
+    if needed > room:
+        return "device", needed, room
+    needed, room = peaks.get(HOST, 0) * on_host, int(machine.host_memory_bytes * RESERVE)
+    return ("host", needed, room) if needed > room else None
+
+
+def _flops(found: Replay) -> tuple[int, int]:
+    every = again = 0
+    for start, end, times in found.segments:
+        one, twice = found.trace.flops_of(start, end)
+        every, again = every + times * one, again + times * twice
+    return every, again
+
+
+def _traffic(found: Replay) -> dict[str, float]:
+    traffic = {"inside host": 0.0, "between hosts": 0.0, **dict.fromkeys(COPIES, 0.0)}
+    trace = found.trace
+    for start, end, times in found.segments:
+        for place in range(start, end):
+            if trace.kind[place] == MESSAGE:
+                message = trace.messages[trace.number[place]]
+                traffic["inside host"] += times * message.inside
+                traffic["between hosts"] += times * message.outside
+            elif trace.kind[place] == COPY:
+                traffic[COPIES[trace.number[place]]] += times * trace.extra[place]
+    return traffic
+
+
+def _parts(timing: Timing) -> dict[str, float]:
+    names = ("products", "operators", "overhead", "optimizer", "communication", "exposed_communication", "copies",
+             "exposed_copies")  # fmt: skip
+    return {name: getattr(timing, name) for name in names}
+
+
+_MOST_POINTS = 1500
+
+
+def _curve(found: Replay, timing: Timing) -> list[tuple[float, int]]:
+    """Memory over time, at most so many points: of each stretch its greatest value."""
+    curve, ends = found.ledger.curve, timing.at
+    points = [(ends[min(place, len(ends) - 1)] if ends else 0.0, nbytes) for place, nbytes in curve]
+    stretch = max(1, -(-len(points) // _MOST_POINTS))
+    kept = [max(points[i : i + stretch], key=lambda p: p[1]) for i in range(0, len(points), stretch)]
+    latest, ordered = 0.0, []
+    for at, nbytes in kept:
+        latest = max(latest, at)
+        ordered.append((latest, nbytes))
+    return ordered

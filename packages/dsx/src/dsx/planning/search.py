@@ -1,0 +1,216 @@
+"""`search`: many configurations planned, and sorted.
+
+Points that a configuration cannot express, and those that contradict themselves, are left out with their reason. With
+`prune` points are left out, too, of which it is known without a plan that they are not better than one that was
+planned: what only saves memory (recomputation, offload) where the same point fits without it, and larger micro-batches
+of a point that does not fit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import DsxConfigError
+from .configs import ready, with_values
+from .errors import PlanError, explains_itself
+from .machine import Machine
+from .models import Batch
+from .plan import Plan
+from .planner import Asked, Config, MachineLike, Model
+
+__all__ = ["Plans", "Skipped", "search", "usual_space"]
+
+TENSOR, PIPE, EXPERT = "tensor_parallel.autotp_size", "pipeline.stages", "expert_parallel.autoep_size"
+STAGE, MICRO = "zero_optimization.stage", "train_micro_batch_size_per_gpu"
+OPTIMIZER, PARAMETERS = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
+AGAIN = "recompute"
+
+_SAVING = {AGAIN: False, OPTIMIZER: None, PARAMETERS: None}
+"""What costs time and saves memory, and its value where it is off."""
+_SIZES = (1, 2, 4, 8, 16, 32)
+_AXIS = (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A point that has no plan.
+
+    Attributes:
+        values: of its keys, by dotted path.
+        reason: why.
+    """
+
+    values: dict[str, Any]
+    reason: str
+
+
+class Plans(list[Plan]):
+    """Plans, best first. `skipped` says which points have none, and why."""
+
+    def __init__(self, plans: Iterable[Plan], skipped: Sequence[Skipped]) -> None:
+        super().__init__(plans)
+        self.skipped = list(skipped)
+
+
+def search(
+    model: Model,
+    config: Config,
+    space: Mapping[str, Sequence[Any]],
+    *,
+    world_size: int,
+    ranks_per_host: int | None = None,
+    machine: MachineLike = None,
+    batch: Batch | None = None,
+    sequence: int | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    prune: bool = False,
+    report: Callable[[str], object] = lambda text: None,
+) -> Plans:
+    """Plan every combination of values, and sort: what fits first, then most tokens per second.
+
+    Args:
+        space: values by dotted path of the configuration, `{"zero_optimization.stage": [1, 2, 3]}`. The word
+            `recompute` stands for `plan`'s argument. A value None takes the key away.
+        prune: leave out points that cannot be better than others (see the module's text).
+        report: hears which point is planned.
+        others: as for `plan`.
+
+    Returns:
+        The plans; each has its `config`. `skipped` has the points that were left out, with reasons.
+
+    Raises:
+        PlanError: no combination can be planned; the message has the last reason.
+    """
+    if not space or any(
+        isinstance(v, (str, bytes)) or not isinstance(v, Sequence) or not len(v) for v in space.values()
+    ):
+        raise PlanError("space: expected lists of values by path, as {'zero_optimization.stage': [1, 2, 3]}")
+    base = _given(config)
+    asked = Asked(model, world_size, ranks_per_host, Machine.of(machine), batch, sequence, loss, optimizer)
+    found: list[Plan] = []
+    skipped: list[Skipped] = []
+    past = _Past(prune)
+    points = [dict(zip(space, values)) for values in itertools.product(*space.values())]
+    for number, point in enumerate(points):
+        reason = past.verdict(point)
+        if not reason:
+            report(f"{number + 1} of {len(points)}: {_shown(point)}")
+            try:
+                values = {key: value for key, value in point.items() if key != AGAIN}
+                answer = asked.plan(with_values(base, values), bool(point.get(AGAIN)))
+                past.planned(point, answer)
+                found.append(answer)
+                continue
+            except Exception as error:
+                if not explains_itself(error):
+                    raise
+                reason = str(error)
+                past.failed(point, error)
+        skipped.append(Skipped(point, reason))
+    if not found:
+        last = skipped[-1]
+        raise PlanError(
+            f"search: none of the combinations can be planned; the last: {_shown(last.values)}: {last.reason}"
+        )
+    if prune and EXPERT not in space and any(answer.layout["expert"] for answer in found):
+        skipped.append(Skipped({EXPERT: "more"}, _NOT_SPREAD))
+    return Plans(sorted(found, key=lambda answer: (not answer.fits, -answer.tokens_per_second)), skipped)
+
+
+_NOT_SPREAD = (
+    "the model has experts, and the configuration does not spread them (expert_parallel.enabled): over how many ranks"
+    " is then for the model to say (MoE(ep_size=...))"
+)
+
+
+def usual_space(config: Config, world_size: int, ranks_per_host: int | None = None) -> dict[str, list[Any]]:
+    """What `dsx plan --search` varies, in an order in which `prune` can leave much out: the axes of ranks (data,
+    tensor, pipe, experts where the configuration spreads them), stage, micro-batch with the same samples in a step,
+    placement, recomputation.
+    """
+    given = _given(config)
+    prepared = ready(config if isinstance(config, (str, os.PathLike)) else dict(config), world_size)
+    samples = prepared.micro * prepared.accumulation * prepared.layout["data"]
+    sizes = [m for m in _SIZES if samples % m == 0] or [prepared.micro]
+    host = {"device": "cpu"}
+    experts = given.get("expert_parallel")
+    spread = int(experts.get("autoep_size", 1)) if isinstance(experts, Mapping) and experts.get("enabled") else 0
+    return {
+        TENSOR: _axis(world_size, prepared.layout["tensor"], most=ranks_per_host),
+        PIPE: _axis(world_size, prepared.layout["pipe"]),
+        **({EXPERT: _axis(world_size, spread)} if spread else {}),
+        STAGE: [1, 2, 3] if world_size > 1 else [0, 3],
+        "train_batch_size": [samples],
+        "gradient_accumulation_steps": [None],
+        MICRO: sizes,
+        PARAMETERS: [None, host],
+        OPTIMIZER: [None, host],
+        AGAIN: [False, True],
+    }
+
+
+def _axis(world_size: int, given: int, *, most: int | None = None) -> list[int]:
+    """Sizes of an axis that divide the ranks, and the configured one."""
+    limit = min(world_size, most or world_size)
+    return sorted({n for n in _AXIS if n <= limit and world_size % n == 0} | {given})
+
+
+def _given(config: Config) -> dict[str, Any]:
+    """The user's keys."""
+    from ..config.source import read  # lazy: pydantic
+
+    return dict(read(config if isinstance(config, (str, os.PathLike)) else dict(config)).data)
+
+
+def _shown(point: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in point.items())
+
+
+class _Past:
+    """What earlier points tell about a new one. With `prune` off: nothing."""
+
+    def __init__(self, prune: bool) -> None:
+        self._prune = prune
+        self._fitting: list[dict[str, Any]] = []
+        self._too_big: list[dict[str, Any]] = []
+        self._impossible: list[tuple[dict[str, Any], str]] = []
+
+    def planned(self, point: dict[str, Any], answer: Plan) -> None:
+        """A point has a plan."""
+        (self._fitting if answer.fits else self._too_big).append(point)
+
+    def failed(self, point: dict[str, Any], error: Exception) -> None:
+        """A point cannot be planned. What a configuration says of itself is known again at no cost."""
+        if not isinstance(error, DsxConfigError) and all(point.get(key, off) == off for key, off in _SAVING.items()):
+            self._impossible.append((_without(point, (*_SAVING, MICRO)), str(error)))
+
+    def verdict(self, point: dict[str, Any]) -> str:
+        """Why a point needs no plan; "" for one that needs it."""
+        if not self._prune:
+            return ""
+        layout = _without(point, (*_SAVING, MICRO))
+        for other, reason in self._impossible:
+            if other == layout:
+                return reason
+        for other in self._fitting:
+            if _without(other, _SAVING) == _without(point, _SAVING) and all(
+                other.get(key, off) in (off, point.get(key, off)) for key, off in _SAVING.items()
+            ):
+                return "it fits with less that saves memory, which is faster"
+        for other in self._too_big:
+            smaller = other.get(MICRO, 0) < point.get(MICRO, 0)
+            if smaller and _without(other, (MICRO,)) == _without(point, (MICRO,)):
+                return f"micro-batches of {other[MICRO]} do not fit already"
+        return ""
+
+
+def _without(point: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    left_out = set(keys)
+    return {key: value for key, value in point.items() if key not in left_out}
