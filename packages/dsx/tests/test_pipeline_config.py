@@ -111,8 +111,12 @@ def test_slices_by_configuration(world_size, stage, more):
 
 @pytest.mark.parametrize(
     ("world_size", "stage", "more"),
-    [(4, 1, {}), (4, 2, SPLIT), *(pytest.param(8, stage, SPLIT, marks=pytest.mark.slow) for stage in range(4))],
-)
+    [
+        (4, 1, {}), (4, 2, SPLIT),
+        (8, 1, SPLIT),  # two replicas: gradients are sharded, too
+        *(pytest.param(8, stage, SPLIT, marks=pytest.mark.slow) for stage in (0, 2, 3)),
+    ],
+)  # fmt: skip
 def test_both_together(world_size, stage, more):
     both = {"pipeline": {"stages": 2}, "tensor_parallel": {"autotp_size": 2, **more}}
     expected = one_process(world_size // 4)

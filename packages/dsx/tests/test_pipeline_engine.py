@@ -147,6 +147,8 @@ def test_losses_and_norms_are_those_of_one_process(world_size, stages, stage, ti
 def test_every_schedule_stage_and_split(world_size, stages, stage, tied, schedule):
     if stages * 2 > 6 and schedule in ("zbv", "interleaved"):
         pytest.skip("six layers are fewer than the stages")
+    if schedule == "interleaved" and MICRO_BATCHES % stages:
+        pytest.skip("interleaved takes a multiple of the stages (test_pipe_schedules)")
     check(world_size, stages, stage, tied, schedule)
 
 

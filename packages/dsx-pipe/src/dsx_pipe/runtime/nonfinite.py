@@ -106,16 +106,28 @@ def _not_finite(roots: list[torch.Tensor], filled: list[torch.Tensor], asked: di
 
 
 def parameters_not_finite(module: Any) -> list[str]:
-    """Names of the parameters whose `.grad` is not finite. One pass over them, and one wait for the device."""
+    """Names of the parameters whose `.grad` is not finite. One pass over them, and one wait for the device.
+
+    A gradient of another class than `torch.Tensor` may have its values on several ranks, and answers for itself with
+    `norm`: dsx-zero's are asked one by one, because a list of them is taken for the sum of `clip_grad_norm_`, which it
+    refuses where ranks hold different slices (test_both_together).
+    """
     held = list(module.named_parameters()) if isinstance(module, nn.Module) else []
     grads = {name: p.grad for name, p in held if p.grad is not None}
     values = {name: g.coalesce().values() if g.is_sparse else g for name, g in grads.items()}
     values = {name: g for name, g in values.items() if g.numel()}
     if not values:
         return []
-    largest = torch._foreach_norm(list(values.values()), float("inf"))  # pyright: ignore[reportPrivateImportUsage]  # NaN where there is a NaN
-    rows = torch.stack([norm.to(largest[0].device, torch.float32) for norm in largest])
-    return [name for name, finite in zip(values, torch.isfinite(rows).tolist()) if not finite]
+    order = float("inf")  # the norm is NaN where there is a NaN
+    plain = {name: g for name, g in values.items() if type(g) is torch.Tensor}
+    norms = {name: g.norm(order) for name, g in values.items() if name not in plain}
+    if plain:
+        together = torch._foreach_norm(list(plain.values()), order)  # pyright: ignore[reportPrivateImportUsage]
+        norms.update(zip(plain, together))
+    device = next(iter(norms.values())).device
+    rows = torch.stack([norm.to(device, torch.float32) for norm in norms.values()])
+    finite = dict(zip(norms, torch.isfinite(rows).tolist()))
+    return [name for name in values if not finite[name]]
 
 
 @contextmanager
