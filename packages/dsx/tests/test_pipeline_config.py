@@ -2,6 +2,8 @@
 did.
 """
 
+import logging
+
 import dsx
 import pytest
 import torch
@@ -146,3 +148,25 @@ def test_what_does_not_fit_is_refused_before_anything_is_cut(kind, says):
 def test_an_mpu_beside_the_sections_is_refused():
     with pytest.raises(EngineArgumentError, match="leave out one of the two"):
         dsx.initialize(model=model(), config=config(pipeline={"stages": 2}), mpu=object())
+
+
+def _unused(rank, world_size, sections):
+    lines = []
+    keep = logging.Handler()
+    keep.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("dsx").addHandler(keep)
+    dsx.initialize(model=model(), config=config(**sections))
+    return [line for line in lines if "never used" in line]
+
+
+@pytest.mark.parametrize(
+    ("sections", "names"),
+    [
+        ({"tensor_parallel": {"autotp_size": 2}, "pipeline": {"stages": 1}}, None),
+        ({"pipeline": {"stages": 2}}, None),
+        ({"tensor_parallel": {"tp_overlap_comm": True}, "pipeline": {"partition": "uniform"}}, "tensor_parallel, pipeline"),
+    ],
+)  # fmt: skip
+def test_a_section_without_an_effect_is_named_and_no_other(sections, names):
+    found = run_ranks(_unused, 2, sections, timeout=60)[0]
+    assert [names in line for line in found] == [True] if names else found == []

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .config import Config
 from .engine.engine import Engine
 from .engine.errors import EngineArgumentError
 from .engine.parts import EngineParts
@@ -27,7 +28,7 @@ from .engine.request import Request
 from .errors import DsxConfigError
 from .utils.logging import logger
 
-__all__ = ["build", "is_pipeline", "rank_sets", "with_parallelism"]
+__all__ = ["build", "is_pipeline", "rank_sets", "record_use", "with_parallelism"]
 
 
 def is_pipeline(model: nn.Module) -> bool:
@@ -78,16 +79,24 @@ def with_parallelism(source: Any, request: Request, joins: bool, part: Callable[
     topology = pipe.PipeModelDataParallelTopology(num_pp=stages, num_mp=max(1, sliced), num_dp=world // parts)
     request = _without_old_parameters(request)
     model, grid = request.model, pipe.PipelineParallelGrid(topology)
-    if sliced > 1:
+    if slices is not None and sliced > 1:
         _make_equal(model, grid.model, comm)
         model = importlib.import_module("dsx_pipe.tensor").slice_model(
             model, grid.model.group, **slices.slice_options()
         )
-    if stages > 1:
+    if pipeline is not None and stages > 1:
         options = {key: value for key, value in pipeline.module_options().items() if key != "num_stages"}
         model = pipe.PipelineModule(model, topology=topology, **options)
         grid = model.mpu()
     return dataclasses.replace(request, model=model, mpu=grid)
+
+
+def record_use(config: Config, model: nn.Module) -> None:
+    """Record which sections have had their effect: `with_parallelism` reads them before the configuration is loaded."""
+    if config.tensor_parallel.autotp_size > 1:
+        config.use("tensor_parallel")
+    if is_pipeline(model) or config.pipeline.stages == 1:
+        config.use("pipeline")
 
 
 def _sections(source: Any, part: Callable[[str], ModuleType]) -> tuple[Any, Any]:

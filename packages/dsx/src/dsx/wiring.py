@@ -97,6 +97,7 @@ def build_engine(source: Any, request: Request) -> Engine:
     with telling_others(zero, comm, request, joins=joins, group=ranks_of_job(topology)):
         config = load_config(source, world_size=_batch_ranks(request, topology))
         choice = _chosen_optimizer(config, request)
+    pipelining.record_use(config, request.model)
     _set_up_logging(config)
     trial = begin_trial(config, skeleton)
     topology = _join_processes(config, request, joins)
