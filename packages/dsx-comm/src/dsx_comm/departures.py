@@ -14,11 +14,13 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import time
 from typing import Any
 
 import torch.distributed as dist
 
-_PATIENCE = 2.0  # seconds for a store that may be gone with the rank
+_PATIENCE = 5.0  # seconds for a store that may be gone with the rank, or may be slow on a busy host
+_PAUSES = (0.0, 0.1, 0.2)  # seconds before each look
 
 
 class Departures:
@@ -54,8 +56,13 @@ class Departures:
         return dict(found)
 
     def _read(self, ranks: list[int], found: dict[int, str]) -> None:
+        # A rank that ends does not wait for the store's answer, so that its end can be seen before its line is there.
         with contextlib.suppress(RuntimeError):  # the store is gone
-            for rank in ranks:
-                key = f"left/{rank}"
-                if self._store.check([key]):
-                    found[rank] = self._store.get(key).decode()
+            for pause in _PAUSES:
+                time.sleep(pause)
+                for rank in ranks:
+                    key = f"left/{rank}"
+                    if self._store.check([key]):
+                        found[rank] = self._store.get(key).decode()
+                if found:
+                    return

@@ -38,8 +38,10 @@ class Browser:
         flags += ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
 
         def pipes() -> None:  # the protocol's file descriptors are 3 and 4
-            os.dup2(read_by_browser, 33), os.dup2(written_by_browser, 34)
-            os.dup2(33, 3), os.dup2(34, 4)
+            os.dup2(read_by_browser, 33)
+            os.dup2(written_by_browser, 34)
+            os.dup2(33, 3)
+            os.dup2(34, 4)
 
         self._process = subprocess.Popen(
             [program, *flags, "about:blank"], preexec_fn=pipes, close_fds=False, stderr=subprocess.DEVNULL
