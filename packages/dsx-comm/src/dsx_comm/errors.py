@@ -1,8 +1,8 @@
 """The errors of this package. Each says what was got, what was expected and what to do."""
 
 
-class CommError(RuntimeError):
-    """Communication cannot be done as asked: not initialised, no such backend, a rank is missing.
+class CodedError(Exception):
+    """An error with a stable code, also for packages above this one.
 
     `code`: the stable code with which the text ends, and under which docs/reference/errors.md explains the error; ""
     for errors without one. A class has it, or the call that raises gives it.
@@ -20,6 +20,10 @@ class CommError(RuntimeError):
         if not self.code or f"[{self.code}]" in text:  # the text may come from an error of another rank
             return text
         return f"{text} [{self.code}] docs: errors#{self.code.lower()}"
+
+
+class CommError(CodedError, RuntimeError):
+    """Communication cannot be done as asked: not initialised, no such backend, a rank is missing."""
 
 
 class CommArgumentError(ValueError):

@@ -5,28 +5,13 @@ Mistakes in arguments derive from `ValueError`, states that do not allow a call 
 
 from __future__ import annotations
 
+from dsx_comm.errors import CodedError
+
 __all__ = ["ZeroConfigError", "ZeroError", "ZeroLoadError", "ZeroModelError", "ZeroOptimizerError", "ZeroStateError"]
 
 
-class ZeroError(Exception):
-    """Base class of the errors of dsx-zero.
-
-    `code`: the stable code with which the text ends, and under which docs/reference/errors.md explains the error; ""
-    for errors without one. A class has it, or the call that raises gives it.
-    """
-
-    code: str = ""
-
-    def __init__(self, *args: object, code: str = "") -> None:
-        super().__init__(*args)
-        if code:
-            self.code = code
-
-    def __str__(self) -> str:
-        text = super().__str__()
-        if not self.code or f"[{self.code}]" in text:  # the text may come from an error of another rank
-            return text
-        return f"{text} [{self.code}] docs: errors#{self.code.lower()}"
+class ZeroError(CodedError):
+    """Base class of the errors of dsx-zero. `code`: see `dsx_comm.errors.CodedError`."""
 
 
 class ZeroConfigError(ZeroError, ValueError):
