@@ -5,8 +5,9 @@
     python packages/dsx-zero/bench/activations.py offload    # how much of paced copies sleeping compute hides
     python packages/dsx-zero/bench/activations.py compiled   # compiled blocks at stage 3 against eager ones
 
-`--small` runs everything at a size that shows that it works. Bytes are the allocator's, from the profiler's events:
-the most that is allocated at a time during forward and backward above what was allocated before, gradients included.
+`--small` runs everything at a size that shows that it works. With `--json FILE` each part writes its table to a file of
+its own, `FILE-overhead.json` and so on for `FILE.json`. Bytes are the allocator's, from the profiler's events: the most
+that is allocated at a time during forward and backward above what was allocated before, gradients included.
 Variants run in turn within each round; times are medians of the rounds.
 """
 
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 from dsx_testkit.benches import Block, run_parts
+from dsx_testkit.results import Table
 from dsx_zero import checkpointing, compile_units, shard
 from dsx_zero.checkpointing.blocks import recompute_modules
 from dsx_zero.checkpointing.plan import peak_bytes
@@ -74,7 +76,7 @@ def compare(models: dict[str, nn.Module], x: torch.Tensor, rounds: int) -> dict[
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def overhead(small: bool) -> None:
+def overhead(small: bool) -> Table:
     """Peak bytes and time of recomputing every block."""
     layers, width, tokens, rounds = (3, 64, 64, 2) if small else (12, 256, 256, 7)
     x = torch.randn(4, tokens, width)
@@ -85,10 +87,14 @@ def overhead(small: bool) -> None:
     }
     seconds = compare(models, x, rounds)
     held = {name: step_bytes(model, x) for name, model in models.items()}
+    table = Table({"every block": "", "peak of a step, MiB": "{:.2f}", "ms per step": "{:.2f}"}, "overhead")
     for name in models:
-        print(f"{name:24} {held[name] / 2**20:9.2f} MiB  {seconds[name] * 1e3:9.2f} ms")
+        table.add(name, held[name] / 2**20, seconds[name] * 1e3)
     ours, plain, peer = "dsx checkpoint", "no recomputation", "torch.utils.checkpoint"
-    print(f"bytes {held[ours] / held[plain]:.3f}x (goal 0.35x), time {seconds[ours] / seconds[peer]:.3f}x (goal 1.0x)")
+    bytes_ratio, time_ratio = held[ours] / held[plain], seconds[ours] / seconds[peer]
+    table.goal(f"bytes at most 0.35 of {plain}", f"{bytes_ratio:.3f}", met=bytes_ratio <= 0.35)
+    table.goal(f"time at most that of {peer}", f"{time_ratio:.3f}x", met=time_ratio <= 1)
+    return table
 
 
 def noting(decide: Callable[..., Any], costs: list[Any], found: Any, outside: int) -> Any:
@@ -97,8 +103,11 @@ def noting(decide: Callable[..., Any], costs: list[Any], found: Any, outside: in
     return decide(found, outside=outside)
 
 
-def budget(small: bool) -> None:
+def budget(small: bool) -> Table:
     """Budgets of 25, 50 and 75 % of the activations against 20 choices by hand that also fit."""
+    sizes = {"budget, MiB": "{:.2f}", "planned peak, MiB": "{:.2f}", "peak with temporaries of operators": "{:.2f}"}
+    times = {"ms per step": "{:.1f}", "choices by hand": "", "ms of the best": "{:.1f}", "beside it": "{:.3f}x"}
+    table = Table({"budget": "{:.0%}", "recomputed": "", "all but products": "", **sizes, **times}, "budget")
     layers, width, tokens, rounds = (4, 64, 64, 1) if small else (12, 256, 256, 5)
     x = torch.randn(4, tokens, width)
     for fraction in (0.25, 0.5, 0.75):
@@ -121,12 +130,14 @@ def budget(small: bool) -> None:
             models[label] = Model(layers, width)
             recompute_modules(models[label], names)
         seconds = compare(models, x, rounds)
-        best = min((value for name, value in seconds.items() if name != "chosen"), default=float("nan"))
-        planned = f"planned peak {choice.peak / 2**20:.2f} of {choice.budget / 2**20:.2f} MiB"
-        taken = f"{step_bytes(model, x) / 2**20:.2f} MiB of a whole step, temporaries of operators included"
-        how = f"{len(choice.recomputed)} of {layers} recomputed, {len(choice.selected)} of them but for products"
-        print(f"{fraction:.0%}: {how}; {planned}, {taken}; {seconds['chosen'] * 1e3:.1f} ms")
-        print(f"     best of {len(fitting)} by hand {best * 1e3:.1f} ms ({seconds['chosen'] / best:.3f}x, goal 1.05x)")
+        best = min((value for name, value in seconds.items() if name != "chosen"), default=None)
+        planned = [number / 2**20 for number in (choice.budget, choice.peak, step_bytes(model, x))]
+        ratio = seconds["chosen"] / best if best else None
+        others = [len(fitting), best * 1e3 if best else None, ratio]
+        table.add(fraction, len(choice.recomputed), len(choice.selected), *planned, seconds["chosen"] * 1e3, *others)
+        text = f"{fraction:.0%}: at most 1.05 of the best of {len(fitting)} choices by hand that fit"
+        table.goal(text, f"{ratio:.3f}x" if ratio else "no choice fits", met=ratio <= 1.05 if ratio else None)
+    return table
 
 
 class PacedLane:
@@ -184,7 +195,7 @@ class _Sleeping(torch.autograd.Function):
         return grads[0], None
 
 
-def offload(small: bool) -> None:
+def offload(small: bool) -> Table:
     """Share of the copies' time that is not waited for."""
     layers, compute, copy = (4, 0.002, 0.0015) if small else (24, 0.01, 0.008)
     lane = PacedLane(copy)
@@ -197,11 +208,13 @@ def offload(small: bool) -> None:
     checkpointing.configure()
     total = lane.copies * copy
     share = 1 - lane.waited / total
-    waited = f"waited {lane.waited * 1e3:.1f} ms"
-    print(f"{lane.copies} copies of {copy * 1e3:.1f} ms, {waited}: {share:.1%} hidden (goal 80 %)")
+    table = Table({"copies": "", "ms each": "{:.1f}", "ms waited": "{:.1f}", "hidden": "{:.1%}"}, "offload")
+    table.add(lane.copies, copy * 1e3, lane.waited * 1e3, share)
+    table.goal("at least 80 % hidden", f"{share:.1%}", met=share >= 0.8)
+    return table
 
 
-def compiled(small: bool) -> None:
+def compiled(small: bool) -> Table:
     """Compiled blocks at stage 3 on this process."""
     layers, width, tokens, rounds = (2, 64, 32, 2) if small else (6, 512, 256, 7)
     x = torch.randn(2, tokens, width)
@@ -211,8 +224,12 @@ def compiled(small: bool) -> None:
         models[name], _ = shard(Model(layers, width), torch.optim.AdamW, stage=3)
     compile_units(models[backend], backend=backend)
     seconds = compare(models, x, rounds)
+    table = Table({"blocks": "", "ms per step": "{:.2f}", "of eager": "{:.3f}x"}, "compiled")
     for name, value in seconds.items():
-        print(f"{name:10} {value * 1e3:9.2f} ms ({value / seconds['eager']:.3f}x)")
+        table.add(name, value * 1e3, value / seconds["eager"])
+    ratio = seconds[backend] / seconds["eager"]
+    table.goal("compiled blocks take at most 0.95 of eager ones", f"{ratio:.3f}x", met=ratio <= 0.95)
+    return table
 
 
 if __name__ == "__main__":

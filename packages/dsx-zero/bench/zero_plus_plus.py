@@ -4,7 +4,8 @@
     python packages/dsx-zero/bench/zero_plus_plus.py loss    # three seeds of a small GPT on Python's standard library
     python packages/dsx-zero/bench/zero_plus_plus.py link    # sleeping compute, a paced link between the nodes
 
-`--small` runs everything at a size that shows that it works. Four ranks, of which each pair says that it is a node.
+`--small` runs everything at a size that shows that it works. With `--json FILE` each part writes its table to a file of
+its own, `FILE-bytes.json` and so on for `FILE.json`. Four ranks, of which each pair says that it is a node.
 
 Bytes between nodes are counted by dsx_comm per call and group. A collective over all ranks counts as crossing once for
 each value and node, (nodes - 1) / (N - 1) of what its ranks send, which is the least that any algorithm sends: for M
@@ -29,6 +30,7 @@ import torch
 from dsx_comm.compressed.blocks import BlockFormat
 from dsx_testkit import Nodes, PacedLink, SleepingLinear, run_ranks, tiny
 from dsx_testkit.benches import run_parts
+from dsx_testkit.results import Table
 from dsx_zero.config import GRADIENT_BLOCK
 from dsx_zero.groups import AuxiliaryGroups
 from dsx_zero.params.flat import FlatGroup
@@ -74,6 +76,7 @@ def config_of(name: str) -> dict[str, Any]:
 
 
 ROWS = ("exact", *FORMS)
+CONTROL, FEEDBACK = "control: no feedback", "4 and 2 bits, error feedback"
 
 
 class Crossing:
@@ -113,17 +116,24 @@ def crossed(rank: int, world: int, name: str, small: bool) -> tuple[float, float
     return crossing.between, sum(weights.message_bytes(s) + gradients.message_bytes(s) for s in shards) * (NODES - 1)
 
 
-def count_bytes(small: bool) -> None:
+def count_bytes(small: bool) -> Table:
     """The table of bytes."""
-    exact = 0.0
-    print("| mode | MB between nodes per rank and step | closed form | counted / closed form | fewer than exact |")
-    print("|---|---|---|---|---|")
+    exact = worst = 0.0
+    columns = {"MB between nodes per rank and step": "{:.4f}", "closed form, scales included": "{:.4f}"}
+    ratios = {"counted / closed form": "{:.4f}", "fewer than exact": "{:.2f}x"}
+    table = Table({"mode": "", **columns, **ratios}, "bytes")
     for name in ROWS:
         found = run_ranks(crossed, RANKS, name, small, timeout=600)
         counted, closed = (sum(values) / RANKS for values in zip(*found))
         exact = exact or counted
-        ratio = f"{counted / 1e6:.4f} | {closed / 1e6:.4f} | {counted / closed:.4f} | {exact / counted:.2f}x"
-        print(f"| {name} | {ratio} |", flush=True)
+        table.add(name, counted / 1e6, closed / 1e6, counted / closed, exact / counted)
+        worst = max(worst, abs(counted / closed - 1))
+        if name in FORMS:
+            fewer = 3 * 16 / sum(form.bits for form in FORMS[name])  # the codes alone; scales come on top
+            share = exact / counted / fewer
+            table.goal(f"{name}: {fewer:.0f}x fewer than exact, within 0.5 %", f"{share - 1:+.2%}", met=share >= 0.995)
+    table.goal("counted bytes within 0.5 % of the closed form", f"{worst:.2%} at most", met=worst <= 0.005)
+    return table
 
 
 # - Loss
@@ -186,21 +196,27 @@ def trained(rank: int, world: int, name: str, seed: int, small: bool) -> float:
         return torch.stack(losses).mean().item()
 
 
-def compare_loss(small: bool) -> None:
+def compare_loss(small: bool) -> Table:
     """The table of losses."""
     seeds = (0,) if small else (0, 1, 2)
-    names = (*ROWS, "control: no feedback")
+    names = (*ROWS, CONTROL)
     losses: dict[str, list[float]] = {name: [] for name in names}
     for seed in seeds:
         for name in names:
             losses[name].append(run_ranks(trained, RANKS, name, seed, small, timeout=3000)[0])
             print(f"seed {seed}, {name}: {losses[name][-1]:.4f}", flush=True)
-    print("| mode | validation loss of each seed, nats per byte | mean gap to exact |")
-    print("|---|---|---|")
+    columns = {f"loss, seed {seed}": "{:.4f}" for seed in seeds} | {f"gap, seed {seed}": "{:+.2%}" for seed in seeds}
+    table = Table({"mode": "", **columns, "mean gap to exact": "{:+.2%}"}, "loss")
+    means: dict[str, float] = {}
     for name, found in losses.items():
         gaps = [(ours - exact) / exact for ours, exact in zip(found, losses["exact"])]
-        each = ", ".join(f"{loss:.4f} ({gap:+.2%})" for loss, gap in zip(found, gaps))
-        print(f"| {name} | {each} | {statistics.mean(gaps):+.2%} |", flush=True)
+        means[name] = statistics.mean(gaps)
+        table.add(name, *found, *gaps, means[name])
+    for name in FORMS:
+        table.goal(f"{name}: within 0.5 % of exact", f"{means[name]:+.2%}", met=means[name] <= 0.005)
+    gap = means[CONTROL] - means[FEEDBACK]
+    table.goal("the control without feedback is worse than with it", f"{gap:+.2%} of exact", met=gap > 0)
+    return table
 
 
 # - Time over a link
@@ -293,14 +309,15 @@ def stepped(rank: int, world: int, share: float, small: bool) -> dict[str, float
         return {name: statistics.median(found) for name, found in times.items()}
 
 
-def over_link(small: bool) -> None:
+def over_link(small: bool) -> Table:
     """Step times where the link is the limit (exact stage 3 sends four times as long as it computes), and where not."""
-    print("| link | exact, ms | ZeRO++, ms | faster | goal |")
-    print("|---|---|---|---|---|")
-    for label, share, goal in (("the limit", 4.0, "at least 2x"), ("not the limit", 0.1, "at least 0.97x")):
+    table = Table({"link": "", "exact, ms": "{:.1f}", "ZeRO++, ms": "{:.1f}", "faster": "{:.2f}x"}, "link")
+    for label, share, least in (("the limit", 4.0, 2.0), ("not the limit", 0.1, 0.97)):
         found = run_ranks(stepped, RANKS, share, small, timeout=600)[0]
         exact, ours = found["exact"], found["ZeRO++"]
-        print(f"| {label} | {exact * 1e3:.1f} | {ours * 1e3:.1f} | {exact / ours:.2f}x | {goal} |", flush=True)
+        table.add(label, exact * 1e3, ours * 1e3, exact / ours)
+        table.goal(f"{label}: at least {least}x exact", f"{exact / ours:.2f}x", met=exact / ours >= least)
+    return table
 
 
 if __name__ == "__main__":

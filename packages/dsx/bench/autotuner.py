@@ -4,10 +4,10 @@
 
 A GPT of 19 M parameters on two processes; the space is stage x micro-batch x accumulation x bucket x recomputation, 128
 points. The oracle measures every point once, in one pair of processes. Then `dsx launch --autotuning tune` searches the
-same space as a user starts it. Printed: the throughput of what was found after each experiment (the first one counts)
-over the best of the oracle's, both by the oracle's figures; the time of both; experiments that ran out of memory; and
-what the tuner reports beside what the script's own clock says. `--small` takes a tiny model and eight points, to see
-that it runs.
+same space as a user starts it. The table has a row for each experiment (the first one counts): its throughput by the
+tuner's and by the oracle's figures, and, by the oracle's, the share of the best point that the tuner would have found
+if it had ended there. Below it stand experiments that ran out of memory, what the tuner reports beside what the
+script's own clock says, and the time of both. `--small` takes a tiny model and eight points, to see that it runs.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from dsx_testkit.results import Table, add_json_option
+
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
@@ -33,11 +35,6 @@ FULL = {
     STEPS: [1, 2],
     "zero_optimization.reduce_bucket_size": [500_000_000, 1_000_000],
     "activation_checkpointing.memory_budget": [None, 0.5],
-}
-GOALS = {
-    "share of the best after four": " (goal 0.98)",
-    "out of memory": " (goal 0)",
-    "reported over measured, last experiment": " (goal 0.98 to 1.02)",
 }
 SMALL = {"zero_optimization.stage": [0, 2], MICRO: [2, 8], STEPS: [1, 2]}
 SIZES = {"full": {}, "small": {"width": 64, "layers": 2, "heads": 2, "length": 32}}
@@ -129,36 +126,32 @@ def search(space: dict[str, list[Any]], size: str, folder: Path, last: int) -> d
     return json.loads((folder / "autotuning_results" / "results.json").read_text())
 
 
-def report(
-    known: dict[str, float], results: dict[str, Any], folder: Path, seconds: tuple[float, float]
-) -> dict[str, Any]:
-    """The figures, printed and returned."""
-    best = max(known.values())
-    names = [row["name"].removeprefix("first_") for row in results["experiments"]]
-    measured = [row["value"] or 0.0 for row in results["experiments"]]
+def report(known: dict[str, float], results: dict[str, Any], folder: Path, seconds: tuple[float, float]) -> Table:
+    """The table. `known`: samples per second of every point; `seconds`: of the oracle and of the search."""
+    best, rows = max(known.values()), results["experiments"]
+    names = [row["name"].removeprefix("first_") for row in rows]
+    measured = [row["value"] or 0.0 for row in rows]
+    columns = {"samples/s, tuner": "{:.1f}", "samples/s, oracle": "{:.1f}", "share of the best so far": "{:.3f}"}
+    table = Table({"experiments": "", "configuration": "", **columns, "predicted by": ""})
     shares = []
-    for count in range(1, len(names) + 1):
+    for count, row in enumerate(rows, start=1):
         chosen = max(range(count), key=measured.__getitem__)  # what the tuner would take: by its own measurements
         shares.append(known[names[chosen]] / best)
-    last = results["experiments"][-1]  # not the first, whose end waits for the planner
+        name = names[count - 1]
+        table.add(count, name, row["value"], known.get(name), shares[-1], row["predicted_by"])
+    last = [row for row in rows if row["metrics"]][-1]  # not the first, whose end waits for the planner
     own = json.loads((folder / "autotuning_exps" / last["name"] / "own.json").read_text())["latency"]
     told = last["metrics"]["latency"]
-    figures = {
-        "points": len(known),
-        "experiments": len(names),
-        "share of the best after four": shares[: min(4, len(shares))][-1],
-        "share of the best at the end": shares[-1],
-        "out of memory": sum(row["reason"] == "out of memory" for row in results["experiments"]),
-        "reported over measured, last experiment": own / told,
-        "oracle seconds": seconds[0],
-        "search seconds": seconds[1],
-        "predicted by": last["predicted_by"],
-    }
-    print("\n| experiments | share of the oracle's best |\n|---|---|")
-    for count, share in enumerate(shares, start=1):
-        print(f"| {count} ({names[count - 1]}) | {share:.3f} |")
-    print("\n" + "\n".join(f"{name}: {value}{GOALS.get(name, '')}" for name, value in figures.items()))
-    return figures
+    failed = sum(row["reason"] == "out of memory" for row in rows)
+    early = shares[:4][-1]
+    text = f"0.98 of the best of {len(known)} points after four experiments"
+    table.goal(text, f"{early:.3f}; {shares[-1]:.3f} after all {len(rows)}", met=early >= 0.98)
+    table.goal("no experiment runs out of memory", f"{failed} of {len(rows)}", met=not failed)
+    text = "the reported time of an update within 2 % of the script's own clock"
+    table.goal(text, f"{told / own - 1:+.1%}", met=abs(told / own - 1) <= 0.02)
+    text = "the search takes less time than trying every point"
+    table.goal(text, f"{seconds[1]:.0f} s beside {seconds[0]:.0f} s", met=seconds[1] < seconds[0])
+    return table
 
 
 def main() -> None:
@@ -168,7 +161,7 @@ def main() -> None:
     parser.add_argument(
         "--updates", type=int, default=6, help="number of the last measured update; the third is the first"
     )
-    parser.add_argument("--json", type=Path, help="also write the figures there")
+    add_json_option(parser)
     parser.add_argument("--config", help=argparse.SUPPRESS)
     parser.add_argument("--size", default="full", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -185,9 +178,7 @@ def main() -> None:
         known, _ = run_ranks(oracle, 2, space, size, name, args.updates, backend=None, timeout=7200)
         middle = time.perf_counter()
         results = search(space, size, folder, args.updates)
-        figures = report(known, results, folder, (middle - began, time.perf_counter() - middle))
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=1))
+        report(known, results, folder, (middle - began, time.perf_counter() - middle)).save(args.json)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How right the planner is, in three parts, each with its goal beside the figure. Without words all three are taken.
 
-    python packages/dsx/bench/planner.py [real] [published] [wide] [--small]
+    python packages/dsx/bench/planner.py [real] [published] [wide] [--small] [--json FILE]
 
 `real`: this machine is calibrated, then 18 configurations of a small GPT run on two processes (stages, micro-batches,
 accumulation, optimizer states in host memory). Printed are predicted over measured step times, their median error and
@@ -13,12 +13,12 @@ searched on the even rows and judged on the odd ones. A few minutes.
 
 `wide`: a 405 B model at 1024 ranks, and how long its plan takes. About a minute.
 
-`--small`: four configurations, four rows, only to see that it runs.
+`--small`: four configurations, four rows, only to see that it runs. With `--json FILE` each part writes its table to a
+file of its own, `FILE-real.json` and so on for `FILE.json`.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import statistics
 import sys
@@ -31,6 +31,9 @@ from dsx.planning import Constants, Machine, plan
 from dsx.planning.configs import ready
 from dsx.planning.cost import simulate
 from dsx.planning.replay import MOST_MICRO_BATCHES, Question, Replay, replay
+from dsx_testkit import run_ranks
+from dsx_testkit.benches import GPT, batch, run_parts
+from dsx_testkit.results import Table
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -170,7 +173,8 @@ def correlation(a: list[float], b: list[float]) -> float:
     return statistics.correlation(ranks(a), ranks(b))
 
 
-def wide() -> None:
+def wide(small: bool) -> Table:
+    """A large plan, which takes its minute when `small` too."""
     import json
     import tempfile
     from pathlib import Path
@@ -188,10 +192,12 @@ def wide() -> None:
             folder, settings(row), world_size=1024, machine="H100-SXM", sequence=8192, recompute=True, changes=False
         )
         took, cpu = time.perf_counter() - start, time.process_time() - cpu
-    print(
-        f"{found.parameters / 1e9:.1f} B parameters at 1024 ranks: {took:.1f} s, {cpu:.1f} s of one core (goal 60);"
-        f" {found.peak_bytes / 2**30:.1f} GiB, {found.step_seconds:.1f} s a step, MFU {100 * found.mfu:.1f} %"
-    )
+    columns = {"parameters, B": "{:.1f}", "ranks": "", "planned in s": "{:.1f}", "s of one core": "{:.1f}"}
+    planned = {"peak, GiB": "{:.1f}", "s per step": "{:.1f}", "MFU": "{:.1%}"}
+    table = Table({**columns, **planned}, "wide")
+    table.add(found.parameters / 1e9, 1024, took, cpu, found.peak_bytes / 2**30, found.step_seconds, found.mfu)
+    table.goal("planned in 60 s of one core", f"{cpu:.1f} s", met=cpu <= 60)
+    return table
 
 
 # - Against real runs
@@ -225,7 +231,6 @@ def real_case(micro: int, accumulation: int, **zero: Any) -> dict[str, Any]:
 def measured(rank: int, world: int, cases: dict[str, dict[str, Any]]) -> dict[str, float]:
     """Seconds of an update by case, the median of some; both ranks begin and end together."""
     import dsx
-    from dsx_testkit.benches import GPT, batch
 
     torch.set_num_threads(1)
     found = {}
@@ -249,10 +254,9 @@ def measured(rank: int, world: int, cases: dict[str, dict[str, Any]]) -> dict[st
     return found
 
 
-def real(small: bool) -> None:
+def real(small: bool) -> Table:
+    """Plans of small configurations beside what they take on this machine."""
     from dsx.planning.calibrate import calibrate
-    from dsx_testkit import run_ranks
-    from dsx_testkit.benches import GPT, batch
 
     torch.set_num_threads(1)  # as each rank has one
     cases = real_cases()
@@ -267,16 +271,25 @@ def real(small: bool) -> None:
         found = plan(lambda: GPT(**REAL), config, world_size=2, machine=machine, batch=example, changes=False)
         said[name] = found.step_seconds
     print(f"\n{machine.name}: {machine.constants}\n")
-    print("| configuration on two processes | measured ms | predicted ms | predicted / measured |\n|---|---|---|---|")
+    columns = {"measured ms": "{:.1f}", "predicted ms": "{:.1f}", "predicted / measured": "{:.3f}"}
+    table = Table({"configuration on two processes": "", **columns}, "real")
     for name, seconds in times.items():
-        print(f"| {name} | {1e3 * seconds:.1f} | {1e3 * said[name]:.1f} | {said[name] / seconds:.3f} |")
+        table.add(name, 1e3 * seconds, 1e3 * said[name], said[name] / seconds)
     errors = [abs(said[name] / seconds - 1.0) for name, seconds in times.items()]
-    middle, largest = 100 * statistics.median(errors), 100 * max(errors)
-    print(f"step time: median error {middle:.1f} % (goal 10), largest {largest:.1f} %")
-    print(f"rank correlation: {correlation(list(times.values()), [said[name] for name in times]):.3f} (goal 0.9)\n")
+    judge(table, "step time", errors, correlation(list(times.values()), [said[name] for name in times]))
+    return table
 
 
-def published(small: bool) -> None:
+def judge(table: Table, what: str, errors: list[float], correlated: float) -> None:
+    """The two goals of step times. `errors`: relative ones."""
+    middle = statistics.median(errors)
+    found = f"{middle:.1%}, {max(errors):.1%} at most"
+    table.goal(f"{what} within 10 % in the median", found, met=middle <= 0.1)
+    table.goal(f"{what}: rank correlation 0.9", f"{correlated:.3f}", met=correlated >= 0.9)
+
+
+def published(small: bool) -> Table:
+    """Plans beside a published table, on the half that was not used to fit the constants."""
     rows = ROWS[2:6] if small else ROWS
     pairs = []
     for row in rows:
@@ -286,38 +299,17 @@ def published(small: bool) -> None:
     machine = fitted(pairs[::2], Machine.named("H100-SXM"))
     shares = [predicted(row, found, machine) / row.tokens_per_second for row, found in pairs]
     print(f"\nconstants fitted on the even rows: {machine.constants}; the table has {Constants()}\n")
-    print("| model | length | devices | published tokens/s/device | predicted / published | used to fit |")
-    print("|---|---|---|---|---|---|")
+    columns = {"model": "", "length": "", "devices": "", "published tokens/s/device": ""}
+    table = Table({**columns, "predicted / published": "{:.3f}", "used to fit": ""}, "published")
     for place, ((row, _), share) in enumerate(zip(pairs, shares)):
-        used = "no" if place % 2 else "yes"
-        print(f"| {row.model} | {row.length} | {row.devices} | {row.tokens_per_second} | {share:.3f} | {used} |")
-    for name, part, goal in (("fitted", shares[::2], ""), ("judged", shares[1::2], " (goal 10)")):
-        errors = [abs(share - 1.0) for share in part]
-        print(f"{name}: median error {100 * statistics.median(errors):.1f} %{goal}, largest {100 * max(errors):.1f} %")
+        table.add(row.model, row.length, row.devices, row.tokens_per_second, share, "no" if place % 2 else "yes")
+    fitting = [abs(share - 1.0) for share in shares[::2]]
+    print(f"fitted half: median error {statistics.median(fitting):.1%}, largest {max(fitting):.1%}")
     given = [row.tokens_per_second for row, _ in pairs[1::2]]
     said = [share * row.tokens_per_second for (row, _), share in zip(pairs[1::2], shares[1::2])]
-    print(f"rank correlation of the judged half: {correlation(given, said):.3f} (goal 0.9)\n")
-
-
-PARTS = ("real", "published", "wide")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; default: all")
-    parser.add_argument("--small", action="store_true", help="four configurations, four rows: only to see that it runs")
-    args = parser.parse_args()
-    unknown = sorted(set(args.parts) - set(PARTS))
-    if unknown:
-        parser.error(f"got {unknown[0]!r}, expected some of {', '.join(PARTS)}")
-    for part in args.parts or PARTS:
-        if part == "real":
-            real(args.small)
-        elif part == "published":
-            published(args.small)
-        else:
-            wide()
+    judge(table, "the half that was not fitted", [abs(share - 1.0) for share in shares[1::2]], correlation(given, said))
+    return table
 
 
 if __name__ == "__main__":
-    main()
+    run_parts({"real": real, "published": published, "wide": wide}, __doc__)

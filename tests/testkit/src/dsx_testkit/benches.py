@@ -21,24 +21,30 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 
+from dsx_testkit.results import Table, add_json_option
+
 __all__ = ["GPT", "Block", "Turns", "batch", "run_parts", "spawn_ranks", "take_turns"]
 
 
-def run_parts(parts: Mapping[str, Callable[[bool], None]], description: str | None) -> None:
-    """The command of a bench of several parts: the name of one of them, or all, and `--small`.
+def run_parts(parts: Mapping[str, Callable[[bool], Table]], description: str | None) -> None:
+    """The command of a bench of several parts: the names of those to run (default: all), `--small` and `--json FILE`.
 
     Args:
-        parts: each prints its table. Its argument says whether to run at a size that only shows that it works.
+        parts: each measures and returns its table, which has a name: with `--json` each goes to a file of its own. The
+            argument says whether to run at a size that only shows that it works.
         description: for `--help`.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=[*parts, "all"], nargs="?", default="all")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(parts)}; default: all")
     parser.add_argument("--small", action="store_true", help="a size that only shows that it works")
+    add_json_option(parser)
     chosen = parser.parse_args()
-    for name, part in parts.items():
-        if chosen.part in (name, "all"):
-            print(f"# {name}")
-            part(chosen.small)
+    unknown = [name for name in chosen.parts if name not in parts]
+    if unknown:
+        parser.error(f"got {unknown[0]!r}, expected some of {', '.join(parts)}")
+    for name in chosen.parts or parts:
+        print(f"# {name}", flush=True)
+        parts[name](chosen.small).save(chosen.json)
 
 
 class Block(nn.Module):
