@@ -21,7 +21,6 @@ BENCHES = sorted(path for path in ROOT.glob("packages/*/bench/*.py") if not path
 # Scripts in bench/ that measure nothing for a page: a picture, two tables that are part of the sources, and a layer.
 NO_TABLE = {"offload_timeline.py", "cuda_kernels.py", "triton_table.py", "sleepers.py"}
 WRITES = ("add_json_option(", "run_parts(", "from _measure import")
-OWN_FORM = {"checkpoint.py", "offload.py"}
 
 
 @pytest.mark.parametrize("page", figures.pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -58,7 +57,7 @@ def test_a_table_names_its_bench_and_command(file):
 @pytest.mark.parametrize("bench", BENCHES, ids=lambda bench: bench.relative_to(ROOT / "packages").as_posix())
 def test_every_bench_can_write_its_figures(bench):
     text = bench.read_text()
-    assert bench.name in NO_TABLE | OWN_FORM or any(mark in text for mark in WRITES)
+    assert bench.name in NO_TABLE or any(mark in text for mark in WRITES)
 
 
 def test_a_bench_renews_a_page(tmp_path):

@@ -13,7 +13,8 @@ parameters that DDP and ZeRO-Infinity train for two steps under one limit. `disk
 and writing at once, in alternating pairs. `disk-passes`: forward and backward with parameters on disk against the
 larger of the same with parameters in memory and of the disk's time for the bytes. `overlap`: sleeping layers and a
 paced link; the part of the transfers that is not hidden.
-The folder must be on a disk, not tmpfs. Run it alone on the machine. `--small` takes sizes that show in a minute that
+The folder must be on a disk, not tmpfs. Run it alone on the machine. With `--json docs/figures/offload.json` each
+writes its table to a file of its own, `offload-limit.json` and so on. `--small` takes sizes that show in a minute that
 everything runs; its figures mean nothing, because beginnings and ends of short pipelines count.
 """
 
@@ -31,6 +32,8 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+
+from dsx_testkit.results import Table, add_json_option
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
@@ -152,20 +155,27 @@ def child(*arguments: Any) -> dict[str, Any] | None:
     return json.loads(lines[-1])
 
 
-def limit(layers: int, width: int, folder: str) -> None:
+def limit(layers: int, width: int, folder: str) -> Table:
     """See the module's text."""
-    print("| state | room, MiB | PSS above import, MiB | loss, first and last |\n|---|---|---|---|")
+    sizes = {"room, MiB": "{:.0f}", "PSS above import, MiB": "{:.0f}"}
+    table = Table({"state": "", "trains": "", **sizes, "first loss": "{:.3f}", "last loss": "{:.3f}"}, "limit")
+    trains: dict[str, bool] = {}
     for where in ("disk", "device"):
         found = child(where, layers, width, folder, 0, 6)
+        trains[where] = found is not None
         if found is None:
-            print(f"| {where} | | fails | |")
+            table.add(where, "no")
             continue
-        first, last = found["losses"][0], found["losses"][-1]
-        print(f"| {where} | {found['room'] / MIB:.0f} | {found['peak'] / MIB:.0f} | {first:.3f}, {last:.3f} |")
+        losses = found["losses"]
+        table.add(where, "yes", found["room"] / MIB, found["peak"] / MIB, losses[0], losses[-1])
+    table.goal("trains with room for a quarter of the states, all on disk", met=trains["disk"])
+    table.goal("does not without offload", met=not trains["device"])
+    return table
 
 
-def largest(limit_mib: int, width: int, folder: str) -> None:
+def largest(limit_mib: int, width: int, folder: str) -> Table:
     """See the module's text."""
+    table = Table({"where": "", "limit, MiB": "", "most parameters": "{:,}", "of DDP": "{:.1f}x"}, "largest")
     best: dict[str, int] = {}
     for where in ("ddp", "disk"):
         fits, layers, step = 0, 4, 4
@@ -178,12 +188,12 @@ def largest(limit_mib: int, width: int, folder: str) -> None:
             else:
                 step = min(step, layers - fits) // 2
                 layers = fits + step
-        print(f"{where}: {best.get(where, 0):,} parameters in {limit_mib} MiB", flush=True)
-    if best.get("ddp"):
-        print(f"ratio: {best.get('disk', 0) / best['ddp']:.1f}")
+        ratio = best.get(where, 0) / best["ddp"] if best.get("ddp") else None
+        table.add(where, limit_mib, best.get(where, 0), ratio)
+    return table
 
 
-def disk_step(parameters: int, pairs: int, folder: str) -> None:
+def disk_step(parameters: int, pairs: int, folder: str) -> Table:
     """See the module's text."""
     import dsx_nvme
     import dsx_zero
@@ -228,15 +238,19 @@ def disk_step(parameters: int, pairs: int, folder: str) -> None:
     step(), bytes_alone()
     rows = [(step(), bytes_alone()) for _ in range(pairs)]
     numel = sum(p.numel() for p in model.parameters())
+    columns = {"ms of a step": "{:.0f}", "ms of the bytes alone": "{:.0f}", "ratio": "{:.2f}"}
+    table = Table({"parameters": "{:,}", **columns}, "disk-step")
     for took, alone in rows:
-        print(f"step {took * 1e3:.0f} ms, bytes alone {alone * 1e3:.0f} ms, ratio {took / alone:.2f}")
-    print(f"{numel:,} parameters, median ratio {statistics.median(a / b for a, b in rows):.2f}")
+        table.add(numel, took * 1e3, alone * 1e3, took / alone)
+    median = statistics.median(took / alone for took, alone in rows)
+    table.goal("a step at most 1.10 of the bytes alone", f"{median:.2f} in the median", met=median <= 1.10)
     optimizer.release()
     store.close()
     raw.close()
+    return table
 
 
-def disk_passes(parameters: int, pairs: int, folder: str) -> None:
+def disk_passes(parameters: int, pairs: int, folder: str) -> Table:
     """See the module's text."""
     import dsx_nvme
     import dsx_zero
@@ -278,17 +292,18 @@ def disk_passes(parameters: int, pairs: int, folder: str) -> None:
     for where in ("device", "disk") * 3:  # the order of gathers is frozen after two
         timed(where)
     rows_found = [(timed("disk"), timed("device"), bytes_alone()) for _ in range(pairs)]
+    columns = {"ms from disk": "{:.0f}", "ms of compute": "{:.0f}", "ms of the bytes": "{:.0f}", "ratio": "{:.2f}"}
+    table = Table({"parameters": "{:,}", **columns}, "disk-passes")
     for took, compute, alone in rows_found:
-        ratio = took / max(compute, alone)
-        print(
-            f"disk {took * 1e3:.0f} ms, compute {compute * 1e3:.0f} ms, bytes {alone * 1e3:.0f} ms, ratio {ratio:.2f}"
-        )
+        table.add(nbytes // 2, took * 1e3, compute * 1e3, alone * 1e3, took / max(compute, alone))
     median = statistics.median(took / max(compute, alone) for took, compute, alone in rows_found)
-    print(f"{nbytes // 2:,} parameters, median ratio {median:.2f}")
+    text = "forward and backward at most 1.15 of the larger of compute and bytes"
+    table.goal(text, f"{median:.2f} in the median", met=median <= 1.15)
     for optimizer in optimizers:
         optimizer.release()
     store.close()
     raw.close()
+    return table
 
 
 def _chain(layers: Any) -> Any:
@@ -310,7 +325,7 @@ def _chain(layers: Any) -> Any:
     return Chain()
 
 
-def overlap(steps: int) -> None:
+def overlap(steps: int) -> Table:
     """See the module's text."""
     import dsx_zero
     import torch
@@ -369,14 +384,18 @@ def overlap(steps: int) -> None:
         carried = far.link.busy_s / (steps + 2)
         optimizer.release()
     exposed = times["far"] - times["device"]
-    print(f"forward {times['device'] * 1e3:.0f} ms on the device, {times['far'] * 1e3:.0f} ms behind the link")
-    print(f"transfers take {carried * 1e3:.0f} ms; exposed: {exposed / carried * 100:.1f} %")
+    columns = {"ms of a forward on the device": "{:.0f}", "behind the link": "{:.0f}"}
+    table = Table({**columns, "ms of transfers": "{:.0f}", "exposed": "{:.1%}"}, "overlap")
+    table.add(times["device"] * 1e3, times["far"] * 1e3, carried * 1e3, exposed / carried)
+    table.goal("at most 5 % exposed", f"{exposed / carried:.1%}", met=exposed / carried <= 0.05)
+    return table
 
 
 def main() -> None:
     """Parse arguments and run one bench."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bench", nargs="?", choices=("limit", "largest", "disk-step", "disk-passes", "overlap"))
+    add_json_option(parser)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--width", type=int)
     parser.add_argument("--limit-mib", type=int)
@@ -395,17 +414,18 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         if args.bench == "limit":
-            limit(args.layers, args.width, folder)
+            table = limit(args.layers, args.width, folder)
         elif args.bench == "largest":
-            largest(args.limit_mib, args.width, folder)
+            table = largest(args.limit_mib, args.width, folder)
         elif args.bench == "disk-step":
-            disk_step(args.parameters, args.pairs, folder)
+            table = disk_step(args.parameters, args.pairs, folder)
         elif args.bench == "disk-passes":
-            disk_passes(args.parameters, args.pairs, folder)
+            table = disk_passes(args.parameters, args.pairs, folder)
         elif args.bench == "overlap":
-            overlap(args.steps)
+            table = overlap(args.steps)
         else:
             parser.error("which bench?")
+    table.save(args.json)
 
 
 if __name__ == "__main__":
