@@ -22,7 +22,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status: 0, or 2 with the reason on standard error."""
+    """Run the command. Returns its exit status: 0, or 2 after an error, whose text is on standard error."""
     options = _parser().parse_args(arguments)
     try:
         options.run(options)
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="dsx-data", description="Analysis of datasets for curricula and token budgets."
+        prog="dsx-data", description="Analyses datasets for curricula and token budgets."
     )
     commands = parser.add_subparsers(dest="command", required=True)
     _add_analyze(commands)
@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     picture.add_argument("-o", "--output", required=True, help="SVG file to write")
     picture.add_argument("--bins", type=int, default=60, help="bars of the histogram")
     picture.set_defaults(run=_picture)
-    info = commands.add_parser("info", help="say what an index holds")
+    info = commands.add_parser("info", help="print what an index holds")
     info.add_argument("index", help="index file, or prefix of an indexed dataset")
     info.add_argument("--verify", action="store_true", help="read everything and compare the checksums")
     info.set_defaults(run=_info)
@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_analyze(commands: Any) -> None:
     analyze = commands.add_parser(
-        "analyze", help="compute metrics of every sample; stopped, it goes on where it was",
+        "analyze", help="compute metrics of every sample; after an interruption it continues where it stopped",
         description=sources.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     analyze.add_argument("dataset", help="dataset; see above")
@@ -95,14 +95,14 @@ def _analyze(options: argparse.Namespace) -> None:
             raise DataArgumentError("--vocabulary-size: got nothing, expected the number of different tokens")
         counts = VocabularyCounts(options.vocabulary_size, options.pad_token_id)
         _run(options, dataset, "vocabulary", counts, "accumulate_value_over_samples")
-        if options.workers > 1 and not _all_there(options, "vocabulary"):
+        if options.workers > 1 and not _has_results(options, "vocabulary"):
             sys.stdout.write("counted the vocabulary; run this again when every worker has\n")
             return
         total = open_index(Path(options.output) / "vocabulary" / "vocabulary_metric_value")[0]
         rarity = VocabularyRarity(total, options.pad_token_id)
         _run(options, dataset, "vocabularyrarity", rarity, "single_value_per_sample")
     for name in wanted:
-        if _all_there(options, name):
+        if _has_results(options, name):
             _report(options, name)
 
 
@@ -122,7 +122,7 @@ def _run(options: argparse.Namespace, dataset: Any, name: str, function: Any, ki
     analyzer.run_reduce()
 
 
-def _all_there(options: argparse.Namespace, name: str) -> bool:
+def _has_results(options: argparse.Namespace, name: str) -> bool:
     what = "metric_value" if name == "vocabulary" else "sample_to_metric"
     return any(Path(options.output, name).glob(f"{name}_{what}.*"))
 

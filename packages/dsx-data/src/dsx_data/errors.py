@@ -1,4 +1,4 @@
-"""The exceptions of dsx-data. Each says what it got, what it expected and how to fix it."""
+"""The exceptions of dsx-data. Each message says what was given, what was expected and how to fix it."""
 
 from __future__ import annotations
 
@@ -22,4 +22,4 @@ class IndexFileError(DataError, ValueError):
 
 
 class AnalysisError(DataError, RuntimeError):
-    """The analysis of a dataset failed; names process, samples and cause."""
+    """The analysis of a dataset failed. The message names the process, the samples and the cause."""

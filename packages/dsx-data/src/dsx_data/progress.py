@@ -22,7 +22,7 @@ class Progress:
     """Counts work done and shows it.
 
     Args:
-        total: amount of work in `unit`s.
+        total: amount of work, in `unit`.
         label: what is being done, a few words.
         unit: plural of what is counted.
         shown: False: count, but write nothing.
@@ -40,7 +40,7 @@ class Progress:
         self._last = self._begin
 
     def add(self, amount: int) -> None:
-        """Count `amount` more; redraw if it is time to."""
+        """Count `amount` more. Redraws the bar if the last drawing is old enough."""
         self.done += amount
         now = time.monotonic()
         if self._shown and now - self._last >= (_REDRAW_SECONDS if self._terminal else _LINE_SECONDS):
@@ -48,7 +48,7 @@ class Progress:
             self._write(end="" if self._terminal else "\n")
 
     def line(self) -> str:
-        """The bar as text: label, bar, share, rate and time that is left."""
+        """The bar as text: label, bar, fraction done, rate per second and the seconds that remain."""
         seconds = max(time.monotonic() - self._begin, 1e-9)
         share = min(1.0, self.done / self.total) if self.total else 1.0
         filled = round(share * _CELLS)

@@ -1,10 +1,10 @@
-"""Datasets that a command line can name.
+"""The datasets that a command line can name.
 
 PREFIX               an indexed dataset of Megatron or DeepSpeed: PREFIX.idx and PREFIX.bin
 FILE.dsxi            an index file of this package: its rows are the samples
 FILE.npy             an array; its first dimension counts the samples
 FILE.txt             a text file; its lines are the samples, their UTF-8 bytes the tokens
-MODULE:NAME          an object of an importable module: a dataset, or a function without arguments that makes one
+MODULE:NAME          an object of an importable module: a dataset, or a function without arguments that returns one
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["TextLines", "open_dataset"]
 
 
 class TextLines:
-    """The lines of a text file as arrays of bytes; the file is mapped, not read."""
+    """The lines of a text file as arrays of bytes, uint8. The file is memory-mapped, not read into memory."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -48,10 +48,10 @@ class TextLines:
 
 
 def open_dataset(name: str) -> Any:
-    """The dataset that a command line names.
+    """Open the dataset that a command line names; the module lists the forms of a name.
 
     Raises:
-        DataArgumentError: the name is none of the known kinds, or the module or object does not exist.
+        DataArgumentError: the name has none of the known forms, or the module or object does not exist.
         IndexFileError: the file is damaged.
     """
     path = Path(name)
@@ -62,7 +62,7 @@ def open_dataset(name: str) -> Any:
     module, colon, attribute = name.partition(":")
     if not colon:
         return open_index(path)
-    sys.path.insert(0, os.getcwd())  # as `python -m` does: modules beside the user are meant
+    sys.path.insert(0, os.getcwd())  # as `python -m` does, so that modules in the current folder are found
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ModuleNotFoundError, AttributeError) as error:

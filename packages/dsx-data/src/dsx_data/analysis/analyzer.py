@@ -1,4 +1,4 @@
-"""`DataAnalyzer`: metrics of a whole dataset by many processes, with a progress bar, resumable.
+"""`DataAnalyzer` computes metrics of a dataset with many processes; it shows progress and can be resumed.
 
     analyzer = DataAnalyzer(dataset, num_threads=8, batch_size=1024, metric_names=["seqlen"],
                             metric_functions=[SequenceLength()], metric_types=["single_value_per_sample"],
@@ -6,9 +6,9 @@
     analyzer.run_map()
     analyzer.run_reduce()
 
-The map can be divided among machines: each runs `run_map` with its `worker_id` of `num_workers`, and after the last one
-any of them runs `run_reduce`. "Threads" are processes; the name is that of DeepSpeed's arguments. Processes are forked,
-so datasets and functions need not be picklable.
+The map can be divided among machines: each runs `run_map` with its own `worker_id` of `num_workers`. When all have
+finished, one of them runs `run_reduce`. "Threads" are processes; the name is that of DeepSpeed's arguments. Processes
+are forked, so datasets and functions need not be picklable.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..errors import AnalysisError, DataArgumentError, DataError
 from ..progress import Progress
 from .mapping import ACCUMULATE, SINGLE, Chunks, Metric, Reader, map_chunks, mark_of
 from .reduction import reduce_metric
-from .sharing import together
+from .sharing import map_and_reduce
 
 __all__ = ["DataAnalyzer"]
 
@@ -43,19 +43,19 @@ class DataAnalyzer:
         num_threads_reduce: metrics that are reduced at the same time.
         specific_threads: run only these of the processes 0 to `num_threads` - 1; empty: all.
         batch_size: samples per call of the metric functions.
-        metric_names: names of the metrics: of their folders below `save_path`.
-        metric_functions: from a batch to a tensor, [samples] or what is to be added up.
+        metric_names: names of the metrics, which are also the names of their folders below `save_path`.
+        metric_functions: map a batch to a tensor: [samples], or values that are added up over all batches.
         metric_types: "single_value_per_sample" or "accumulate_value_over_samples".
         metric_dtypes: torch or numpy data types of the results.
         save_path: folder of the results; one that all machines share.
-        collate_fn: makes a batch from a list of samples; None: torch's default.
+        collate_fn: makes a batch from a list of samples; None: `default_collate` of torch.
         custom_map_init, custom_map_update, custom_map_finalize, custom_reduce: replace the map and the reduction; see
             `run_map` and `run_reduce`.
-        sample_indices: numbers by which the results name the samples, where `dataset` is a part of another one.
+        sample_indices: number of each sample in the results, if `dataset` is a part of another one; None: 0, 1, ...
         index_format: "dsx", or "megatron" for pairs of files that Megatron and DeepSpeed read.
         progress: show a progress bar.
-        fingerprint: text that tells this dataset and its metrics from others in the same folder; a checksum of three
-            samples is added to it. Results with another one are computed again.
+        fingerprint: text that distinguishes this dataset and its metrics from others in the same folder; a checksum of
+            three samples is added to it. Results with another fingerprint are computed again.
 
     Raises:
         DataArgumentError: the arguments do not fit each other.
@@ -138,11 +138,12 @@ class DataAnalyzer:
 
         Chunks that an earlier run finished are not computed again. With custom map functions, each process calls
         `init(thread_id, metric_names, metric_types, metric_dtypes, save_path, worker_id)`, then for every batch
-        `update(metric_types, metric_dtypes, metric_functions, results, batch, first_sample)`, at the end
-        `finalize(metric_types, metric_dtypes, results)`; writing results is theirs.
+        `update(metric_types, metric_dtypes, metric_functions, results, batch, first_sample)`, and at the end
+        `finalize(metric_types, metric_dtypes, results)`. `results` is what `init` returned; these functions write the
+        results to disk themselves.
 
         Raises:
-            AnalysisError: a process failed; names it, the samples and the cause.
+            AnalysisError: a process failed. The message names the process, the samples and the cause.
         """
         executors = self.num_workers * self.num_threads
         shares = {
@@ -179,13 +180,13 @@ class DataAnalyzer:
     # - Reduction
 
     def run_reduce(self) -> None:
-        """Merge what all workers' maps wrote into the index files; see `reduction.py` for their names.
+        """Merge the results of all workers' maps into the index files; `reduction.py` lists their names.
 
         A custom reduction is called with `(dataset, metric_names, metric_types, save_path, num_workers, num_threads,
         num_threads_reduce)`.
 
         Raises:
-            AnalysisError: results of some samples are missing, or belong to another dataset.
+            AnalysisError: the results of some samples are missing, or belong to another dataset.
         """
         if self._custom_reduce is not None:
             names, types = [m.name for m in self.metrics], [m.kind for m in self.metrics]
@@ -208,12 +209,18 @@ class DataAnalyzer:
                 bar.add(1)
 
     def run_map_reduce(self, comm_group: Any = None) -> None:
-        """Map and reduce; where there is a process group, its ranks are the workers.
+        """Run the map and then the reduction. Collective if there is a process group.
+
+        With a process group every rank runs `run_map`, and rank 0 of `comm_group` runs `run_reduce`. `num_workers` and
+        `worker_id` still say which part this rank maps.
 
         Args:
-            comm_group: the ranks that share the work; None: all of them.
+            comm_group: the ranks that take part; None: all ranks.
+
+        Raises:
+            AnalysisError: a rank failed. Every rank raises.
         """
-        together(self.run_map, self.run_reduce, comm_group)
+        map_and_reduce(self.run_map, self.run_reduce, comm_group)
 
 
 def _metrics(names: Any, functions: Any, kinds: Any, dtypes: Any) -> list[Metric]:
@@ -237,7 +244,7 @@ def _numpy_dtype(dtype: Any) -> np.dtype:
 
 
 def _in_processes(shares: dict[int, list[int]], work: Callable[[int, list[int]], Any], bar: Progress) -> None:
-    """Run `work` for every share in a process of its own; the first failure ends all."""
+    """Run `work` for every share in a process of its own. The first failure ends all processes."""
     context = multiprocessing.get_context("fork")
     running: dict[Connection, tuple[int, Any]] = {}
     try:
@@ -249,14 +256,14 @@ def _in_processes(shares: dict[int, list[int]], work: Callable[[int, list[int]],
             running[here] = (thread, process)
         while running:
             for pipe in wait(list(running)):
-                _hear(pipe, running, bar)  # type: ignore[arg-type]
+                _handle_message(pipe, running, bar)  # type: ignore[arg-type]
     finally:
         for _, process in running.values():
             process.terminate()
 
 
-def _hear(pipe: Connection, running: dict[Connection, tuple[int, Any]], bar: Progress) -> None:
-    """One message of a process: samples done, its end (None), or the text of its failure."""
+def _handle_message(pipe: Connection, running: dict[Connection, tuple[int, Any]], bar: Progress) -> None:
+    """Handle one message of a process: a count of samples done, None at its end, or the text of its failure."""
     thread, process = running[pipe]
     try:
         message = pipe.recv()
@@ -275,7 +282,7 @@ def _hear(pipe: Connection, running: dict[Connection, tuple[int, Any]], bar: Pro
 
 
 def _child(pipe: Connection, work: Callable[[int, list[int]], Any], thread: int, share: list[int]) -> None:
-    # The parent's pool of computing threads did not survive the fork: a second thread would wait for it for ever.
+    # The parent's thread pool does not exist after a fork; an operation with several threads would wait for it forever.
     torch.set_num_threads(1)
     try:
         for samples in work(thread, share):

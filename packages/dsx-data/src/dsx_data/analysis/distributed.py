@@ -1,7 +1,7 @@
-"""An analysis by the ranks of a process group: every rank maps a share, rank 0 reduces.
+"""An analysis by the ranks of a process group: every rank maps its part, rank 0 reduces.
 
 The ranks must share a file system: `save_path` is the same folder for all. If one rank fails, every rank raises an
-error with its text.
+error with that rank's text.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .analyzer import DataAnalyzer
-from .sharing import together
+from .sharing import map_and_reduce
 
 __all__ = ["DistributedDataAnalyzer"]
 
 
 class DistributedDataAnalyzer:
-    """As `DataAnalyzer`, with the ranks of a process group as workers.
+    """Does the work of `DataAnalyzer` with the ranks of a process group as workers.
 
     Args:
-        num_workers, worker_id: number of ranks and this one's number; None: as the process group says.
+        num_workers, worker_id: number of ranks, and the number of this rank; None: those of the process group.
         num_threads: processes per rank.
-        device: accepted because scripts pass it: metrics are computed where the metric functions put them.
-        comm_group: the process group; None: all ranks. Without one this process works alone.
+        device: has no effect, and is accepted because scripts pass it: the metric functions choose where they compute.
+        comm_group: the process group; None: all ranks. If no process group is initialised, this process works alone.
 
     The other arguments are those of `DataAnalyzer`. The dtypes of the metrics default to int64.
     """
@@ -67,9 +67,9 @@ class DistributedDataAnalyzer:
         )
 
     def run_map_reduce(self) -> None:
-        """Analyse. Collective.
+        """Run the map and then the reduction. Collective.
 
         Raises:
-            AnalysisError: a rank failed; the same text on every rank.
+            AnalysisError: a rank failed. Every rank raises.
         """
-        together(self.analyzer.run_map, self.analyzer.run_reduce, self.comm_group)
+        map_and_reduce(self.analyzer.run_map, self.analyzer.run_reduce, self.comm_group)

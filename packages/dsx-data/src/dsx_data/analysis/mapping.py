@@ -33,8 +33,8 @@ class Metric:
     """One metric.
 
     Attributes:
-        name: of its folder and files.
-        function: from a batch to [samples] numbers, or to numbers that are added up over all batches.
+        name: name of the metric, and of its folder and files.
+        function: maps a batch to one number per sample, [samples], or to numbers that are added up over all batches.
         kind: `SINGLE` or `ACCUMULATE`.
         dtype: numpy data type of the numbers.
     """
@@ -45,11 +45,11 @@ class Metric:
     dtype: np.dtype
 
     def part(self, save_path: Path, chunk: int) -> Path:
-        """The file of a chunk's result."""
+        """Path of the file with the result of a chunk."""
         return save_path / self.name / "parts" / f"part_{chunk:06d}.dsxi"
 
     def final(self, save_path: Path, what: str) -> Path:
-        """Name, without suffix, of an index of this metric."""
+        """Path, without suffix, of the index `what` of this metric."""
         return save_path / self.name / f"{self.name}_{what}"
 
 
@@ -59,7 +59,7 @@ class Chunks:
 
     Attributes:
         size: samples of the dataset.
-        mark: tells this dataset from others; parts with another mark are not used.
+        mark: text that distinguishes this dataset from others; results with another mark are not used.
     """
 
     size: int
@@ -67,8 +67,8 @@ class Chunks:
 
     @property
     def length(self) -> int:
-        """Samples per chunk: at least 64 chunks, so that processes share evenly, and none so large that much is
-        lost.
+        """Samples per chunk. There are at least 64 chunks, so that processes get equal work. A chunk has at most 65536
+        samples, so that an interruption loses little work.
         """
         return max(1, min(_LARGEST_CHUNK, self.size // _FEWEST_CHUNKS))
 
@@ -76,11 +76,11 @@ class Chunks:
         return -(-self.size // self.length)
 
     def range(self, chunk: int) -> tuple[int, int]:
-        """First sample of a chunk, and the one after its last."""
+        """The first sample of a chunk, and the sample after its last one."""
         return chunk * self.length, min(self.size, (chunk + 1) * self.length)
 
     def of(self, executor: int, executors: int) -> list[int]:
-        """The chunks that one of several executors works on."""
+        """The chunks of executor number `executor` of `executors`."""
         return list(range(executor, len(self), executors))
 
 
@@ -100,7 +100,7 @@ class Reader:
             yield self._collated(start, stop) if whole is None else whole
 
     def _slice(self, start: int, stop: int) -> Any:
-        """What collating the samples would give, where the dataset is tensors that can be cut; None otherwise."""
+        """The batch as a slice of the dataset, if that consists of tensors and is collated by default; else None."""
         if self.collate_fn is not None:
             return None
         if isinstance(self.dataset, torch.Tensor):
@@ -125,10 +125,10 @@ class Reader:
 
 
 def mark_of(dataset: Any, fingerprint: str) -> str:
-    """A text that tells a dataset from others of its size: the caller's, and a checksum of three of its samples.
+    """A text that distinguishes a dataset from others: the caller's `fingerprint`, and a checksum of three samples.
 
-    Samples that are different at every reading (random crops) have another mark each time, so such an analysis always
-    begins anew.
+    Samples that are different at every reading (random crops) give another mark each time, so such an analysis always
+    begins again from the start.
     """
     size = len(dataset)
     crc = 0
@@ -138,7 +138,7 @@ def mark_of(dataset: Any, fingerprint: str) -> str:
 
 
 def _checksum(value: Any, crc: int) -> int:
-    """CRC-32 of the numbers and texts in a sample; objects of other kinds count by their type."""
+    """CRC-32 of the numbers and texts in a sample. Of objects of other kinds only the name of the type counts."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().numpy()
     if isinstance(value, Mapping):
@@ -160,7 +160,7 @@ def _checksum(value: Any, crc: int) -> int:
 def map_chunks(
     reader: Reader, metrics: Sequence[Metric], save_path: Path, chunks: Chunks, mine: Sequence[int]
 ) -> Iterator[int]:
-    """Compute and write the metrics of some chunks; yields the samples of each finished chunk."""
+    """Compute and write the metrics of the chunks `mine`; yields the number of samples of each finished chunk."""
     for chunk in mine:
         first, last = chunks.range(chunk)
         missing = [m for m in metrics if not _is_complete(m, save_path, chunk, chunks)]
@@ -191,7 +191,7 @@ def _is_complete(metric: Metric, save_path: Path, chunk: int, chunks: Chunks) ->
     try:
         found = IndexFile(path)
     except IndexFileError:
-        return False  # a damaged part is made again
+        return False  # a damaged file is computed again
     return found.facts == _facts(metric, chunk, chunks) and found.dtype == metric.dtype
 
 

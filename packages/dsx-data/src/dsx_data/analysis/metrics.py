@@ -21,14 +21,15 @@ class SequenceLength:
     """Tokens of each sample.
 
     Args:
-        pad_token_id: tokens that do not count; None: all do, except where the batch has an `attention_mask`.
+        pad_token_id: the token that does not count. None: the `attention_mask` of a batch says which tokens count;
+            without one all do.
     """
 
     def __init__(self, pad_token_id: int | None = None) -> None:
         self.pad_token_id = pad_token_id
 
     def __call__(self, batch: Any) -> torch.Tensor:
-        """[samples], int64."""
+        """The metric of each sample of a batch: [samples], int64."""
         sizes, tokens = _flat(batch, self.pad_token_id)
         del tokens
         return torch.from_numpy(sizes)
@@ -40,6 +41,9 @@ class VocabularyCounts:
     Args:
         vocabulary_size: number of different tokens.
         pad_token_id: a token that is not counted.
+
+    Raises:
+        DataArgumentError: the size is below 1. A call raises it for a token outside of the vocabulary.
     """
 
     def __init__(self, vocabulary_size: int, pad_token_id: int | None = None) -> None:
@@ -48,7 +52,7 @@ class VocabularyCounts:
         self.vocabulary_size, self.pad_token_id = vocabulary_size, pad_token_id
 
     def __call__(self, batch: Any) -> torch.Tensor:
-        """[vocabulary_size], int64."""
+        """How often each token occurs in a batch: [vocabulary_size], int64."""
         _, tokens = _flat(batch, self.pad_token_id)
         _check_tokens(tokens, self.vocabulary_size)
         return torch.from_numpy(np.bincount(tokens, minlength=self.vocabulary_size))
@@ -60,10 +64,10 @@ class VocabularyRarity:
     Args:
         counts: how often each token occurs in the dataset, [vocabulary_size]; what `VocabularyCounts` gives.
         pad_token_id: a token that is not counted.
-        resolution: steps per unit (nat) of the rounded result.
+        resolution: the sum, in nat, is multiplied by this before rounding.
 
     Raises:
-        DataArgumentError: the counts are empty.
+        DataArgumentError: the counts are empty. A call raises it for a token outside of the vocabulary.
     """
 
     def __init__(self, counts: Any, pad_token_id: int | None = None, *, resolution: int = 1) -> None:
@@ -75,7 +79,7 @@ class VocabularyRarity:
         self._information = -np.log(np.maximum(numbers, 1.0) / numbers.sum())
 
     def __call__(self, batch: Any) -> torch.Tensor:
-        """[samples], int64."""
+        """The metric of each sample of a batch: [samples], int64."""
         sizes, tokens = _flat(batch, self.pad_token_id)
         _check_tokens(tokens, self._information.size)
         ends = np.cumsum(sizes)
@@ -85,7 +89,7 @@ class VocabularyRarity:
 
 
 def _flat(batch: Any, pad: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens per sample, and the tokens of all samples one after the other; padding left out."""
+    """The number of tokens of each sample, and the tokens of all samples one after the other, without padding."""
     mask = None
     if isinstance(batch, Mapping):
         mask = batch.get("attention_mask") if pad is None else None

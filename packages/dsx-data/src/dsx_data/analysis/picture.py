@@ -1,4 +1,4 @@
-"""A picture of the difficulties of a dataset, as SVG: a histogram, and the share of samples up to each value."""
+"""Draws the difficulties of a dataset as SVG: a histogram, and the fraction of samples up to each value."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def difficulty_picture(values: np.ndarray, *, title: str, bins: int = 60) -> str
         bins: bars of the histogram.
 
     Returns:
-        Text of an SVG file: bars are counts of samples (left axis), the line is the share of samples with at most the
-        value (right axis); quartiles are named below.
+        The text of an SVG file. Bars are counts of samples (left axis); the line is the fraction of samples with at
+        most that value (right axis). The line of text below has the quartiles.
 
     Raises:
         DataArgumentError: there are no values.

@@ -1,4 +1,4 @@
-"""The reduction of an analysis: from the chunks' results to the index files that samplers read.
+"""The reduction of an analysis: merges the results of the chunks into the index files that samplers read.
 
 For a metric of one value per sample, below ``SAVE_PATH/METRIC/``:
 
@@ -32,14 +32,14 @@ PERCENTILES = 100
 def reduce_metric(
     metric: Metric, save_path: Path, chunks: Chunks, *, sample_indices: Sequence[int] | None, index_format: str
 ) -> None:
-    """Merge the chunks of a metric into its index files.
+    """Merge the results of a metric's chunks into its index files.
 
     Args:
-        sample_indices: the numbers by which the index names the samples; None: 0, 1, 2, ...
+        sample_indices: number of each sample in the index; None: 0, 1, 2, ...
         index_format: "dsx" or "megatron".
 
     Raises:
-        AnalysisError: a chunk is missing.
+        AnalysisError: the result of a chunk is missing, or belongs to another dataset.
     """
     parts = [_part(metric, save_path, chunk, chunks) for chunk in range(len(chunks))]
     if metric.kind != SINGLE:
@@ -83,13 +83,13 @@ def _part(metric: Metric, save_path: Path, chunk: int, chunks: Chunks) -> IndexF
 
 def _id_dtype(numbers: np.ndarray, index_format: str) -> Any:
     greatest = int(numbers.max()) if numbers.size else 0
-    if index_format == "megatron":  # the only codes on which Megatron and DeepSpeed agree
+    if index_format == "megatron":  # Megatron and DeepSpeed agree on the codes of these types only
         return np.int32 if greatest < 1 << 31 else np.int64
     return np.min_scalar_type(max(greatest, 256))
 
 
 def _write(path: Path, values: np.ndarray, sizes: Any, dtype: Any, index_format: str) -> None:
-    """Rows of the given sizes; None: rows of one value."""
+    """Write rows of the given sizes; None: rows of one value."""
     if index_format == "megatron":
         builder = MMapIndexedDatasetBuilder(f"{path}.bin", dtype)
         builder.add_rows(values, np.ones(values.size, np.int32) if sizes is None else sizes)

@@ -23,7 +23,7 @@ IGNORED = -100
 
 
 def pack_lengths(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
-    """Divide sequences among rows of at most `capacity` tokens by best fit, the longest first.
+    """Divide sequences among rows of at most `capacity` tokens by best fit, the longest sequence first.
 
     Returns:
         For each row the numbers of its sequences, in increasing order.
@@ -38,7 +38,7 @@ def pack_lengths(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[lis
             f" {capacity}"
         )
     rows: list[list[int]] = []
-    by_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # rows with so much room left
+    by_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # entry n: the rows with room for n more tokens
     for number in np.argsort(-sizes, kind="stable").tolist():
         size = int(sizes[number])
         room = next((free for free in range(size, capacity + 1) if by_room[free]), None)
@@ -57,7 +57,7 @@ def block_diagonal_mask(segments: torch.Tensor, *, causal: bool, dtype: torch.dt
 
     Args:
         segments: [rows, tokens], integers: number of each token's sequence from 1; 0 is padding.
-        causal: a token attends only to itself and earlier ones.
+        causal: a token attends only to itself and to earlier tokens.
         dtype: None: boolean, True where attention is allowed (as `scaled_dot_product_attention` takes it); a floating
             type: 0 where it is allowed and the smallest number elsewhere, which is added to scores.
 
@@ -77,9 +77,9 @@ def block_diagonal_mask(segments: torch.Tensor, *, causal: bool, dtype: torch.dt
 
 
 class PackingCollator:
-    """Packs the sequences of a batch into rows; a `collate_fn`.
+    """A `collate_fn` that packs the sequences of a batch into rows.
 
-    A sample is a sequence of token numbers, or a mapping with `input_ids` and perhaps `labels`.
+    A sample is a sequence of token numbers, or a mapping with `input_ids` and optionally `labels`.
 
     Args:
         row_length: tokens per row.
@@ -90,6 +90,10 @@ class PackingCollator:
     Returns of a call:
         `input_ids`, `labels`, `position_ids`, `segment_ids`: [rows, row_length], int64; `attention_mask`: [rows, 1,
         row_length, row_length].
+
+    Raises:
+        DataArgumentError: `row_length` is below 1. A call raises it for a sequence longer than a row, and if a sample
+            has not as many labels as tokens.
     """
 
     def __init__(

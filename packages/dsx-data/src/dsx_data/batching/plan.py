@@ -1,6 +1,6 @@
-"""Micro-batches by a budget of tokens: as many samples as fit, in an order of choice.
+"""Micro-batches by a budget of tokens: each batch takes as many samples as fit, in a chosen order.
 
-A plan is a function of the lengths, the budget, the seed and the epoch; ranks take its batches in turn. The samples are
+A plan is a function of the lengths, the budget, the seed and the epoch; ranks take its batches in turn. Samples are
 taken in order, and a batch ends before the sample that would exceed the budget. The cost of a batch is the sum of its
 lengths ("sum", what packed and nested batches hold) or its number of samples times its greatest length ("padded", what
 a rectangular batch holds).
@@ -9,8 +9,8 @@ Orders: "dataloader" is that of the dataset, "random" is another random order in
 long. "bucketed" is a random order that is sorted within windows of some batches, and then the batches are shuffled:
 it needs nearly no padding and is still random.
 
-A sample that fits into no batch is left out; `BatchPlan.left_out` names them all, and making a plan fails unless that
-was allowed (`too_long="drop"`).
+Some samples may fit into no batch. Making a plan fails then, unless `too_long="drop"` allows to leave them out;
+`BatchPlan.left_out` has their numbers.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class BatchPlan:
 
     Attributes:
         samples: numbers of all samples, batch after batch, int64.
-        starts: place in `samples` where each batch begins, and the count of samples.
-        left_out: samples that are in no batch.
+        starts: position in `samples` at which each batch begins, and at the end the count of samples, int64.
+        left_out: numbers of the samples that are in no batch, int64.
     """
 
     samples: np.ndarray
@@ -56,7 +56,7 @@ class BatchPlan:
         return self.samples[self.starts[batch] : self.starts[batch + 1]]
 
     def fingerprint(self) -> int:
-        """A number that equal plans share, and that other plans most likely do not."""
+        """A checksum (CRC-32): equal for equal plans, and almost certainly different for different ones."""
         return zlib.crc32(np.ascontiguousarray(self.starts).data, zlib.crc32(np.ascontiguousarray(self.samples).data))
 
 
@@ -66,7 +66,7 @@ class TokenBudget:
 
     Args:
         lengths: tokens of each sample.
-        max_tokens: greatest cost of a batch.
+        max_tokens: greatest cost of a batch, in tokens.
         min_batch_size: fewest samples of a batch.
         max_batch_size: most samples of a batch; None: as many as fit.
         order: see the module.
@@ -110,7 +110,7 @@ class TokenBudget:
         """The batches of an epoch.
 
         Raises:
-            DataArgumentError: a sample fits into no batch, and that was not allowed; or none does.
+            DataArgumentError: a sample fits into no batch and `too_long` is "error"; or no batch can be made at all.
         """
         order = self._order(seed, epoch)
         fits = self.lengths[order] <= self.max_tokens
@@ -121,9 +121,9 @@ class TokenBudget:
         if self.order == "bucketed":
             turn = np.random.default_rng((seed, epoch, 1)).permutation(len(kept))
             kept = [kept[i] for i in turn]
-        return self._made(kept, np.concatenate(left_out), warn=epoch == 0)
+        return self._to_plan(kept, np.concatenate(left_out), warn=epoch == 0)
 
-    def _made(self, kept: list[np.ndarray], left_out: np.ndarray, *, warn: bool) -> BatchPlan:
+    def _to_plan(self, kept: list[np.ndarray], left_out: np.ndarray, *, warn: bool) -> BatchPlan:
         if left_out.size:
             text = (
                 f"{left_out.size} of {self.size} samples fit into no batch of at most {self.max_tokens} tokens and at"
@@ -158,7 +158,7 @@ class TokenBudget:
         most = len(order) if self.max_batch_size is None else self.max_batch_size
         batches, first, window = [], 0, 16
         while first < len(order):
-            # A window that is wholly within the budget may be a part of the batch only: look further.
+            # If all of the window is within the budget, the batch may continue behind it: take a longer window.
             part = lengths[first : first + min(window, most)]
             count = int(np.searchsorted(self._costs(part), self.max_tokens, side="right"))
             if count == len(part) and count < min(most, len(order) - first):
@@ -169,17 +169,20 @@ class TokenBudget:
         return batches
 
     def _costs(self, lengths: np.ndarray) -> np.ndarray:
-        """Cost of a batch of the first 1, 2, 3, ... of some samples."""
+        """The costs, in tokens, of the batches that hold the first 1, 2, 3, ... of these samples."""
         if self.cost == "sum":
             return np.cumsum(lengths)
         return np.maximum.accumulate(lengths) * np.arange(1, len(lengths) + 1)
 
 
 def lengths_from(path: str | os.PathLike[str]) -> np.ndarray:
-    """Tokens of each sample, from an analysis.
+    """Read the tokens of each sample from the results of an analysis.
 
     Args:
-        path: folder of a `DataAnalyzer` with the metric ``seqlen``, or the index of the lengths itself.
+        path: the folder of a `DataAnalyzer` with the metric ``seqlen``, or the index of the lengths itself.
+
+    Raises:
+        IndexFileError: there is no index, or it is damaged.
     """
     folder = Path(path)
     inside = folder / "seqlen" / "seqlen_sample_to_metric"

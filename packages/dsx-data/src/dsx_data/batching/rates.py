@@ -1,4 +1,4 @@
-"""Learning rates for batches whose size differs from the one that the rate was chosen for."""
+"""Learning rates for batches whose size is not the one for which the rate was chosen."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ __all__ = ["lr_factor"]
 
 
 def lr_factor(batch_size: int, base_batch_size: int, method: Literal["linear", "sqrt", "none"]) -> float:
-    """Factor on the learning rate of an update of `batch_size` samples.
+    """The factor by which to multiply the learning rate for an update of `batch_size` samples.
 
     "linear" is the linear scaling rule (Goyal et al. 2017), "sqrt" the square root rule (Krizhevsky 2014).
 
     Args:
         batch_size: samples of this update, over all ranks.
         base_batch_size: samples of an update for which the rate was chosen.
-        method: "linear": batch_size / base_batch_size; "sqrt": its root; "none": 1.
+        method: "linear": batch_size / base_batch_size; "sqrt": the square root of that; "none": 1.
 
     Raises:
-        DataArgumentError: a size below 1, or another method.
+        DataArgumentError: a size is below 1, or the method is unknown.
     """
     if batch_size < 1 or base_batch_size < 1:
         raise DataArgumentError(

@@ -1,8 +1,8 @@
 """Clusters: the samples that one increase of the difficulty admitted, in a random order that can be computed again.
 
 A cluster's order is a function of (seed, number of the cluster, round), so that its state is two numbers: the round,
-and how many samples of it are used. Its samples are kept in memory, or in an index file below `folder` which every rank
-of a machine maps. The file is a cache: if it is missing it is made again, and its header describes its contents.
+and how many samples of it are used. Its samples are kept in memory, or in an index file below `folder`, which every
+rank of a machine memory-maps. The file is a cache: a missing one is made again, and its header describes its contents.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Cluster:
     Args:
         samples: numbers of the samples.
         seed, number: decide the orders.
-        difficulties: those at which the samples were admitted.
+        difficulties: the difficulty of each metric at which the samples were admitted.
     """
 
     def __init__(self, samples: np.ndarray, *, seed: int, number: int, difficulties: dict[str, int]) -> None:
@@ -41,7 +41,7 @@ class Cluster:
         return len(self.samples)
 
     def take(self, count: int) -> np.ndarray:
-        """The next `count` samples, int64."""
+        """Take the next `count` samples: [count], int64."""
         taken: list[np.ndarray] = []
         while count:
             part = self._current_order()[self.position : self.position + count]
@@ -53,11 +53,11 @@ class Cluster:
         return np.concatenate(taken) if taken else np.zeros(0, np.int64)
 
     def state(self) -> dict[str, Any]:
-        """Difficulties, round and position."""
+        """The difficulties, the round and the position in it."""
         return {"difficulties": dict(self.difficulties), "round": self.round, "position": self.position}
 
     def go_to(self, round_number: int, position: int) -> None:
-        """Go on from a round and a position in it."""
+        """Continue from a round and a position in it."""
         self.round, self.position, self._order = round_number, position, None
 
     def _current_order(self) -> np.ndarray:
@@ -68,7 +68,10 @@ class Cluster:
 
 
 def store_samples(samples: np.ndarray, folder: Path | None, name: str, facts: dict[str, Any]) -> np.ndarray:
-    """The samples as they will be kept: mapped from a file below `folder`, or as they are without one."""
+    """Write the samples to a file below `folder` and return them memory-mapped; without `folder` return them unchanged.
+
+    A file that holds exactly these samples already is used as it is.
+    """
     if folder is None or not samples.size:
         return samples
     path = folder / f"{name}.dsxi"

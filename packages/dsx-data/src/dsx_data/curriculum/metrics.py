@@ -1,8 +1,8 @@
 """The samples of a dataset in the order of one metric, from its index files.
 
-For every kind of difficulty, the samples that a metric admits are a first part of this order. With "value" these are
-the samples whose value is at most the difficulty; with "percentile" the share difficulty / max_difficulty of all
-samples, at least one.
+The samples that a difficulty admits are always the beginning of this order. With "value" they are the samples whose
+value is at most the difficulty. With "percentile" they are the fraction difficulty / max_difficulty of all samples, but
+at least one sample.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class MetricOrder:
     """Samples from easy to hard by one metric.
 
     Attributes:
-        name: of the metric.
+        name: name of the metric.
         samples: all sample numbers in order of difficulty (usually a memory map).
         kind: what a difficulty is: a value of the metric, or a percentile of the samples.
         values: distinct values of the metric, increasing; needed for kind "value".
@@ -43,7 +43,7 @@ class MetricOrder:
         """Open the index files that a metric's section names.
 
         Args:
-            name: of the metric.
+            name: name of the metric.
             section: has `index_to_sample_path`, `index_to_metric_path`, `difficulty_type` and `max_difficulty`.
             size: number of samples of the dataset.
 
@@ -69,7 +69,7 @@ class MetricOrder:
         return MetricOrder(name, samples, "value", section.max_difficulty, values, np.cumsum(rows.sizes))
 
     def admitted(self, difficulty: int) -> int:
-        """How many samples of the order a difficulty admits."""
+        """The number of samples, from the start of the order, that a difficulty admits."""
         if self.kind == "percentile":
             count = len(self.samples) * min(difficulty, self.maximum) // self.maximum
             return max(count, min(1, len(self.samples)))

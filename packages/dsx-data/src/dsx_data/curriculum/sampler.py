@@ -1,8 +1,8 @@
 """Samples drawn by difficulty, over several metrics at once.
 
 Each step has a difficulty per metric (`schedule`). A sample is admitted when every metric admits it. The samples that
-one increase of the difficulties admits form a cluster. A global batch draws for each of its samples a cluster, with a
-probability proportional to the cluster's size, and takes the next sample of that cluster's random order.
+one increase of the difficulties admits form a cluster. For each sample of a global batch a cluster is drawn, with a
+probability proportional to its size, and the next sample of that cluster's random order is taken.
 
 All draws are a function of the configuration, the seed, the index files and the number of the draw. So every rank draws
 the whole global batch itself and takes its share, without communication, and a run resumes at any number of ranks.
@@ -54,8 +54,8 @@ class CurriculumSampler:
         size: number of samples of the dataset.
         metrics: section of each metric by name; see `dsx_data.config.CurriculumMetric`.
         global_batch_size: samples per draw: those of one optimizer step over all ranks.
-        seed: decides everything random.
-        num_epochs: how many times the size of the dataset may be drawn in all.
+        seed: of all random choices.
+        num_epochs: all draws together have at most this many times the size of the dataset.
         cluster_path: folder for the clusters; None keeps them in memory.
 
     Raises:
@@ -140,7 +140,7 @@ class CurriculumSampler:
     # - Clusters
 
     def _admit(self, difficulties: dict[str, int]) -> None:
-        """Make a cluster of what these difficulties admit beyond what is admitted already."""
+        """Make a cluster of the samples that these difficulties admit and earlier ones did not."""
         if not self._orders:
             if not self._clusters:
                 everything = np.arange(self.size, dtype=np.min_scalar_type(self.size))
@@ -164,7 +164,7 @@ class CurriculumSampler:
         joined: list[np.ndarray] = []
         for name, order in self._orders.items():
             first, last = self._prefix[name], order.admitted(difficulties[name])
-            if last <= first:  # a custom schedule may fall: what was admitted once stays
+            if last <= first:  # a custom schedule may fall, but samples that were admitted stay admitted
                 continue
             self._prefix[name] = last
             samples = self._checked(order, order.samples[first:last])
@@ -191,7 +191,7 @@ class CurriculumSampler:
     # - State
 
     def state_dict(self) -> dict[str, Any]:
-        """What the coming draws depend on; no trace of ranks."""
+        """What the next draws depend on. It does not depend on the number of ranks."""
         return {
             "step": self.step,
             "batch_size": self.batch_size,
@@ -202,10 +202,10 @@ class CurriculumSampler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state.
+        """Continue from a saved state.
 
         Raises:
-            DataStateError: it was saved with another dataset, batch size or set of metrics.
+            DataStateError: the state was saved with another dataset, batch size or set of metrics.
         """
         for key, ours, reason in (
             ("size", self.size, "samples in the dataset"),

@@ -9,7 +9,7 @@ With t the step (1 is the first), T `total_curriculum_step` and s `difficulty_st
     custom          what the caller's function returns
 
 Once the difficulty has reached max it stays there. These are the published formulas of DeepSpeed with one difference:
-there the difficulty falls below `min_difficulty` where that is no multiple of s; here it does not.
+DeepSpeed's difficulty falls below `min_difficulty` if that is no multiple of s; here it does not.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CurriculumScheduler:
     Args:
         config: a mapping, or an object with attributes: `min_difficulty`, `max_difficulty`, `schedule_type`, and
             `schedule_config` with the numbers of the formulas.
-        name: what the errors call this schedule.
+        name: name of this schedule in error messages.
 
     Raises:
         DataArgumentError: a number is missing or contradicts another one.
@@ -59,10 +59,10 @@ class CurriculumScheduler:
         self.current = difficulty
 
     def set_custom_get_difficulty(self, schedule_function: Callable[[int], int]) -> None:
-        """Give the function of a "custom" schedule: from step (1 is the first) to difficulty.
+        """Set the function of a "custom" schedule, from step (1 is the first) to difficulty.
 
         Raises:
-            DataArgumentError: the schedule is not a custom one, or the argument is no function.
+            DataArgumentError: the schedule is not a custom one, or the argument is not a function.
         """
         if self.schedule_type != "custom":
             raise DataArgumentError(
@@ -74,11 +74,11 @@ class CurriculumScheduler:
         self._custom = schedule_function
 
     def get_difficulty(self, global_steps: int) -> int:
-        """The difficulty by the schedule alone at a step."""
+        """The difficulty of the schedule at a step. The current difficulty neither matters nor changes."""
         return self._formula(global_steps)
 
     def update_difficulty(self, global_steps: int) -> int:
-        """The difficulty at a step, which becomes the current one; at the maximum it stays."""
+        """Set the current difficulty to that of a step and return it. Once it is at the maximum it stays there."""
         if self.current < self.maximum:
             self.current = self._formula(global_steps)
         return self.current
@@ -88,7 +88,7 @@ class CurriculumScheduler:
         return {"current_difficulty": self.current}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved difficulty."""
+        """Continue from a saved difficulty."""
         self.current = int(state["current_difficulty"])
 
     get_state = state_dict

@@ -23,12 +23,12 @@ def truncate_batch(
     """The arguments of a model with sequences of at most `length` tokens.
 
     Args:
-        args, kwargs: what the model is called with. Every tensor whose second dimension is as long as the tokens'
-            is cut, inside of lists and mappings too; all else stays.
-        length: tokens.
+        args, kwargs: the arguments of a call of the model. Every tensor whose second dimension is the sequence length
+            is cut, also inside lists and mappings; all other values stay.
+        length: greatest number of tokens per sequence.
 
     Returns:
-        The two, cut; the same objects where nothing is longer.
+        `args` and `kwargs` with cut tensors; the same objects if no sequence is longer than `length`.
 
     Raises:
         DataArgumentError: no tensor of token numbers is among the arguments.
@@ -41,10 +41,10 @@ def truncate_batch(
             "curriculum_learning (seqlen): got a batch without token numbers [batch, tokens], so its sequence length is"
             " not known; give the model's forward an argument curriculum_seqlen and cut there"
         )
-    whole = tokens.shape[1]
-    if whole <= length:
+    tokens_now = tokens.shape[1]
+    if tokens_now <= length:
         return args, kwargs
-    return _cut(args, whole, length), _cut(kwargs, whole, length)
+    return _cut(args, tokens_now, length), _cut(kwargs, tokens_now, length)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -58,18 +58,18 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
 
 
-def _cut(value: Any, whole: int, length: int) -> Any:
+def _cut(value: Any, tokens_now: int, length: int) -> Any:
     if isinstance(value, torch.Tensor):
-        if value.dim() >= 3 and value.shape[-1] == value.shape[-2] == whole:
+        if value.dim() >= 3 and value.shape[-1] == value.shape[-2] == tokens_now:
             return value[..., :length, :length]
-        if value.dim() == 4 and value.shape[-1] == whole and value.shape[-2] == 1:
+        if value.dim() == 4 and value.shape[-1] == tokens_now and value.shape[-2] == 1:
             return value[..., :length]
-        return value[:, :length] if value.dim() >= 2 and value.shape[1] == whole else value
+        return value[:, :length] if value.dim() >= 2 and value.shape[1] == tokens_now else value
     if isinstance(value, Mapping):
-        changed = {key: _cut(item, whole, length) for key, item in value.items()}
+        changed = {key: _cut(item, tokens_now, length) for key, item in value.items()}
         return changed if type(value) is dict else type(value)(changed)  # type: ignore[call-arg]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_cut(item, whole, length) for item in value))
+        return type(value)(*(_cut(item, tokens_now, length) for item in value))
     if isinstance(value, (tuple, list)):
-        return type(value)(_cut(item, whole, length) for item in value)
+        return type(value)(_cut(item, tokens_now, length) for item in value)
     return value

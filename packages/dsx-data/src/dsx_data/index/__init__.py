@@ -1,7 +1,7 @@
 """Index files: rows of numbers on disk, read through a memory map.
 
-`file` is the format of this package (`docs` in its module text), `indexed_dataset` the one of Megatron and DeepSpeed,
-`opening` finds out which of the two a path is.
+`file` has the format of this package and describes it, `indexed_dataset` has that of Megatron and DeepSpeed, `opening`
+finds out which of the two a path is.
 """
 
 from .file import IndexFile, IndexWriter

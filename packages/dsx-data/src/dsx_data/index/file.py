@@ -53,10 +53,10 @@ class IndexWriter:
     """Writes one index file, row after row.
 
     Args:
-        path: file to make; the suffix ``.dsxi`` is the custom.
+        path: the file to write; by convention its suffix is ``.dsxi``.
         dtype: numpy data type of the values: integers or floating point.
         row_size: numbers per row if all rows are equally long; None: rows of any length.
-        facts: what to say about the content: a dictionary of JSON values.
+        facts: description of the content: a dictionary of JSON values.
 
     Raises:
         DataArgumentError: the data type cannot be stored.
@@ -80,7 +80,7 @@ class IndexWriter:
         self._file.write(b"\0" * _PREAMBLE.size)
 
     def add(self, row: Any) -> None:
-        """Append one row (anything that is one-dimensional to numpy)."""
+        """Append one row: a tensor, an array or a list of numbers. Raises `DataArgumentError` as `add_rows` does."""
         values = np.asarray(row).reshape(-1)
         self.add_rows(values, [values.size])
 
@@ -92,7 +92,7 @@ class IndexWriter:
             sizes: numbers per row; not needed with a `row_size`.
 
         Raises:
-            DataArgumentError: sizes do not add up to the values, or a value does not fit the data type.
+            DataArgumentError: the sizes do not add up to the number of values, or the data type cannot hold a value.
         """
         given = np.asarray(values).reshape(-1)
         flat = self._converted(given)
@@ -123,7 +123,7 @@ class IndexWriter:
         return flat
 
     def finish(self) -> Path:
-        """Write the header and give the file its name; returns the path."""
+        """Write the header and rename the file to its final name. Returns the path."""
         values = self._array(self.dtype, self._count, _PREAMBLE.size, self._crc)
         offsets = None
         if self.row_size is None:
@@ -144,7 +144,7 @@ class IndexWriter:
         return self.path
 
     def abandon(self) -> None:
-        """Remove what was written so far."""
+        """Close and remove the unfinished file."""
         if not self._file.closed:
             self._file.close()
             self._temporary.unlink(missing_ok=True)
@@ -178,7 +178,7 @@ class IndexFile:
         path: the file.
 
     Raises:
-        IndexFileError: not an index file, truncated or damaged; names the file and the place.
+        IndexFileError: the file is not an index file, or it is truncated or damaged. The message names file and place.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -241,7 +241,7 @@ class IndexFile:
                 )
 
     def __reduce__(self) -> Any:
-        # Worker processes map the file themselves.
+        # Only the path is pickled: a worker process maps the file itself.
         return type(self), (self.path,)
 
     def _read_header(self) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class MMapIndexedDataset:
         dtype: data type of the numbers, where the code in the file has several meanings.
 
     Raises:
-        IndexFileError: a file is missing, is no indexed dataset, is truncated, or points outside of the other.
+        IndexFileError: a file is missing, truncated, or no indexed dataset, or a position is outside of the data file.
     """
 
     def __init__(self, path: str | os.PathLike[str], skip_warmup: bool = True, *, dtype: Any = None) -> None:
@@ -71,7 +71,7 @@ class MMapIndexedDataset:
 
     @staticmethod
     def exists(path: str | os.PathLike[str]) -> bool:
-        """Whether both files are there."""
+        """Whether both files exist."""
         return Path(f"{path}.idx").is_file() and Path(f"{path}.bin").is_file()
 
     @property
@@ -97,8 +97,13 @@ class MMapIndexedDataset:
         return self.get(int(place))
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Numbers `offset` to `offset + length` of sequence `idx`, as a 1-D view of the file; None: to its end. Raises
-        `DataArgumentError` where the sequence is shorter.
+        """The numbers `offset` to `offset + length` (exclusive) of sequence `idx`: a 1-D view of the memory map.
+
+        Args:
+            length: how many numbers; None: all up to the end of the sequence.
+
+        Raises:
+            DataArgumentError: the sequence is shorter.
         """
         size = int(self.sizes[idx])
         stop = size if length is None else offset + length
@@ -110,7 +115,7 @@ class MMapIndexedDataset:
         return self._values[start : start + (stop - offset) * self.dtype.itemsize].view(self.dtype)
 
     def size(self, index: int) -> int:
-        """Numbers in a sequence."""
+        """How many numbers sequence `index` has."""
         return int(self.sizes[index])
 
     def start(self, row: int) -> int:
@@ -202,6 +207,9 @@ class MMapIndexedDatasetBuilder:
     Args:
         out_file: the data file, ``PREFIX.bin``.
         dtype: numpy data type of the numbers: an integer type.
+
+    Raises:
+        DataArgumentError: the format has no code for the data type.
     """
 
     def __init__(self, out_file: str | os.PathLike[str], dtype: Any = np.int32) -> None:
@@ -217,12 +225,12 @@ class MMapIndexedDatasetBuilder:
         self._documents = [0]
 
     def add_item(self, tensor: Any) -> None:
-        """Append one sequence: a tensor, an array or a list of numbers."""
+        """Append one sequence: a tensor, an array or a list of numbers. Raises what `add_rows` raises."""
         values = np.asarray(tensor).reshape(-1)
         self.add_rows(values, [values.size])
 
     def add_item_numpy(self, array: np.ndarray) -> None:
-        """As `add_item`."""
+        """Does the same as `add_item`; DeepSpeed's name."""
         self.add_item(array)
 
     def add_items(self, tensors: Any) -> None:
@@ -231,8 +239,14 @@ class MMapIndexedDatasetBuilder:
             self.add_item(tensor)
 
     def add_rows(self, values: Any, sizes: Any) -> None:
-        """Append several sequences whose numbers `values` are one after the other; `sizes` are their lengths. Raises
-        `DataArgumentError` for a number that the data type cannot hold.
+        """Append several sequences.
+
+        Args:
+            values: the numbers of all sequences, one after the other.
+            sizes: the length of each sequence.
+
+        Raises:
+            DataArgumentError: the data type cannot hold one of the numbers.
         """
         given, lengths = np.asarray(values).reshape(-1), np.asarray(sizes, np.int32).reshape(-1)
         flat = given.astype(self.dtype, copy=False)
@@ -246,16 +260,19 @@ class MMapIndexedDatasetBuilder:
         self._count += lengths.size
 
     def end_document(self) -> None:
-        """The next sequence begins another document."""
+        """End a document: the next sequence begins another one."""
         self._documents.append(self._count)
 
     def add_document_end(self, count: int) -> None:
-        """A document ends after the first `count` sequences; ends are given in order."""
+        """Note that a document ends after the first `count` sequences. Call it in the order of the documents."""
         self._documents.append(count)
 
     def merge_file_(self, another_file: str | os.PathLike[str]) -> None:
-        """Append all sequences of the dataset with prefix `another_file`; its documents stay documents. Raises
-        `DataArgumentError` where its data type is another one.
+        """Append all sequences and documents of the dataset with the prefix `another_file`.
+
+        Raises:
+            DataArgumentError: that dataset has another data type.
+            IndexFileError: it is missing or damaged.
         """
         other = MMapIndexedDataset(another_file, dtype=None)
         if other.dtype != self.dtype:

@@ -16,7 +16,7 @@ __all__ = ["RowIndex", "open_index"]
 
 
 class RowIndex(Protocol):
-    """Rows of numbers: what both kinds of index are."""
+    """Rows of numbers: the interface that both kinds of index have."""
 
     @property
     def dtype(self) -> Any: ...
@@ -41,7 +41,7 @@ def open_index(path: str | os.PathLike[str]) -> RowIndex:
         path: the file, or its name without suffix (``.dsxi``, or ``.idx`` and ``.bin``).
 
     Raises:
-        IndexFileError: there is none, or it is damaged.
+        IndexFileError: there is no index at `path`, or it is damaged.
     """
     given = Path(path)
     if given.suffix in (".idx", ".bin"):

@@ -1,6 +1,6 @@
-"""An order without smaller last batches: the orders of the epochs, one after the other, cut into whole global batches.
+"""An order without smaller last batches: the epochs' orders, one after the other, cut into complete global batches.
 
-An epoch's samples seldom fill whole global batches. In the other orders the last batch of an epoch is smaller, or
+An epoch's samples seldom fill all of its global batches. In the other orders the last batch of an epoch is smaller, or
 filled with samples that are used twice, depending on the number of ranks. Here the remaining samples begin the first
 batch of the next epoch. So the samples of update k are numbers kB to (k+1)B of one endless sequence, for any number of
 ranks and any micro-batch size, and no sample is left out or used twice within its epoch's order. Elastic runs need
@@ -9,7 +9,7 @@ this.
     epoch 0: 10 samples, B = 4       0..3  4..7  8 9 | 0 1      the loop of epoch 0 ends here, after three batches
     epoch 1                          2..5  6..9                 that of epoch 1 after two
 
-The state is that of `ShardedSampler`'s order (epoch, position in it), so each reads the other's.
+The state has the form of that of `ShardedSampler`'s order (epoch, position in it), so each can load the other's.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from .tracks import BatchSize, expect_position, warn_of_other_length
 
 __all__ = ["ContinuousSampler", "ContinuousTrack"]
 
-_PIECE = 65536  # samples that are turned into Python numbers at a time
+_PIECE = 65536  # sample numbers that are converted to Python integers at a time
 
 
 class ContinuousSampler(Sampler[int]):
-    """Yields this rank's sample indices from `first` on, up to the first whole batch behind the end of the epoch.
+    """Yields this rank's sample indices from `first` on, up to the first batch end at or behind the end of the epoch.
 
     Args:
         length: number of samples in the dataset, at least 1.
-        rank, world_size: place among the data-parallel ranks.
+        rank, world_size: this rank and the number of data-parallel ranks.
         micro_batch_size: samples per rank and micro-batch.
         global_batch: samples of all ranks in one update; a multiple of a micro-batch of all ranks.
         shuffle, seed: as for `ShardedSampler`.
@@ -53,17 +53,17 @@ class ContinuousSampler(Sampler[int]):
         self.length, self.rank, self.world_size = length, rank, world_size
         self.stride, self.global_batch = micro_batch_size * world_size, global_batch
         self.shuffle, self.seed = shuffle, seed
-        self.first = 0  # place in the endless sequence at which the next loop begins
+        self.first = 0  # position in the endless sequence at which the next loop begins
 
     def first_of(self, epoch: int) -> int:
-        """Where the loop of an epoch begins: the first whole batch at or behind the start of its order."""
-        return _up_to(epoch * self.length, self.global_batch)
+        """The position at which the loop of an epoch begins: the first batch start at or behind its order's start."""
+        return _round_up(epoch * self.length, self.global_batch)
 
     @property
     def stop(self) -> int:
-        """Where the loop from `first` on ends; always behind it, and the same number of micro-batches for each rank."""
+        """The position at which the loop from `first` ends, always behind `first`. Ranks get equally many batches."""
         end = self.first_of(self.first // self.length + 1)
-        return self.first + _up_to(end - self.first, self.stride)
+        return self.first + _round_up(end - self.first, self.stride)
 
     def __iter__(self) -> Iterator[int]:
         place, stop = self.first, self.stop
@@ -72,7 +72,7 @@ class ContinuousSampler(Sampler[int]):
             upto = min(stop, (epoch + 1) * self.length)
             order = epoch_order(self.length, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
             turn = (self.rank - (place - self.first)) % self.world_size
-            # Copied: the share is a view that would keep the whole order.
+            # A copy, because a view would keep the memory of the complete order.
             mine = np.array(order[offset + turn : upto - epoch * self.length : self.world_size])
             del order
             for begin in range(0, len(mine), _PIECE):
@@ -84,7 +84,7 @@ class ContinuousSampler(Sampler[int]):
 
 
 class ContinuousTrack:
-    """Over a `ContinuousSampler`: the position is a place in the endless sequence."""
+    """Over a `ContinuousSampler`: the position is one in the endless sequence."""
 
     to_skip = 0
     size = BatchSize(0)
@@ -96,7 +96,7 @@ class ContinuousTrack:
         self._under_way = False
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next loop be that of `epoch`."""
+        """Make the next loop that of `epoch`."""
         self._go_to(self._sampler.first_of(epoch))
 
     def _go_to(self, place: int) -> None:
@@ -105,40 +105,40 @@ class ContinuousTrack:
         self.epoch = place // self._sampler.length
 
     def begin(self) -> None:
-        """A loop begins; one that was left early is over, and with it its epoch."""
+        """Note that a loop begins. If the loop before was left early, its epoch is over."""
         if self._under_way:
             self.set_epoch(self.epoch + 1)
         self._under_way = True
 
     def advance(self) -> None:
-        """A micro-batch of each rank is handed out."""
+        """Note that a micro-batch of each rank is handed out."""
         self.size = BatchSize(self._sampler.stride)
         self._used += self._sampler.stride
 
     def finish(self) -> None:
-        """The loop has ended: the next one continues there."""
+        """Note that the loop has ended: the next one continues at its end."""
         self._go_to(self._used)
 
     def key(self, index: int, count: int) -> tuple[int, ...]:
-        """Seed, the epoch whose order the sample is from, and the sample."""
+        """The seed, the epoch whose order the sample is from, and the sample's number."""
         sampler = self._sampler
         place = sampler.first + sampler.rank + count * sampler.world_size
         return sampler.seed, place // sampler.length, index
 
     def state_dict(self) -> dict[str, Any]:
-        """Seed, epoch and position in the epoch's order, in global samples."""
+        """The seed, the epoch, and the position in the epoch's order in global samples."""
         sampler = self._sampler
         epoch, position = divmod(self._used, sampler.length)
         return {"seed": sampler.seed, "epoch": epoch, "position": position, "length": sampler.length}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken. Raises `DataStateError` for the state of another kind of order."""
+        """Continue where `state` was taken. Raises `DataStateError` for the state of another kind of order."""
         expect_position(state)
         self._sampler.seed = int(state["seed"])
         warn_of_other_length(state, self._sampler.length)
         self._go_to(int(state["epoch"]) * self._sampler.length + int(state["position"]))
 
 
-def _up_to(number: int, unit: int) -> int:
+def _round_up(number: int, unit: int) -> int:
     """The smallest multiple of `unit` that is at least `number`."""
     return -(-number // unit) * unit

@@ -19,8 +19,9 @@ __all__ = ["ShardedSampler", "epoch_order", "rank_share"]
 
 
 def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
-    """The order in which the samples of one epoch are used by all ranks together: int64 [length], the numbers 0 to
-    `length` - 1. With `shuffle` it is drawn from `seed` + `epoch`, the same on all ranks; else it is ascending.
+    """The order in which all ranks together use the samples of one epoch: int64 [length], numbers 0 to `length` - 1.
+
+    With `shuffle` it is a permutation drawn from `seed` + `epoch`, the same on all ranks; else it is ascending.
     """
     if not shuffle:
         return np.arange(length)
@@ -30,17 +31,17 @@ def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> np.ndar
 
 
 def rank_share(order: Any, *, rank: int, world_size: int, drop_last: bool) -> Any:
-    """What one rank takes from `order`: every `world_size`-th sample, equally many on each rank.
+    """The part of `order` that one rank takes: every `world_size`-th sample, equally many on each rank.
 
-    The tail that does not divide is dropped (`drop_last`) or filled up from the start of `order`, repeatedly if it is
-    shorter than the number of ranks. The result is of the kind of `order`: an array, or a list.
+    The last samples, which do not divide among the ranks, are dropped (`drop_last`), or filled up with samples from
+    the start of `order`, repeatedly if there are fewer samples than ranks. The result has the type of `order`: an
+    array, or a list.
     """
     if drop_last:
         return order[: len(order) // world_size * world_size][rank::world_size]
     mine = order[rank::world_size]
-    if len(order) and len(mine) < -(
-        -len(order) // world_size
-    ):  # this rank's turn in the last round comes from the start
+    rounds = -(-len(order) // world_size)
+    if len(order) and len(mine) < rounds:  # in the last round this rank gets a sample from the start
         filler = (rank - len(order) % world_size) % len(order)
         one = order[filler : filler + 1]
         mine = np.concatenate([mine, one]) if isinstance(order, np.ndarray) else mine + one
@@ -52,10 +53,10 @@ class ShardedSampler(Sampler[int]):
 
     Args:
         length: number of samples in the dataset.
-        rank, world_size: place among the data-parallel ranks.
-        shuffle: a new permutation each epoch; else dataset order.
-        seed: with the epoch, decides the permutation; the same on all ranks.
-        drop_last: drop the tail that cannot be shared out evenly instead of repeating samples.
+        rank, world_size: this rank and the number of data-parallel ranks.
+        shuffle: use a new permutation in each epoch; else the order of the dataset.
+        seed: decides, with the epoch, the permutation; it must be the same on all ranks.
+        drop_last: drop the last samples that do not divide among the ranks, instead of repeating samples.
     """
 
     def __init__(
@@ -72,11 +73,11 @@ class ShardedSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         order = epoch_order(self.length, seed=self.seed, epoch=self.epoch, shuffle=self.shuffle)
-        # Copied: the share is a view that would keep the whole order.
+        # A copy, because a view would keep the memory of the complete order.
         share = rank_share(order[self.position :], rank=self.rank, world_size=self.world_size, drop_last=self.drop_last)
         mine = np.array(share)
         del order, share
-        for first in range(0, len(mine), 65536):  # a list of all of them would take ten times their memory
+        for first in range(0, len(mine), 65536):  # a list of all of them would need ten times the memory of the array
             yield from mine[first : first + 65536].tolist()
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Random augmentations as a function of the run's seed and the sample's place, so that a resumed run repeats them.
+"""Random augmentations as a function of the run's seed and the sample's position, so that a resumed run repeats them.
 
 torch gives each worker process its own random state, which no checkpoint holds: a resumed run would draw
 other crops, flips and masks than a run that never stopped, and so would a run with another number of workers. Here
@@ -23,37 +23,37 @@ from torch.utils.data import Sampler, default_collate, get_worker_info
 
 from ..randomness import mixed
 
-__all__ = ["Draw", "NumberedDraws", "SeededCollate", "SeededSamples", "kept_random_states", "seed_generators"]
+__all__ = ["Draw", "NumberedDraws", "SeededCollate", "SeededSamples", "preserve_random_states", "seed_generators"]
 
 _COLLATE = -1
-"""Stands before a sample's numbers where a batch is put together, so that it draws something else than the sample."""
+"""Comes before the key when a batch is collated, so that collating draws other numbers than its first sample."""
 
 
 class Draw(NamedTuple):
-    """A sample, or the number of one that is to be read, and the numbers that seed the generators for it."""
+    """A sample, or the number of a sample to read, and the numbers that seed the generators for it."""
 
     what: Any
     key: tuple[int, ...]
 
 
 class _Fetched(NamedTuple):
-    """The samples of a batch, and the numbers of its first one."""
+    """The samples of a batch, and the key of its first sample."""
 
     samples: Any
     key: tuple[int, ...]
 
 
 def seed_generators(*numbers: int) -> None:
-    """Make what Python's, numpy's and torch's (CPU) generators draw next a function of `numbers`."""
+    """Seed the generators of Python, numpy and torch (CPU) with a function of `numbers`."""
     seed = mixed(numbers)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(seed >> 1)  # torch.manual_seed would seed every device, too
+    torch.default_generator.manual_seed(seed >> 1)  # torch.manual_seed would also seed every device
 
 
 @contextmanager
-def kept_random_states() -> Iterator[None]:
-    """The generators have their states back at the end; a worker process has nothing to keep."""
+def preserve_random_states() -> Iterator[None]:
+    """Restore the states of the generators at the end. In a worker process nothing depends on them: nothing is done."""
     if get_worker_info() is not None:
         yield
         return
@@ -67,12 +67,12 @@ def kept_random_states() -> Iterator[None]:
 
 
 class NumberedDraws(Sampler):
-    """Sample numbers, or lists of them, with the numbers that seed their reading.
+    """A sampler or batch sampler that yields `Draw`s: sample numbers with the numbers that seed their reading.
 
     Args:
-        source: the sampler or batch sampler.
-        batches: whether it is a batch sampler. (A sampler may yield lists, too, for datasets that take them.)
-        key: from sample number and count of the samples drawn before in this loop to the seeding numbers.
+        source: the sampler or batch sampler to read from.
+        batches: whether `source` is a batch sampler. (A sampler may also yield lists, for datasets that take them.)
+        key: maps a sample number and the count of samples drawn before it in this loop to the seeding numbers.
     """
 
     def __init__(self, source: Any, key: Callable[[int, int], tuple[int, ...]], *, batches: bool) -> None:
@@ -93,7 +93,7 @@ class NumberedDraws(Sampler):
 
 
 class SeededSamples:
-    """A map-style dataset that is read by `Draw`s; gives a batch to `SeededCollate`."""
+    """A map-style dataset that is indexed by `Draw`s; `SeededCollate` collates the batches it returns."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -104,7 +104,7 @@ class SeededSamples:
 
     def __getitems__(self, draws: list[Draw]) -> _Fetched:
         key = draws[0].key
-        with kept_random_states():
+        with preserve_random_states():
             if self._whole_batches:
                 seed_generators(*key)
                 return _Fetched(self._dataset.__getitems__([draw.what for draw in draws]), key)
@@ -116,17 +116,21 @@ class SeededSamples:
 
 
 class SeededCollate:
-    """A collate function that is seeded for each batch. None: torch's. Takes what `SeededSamples` fetched, or a list of
-    `Draw`s of samples.
+    """A collate function that seeds the generators for each batch.
+
+    It takes what `SeededSamples` fetched, or a list of `Draw`s of samples.
+
+    Args:
+        collate: the function to call; None: `default_collate` of torch.
     """
 
     def __init__(self, collate: Callable[[Any], Any] | None) -> None:
         self._collate = default_collate if collate is None else collate
 
     def __call__(self, fetched: _Fetched | list[Draw]) -> Any:
-        """Put a batch together."""
+        """Seed the generators and collate one batch."""
         if isinstance(fetched, list):
             fetched = _Fetched([draw.what for draw in fetched], fetched[0].key)
-        with kept_random_states():
+        with preserve_random_states():
             seed_generators(_COLLATE, *fetched.key)
             return self._collate(fetched.samples)

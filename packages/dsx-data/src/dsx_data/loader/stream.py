@@ -7,9 +7,10 @@ in the stream is one number. The price: every reader produces, or skips, every s
 `skip(n)`, as those of Hugging Face `datasets` have, a resumed run uses it. A dataset that divides itself among
 worker processes is read as if there were none; one that divides itself among ranks must not be wrapped.
 
-With a number of samples per update (`StreamShare.global_batch`) an epoch ends with a whole update, as in `continuous`:
-what is left over of its stream opens the first update of the next epoch. Nobody knows beforehand where a stream ends,
-and worker processes read ahead; so each micro-batch tells where its samples end (`Placed`).
+With a number of samples per update (`StreamShare.global_batch`) an epoch ends with a complete update, as in
+`continuous`: the samples that remain of its stream begin the first update of the next epoch. The end of a stream is not
+known beforehand, and worker processes read ahead; so each micro-batch carries the position where its samples end
+(`Placed`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch.utils.data._utils import worker as worker_module
 from ..errors import DataArgumentError
 from ..randomness import generator
 from .order import rank_share
-from .seeding import Draw, kept_random_states, seed_generators
+from .seeding import Draw, preserve_random_states, seed_generators
 
 __all__ = ["Placed", "PlacedCollate", "SharedStream", "StreamReader", "StreamShare"]
 
@@ -35,8 +36,9 @@ class SharedStream:
     """Says that an iterable dataset yields the same samples in the same order to every reader.
 
     Args:
-        dataset: any iterable that can be iterated over again. If it has `set_epoch(epoch)`, that is called first.
-        shuffle_window: shuffle within consecutive windows of so many samples, another order each epoch; 0: keep the
+        dataset: any iterable that can be iterated over more than once. If it has `set_epoch(epoch)`, that is called
+            first.
+        shuffle_window: shuffle within consecutive windows of so many samples, differently in each epoch; 0: keep the
             order. A window is held in memory, and a resumed run reads its window again from the start.
 
     Raises:
@@ -51,7 +53,13 @@ class SharedStream:
         self.dataset, self.shuffle_window = dataset, shuffle_window
 
     def read(self, *, seed: int, epoch: int, position: int, seeded: bool = False) -> Iterator[Any]:
-        """The samples of an epoch from `position` on. `seeded`: the random generators are seeded for each sample."""
+        """The samples of an epoch from `position` on.
+
+        Args:
+            seed: of the shuffling, and of the generators.
+            position: number of the first sample that is yielded.
+            seeded: whether the random generators are seeded for each sample.
+        """
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)  # type: ignore[attr-defined]
         key = (seed, epoch) if seeded else None
@@ -86,8 +94,11 @@ class StreamShare:
     """Which part of each global micro-batch of a stream a rank takes.
 
     Attributes:
+        rank, world_size: this rank and the number of data-parallel ranks.
+        micro_batch_size: samples per rank and micro-batch.
+        drop_last: drop the last global micro-batch of a stream if it is not complete.
         global_batch: samples of all ranks in one update, a multiple of a global micro-batch; None: an epoch ends with
-            its stream, in a smaller micro-batch or none (`drop_last`).
+            its stream, and its last micro-batch may be smaller.
     """
 
     rank: int
@@ -98,11 +109,11 @@ class StreamShare:
 
 
 class Placed(NamedTuple):
-    """A sample, or a batch of them, and where its global micro-batch ends.
+    """A sample, or a batch of samples, and the position where its global micro-batch ends.
 
     Attributes:
         what: the sample or the batch.
-        epoch, position: of the next sample behind the global micro-batch.
+        epoch, position: epoch and position of the first sample after the global micro-batch.
     """
 
     what: Any
@@ -111,18 +122,18 @@ class Placed(NamedTuple):
 
 
 class PlacedCollate:
-    """Puts a batch of `Placed` samples together; the batch has the place of its samples."""
+    """A collate function for `Placed` samples. The batch has the epoch and position of its samples."""
 
     def __init__(self, collate: Any) -> None:
         self._collate = collate
 
     def __call__(self, samples: list[Placed]) -> Placed:
-        """Put a batch together."""
+        """Collate one batch."""
         return Placed(self._collate([one.what for one in samples]), samples[0].epoch, samples[0].position)
 
 
 class StreamReader(IterableDataset):
-    """One rank's samples of a `SharedStream`; of a worker process, those of its micro-batches."""
+    """One rank's samples of a `SharedStream`. A worker process yields only the samples of its own micro-batches."""
 
     def __init__(self, stream: SharedStream, share: StreamShare, *, seeded: bool = True) -> None:
         self.stream, self.share, self.is_seeded = stream, share, seeded
@@ -131,18 +142,20 @@ class StreamReader(IterableDataset):
     def __iter__(self) -> Iterator[Any]:
         share, worker = self.share, get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        whole = share.global_batch is not None
-        for index, (group, begin, end) in enumerate(self._whole_updates() if whole else self._of_one_epoch()):
-            # torch asks its workers in turn, so worker k of K makes micro-batches k, k + K, ...
+        has_updates = share.global_batch is not None
+        groups = self._of_complete_updates() if has_updates else self._of_one_epoch()
+        for index, (group, begin, end) in enumerate(groups):
+            # The DataLoader takes batches from its workers in turn: worker k of K makes micro-batches k, k + K, ...
             if index % workers != number:
                 continue
             mine = rank_share(group, rank=share.rank, world_size=share.world_size, drop_last=share.drop_last)
             drawn = (Draw(sample, (self.seed, *begin, share.rank)) for sample in mine) if self.is_seeded else mine
-            yield from (Placed(one, *end) for one in drawn) if whole else drawn
+            yield from (Placed(one, *end) for one in drawn) if has_updates else drawn
 
     def _of_one_epoch(self) -> Iterator[Group]:
-        """The global micro-batches of this epoch. An incomplete one is the last: ranks take equally many of it, or none
-        with drop_last.
+        """The global micro-batches of this epoch.
+
+        The last one may be incomplete: ranks take equally many samples of it, or none with `drop_last`.
         """
         source, size = _Chain(self), self.share.micro_batch_size * self.share.world_size
         for first in itertools.count(self.position, size):
@@ -151,8 +164,8 @@ class StreamReader(IterableDataset):
                 return
             yield group, (self.epoch, first), (self.epoch, first + size)
 
-    def _whole_updates(self) -> Iterator[Group]:
-        """Global micro-batches up to the first whole update that ends at or behind the end of this epoch's stream."""
+    def _of_complete_updates(self) -> Iterator[Group]:
+        """The global micro-batches up to the first end of an update at or behind the end of this epoch's stream."""
         source, size = _Chain(self), self.share.micro_batch_size * self.share.world_size
         per_update = (self.share.global_batch or size) // size
         while source.epoch == self.epoch:
@@ -162,17 +175,17 @@ class StreamReader(IterableDataset):
                 if not group and not number:
                     return  # the epoch has ended with an update
                 while len(group) < size:
-                    source.go_on()
+                    source.begin_next_epoch()
                     group += source.take(size - len(group))
                 yield group, begin, source.place
 
 
 Group = tuple[list[Any], tuple[int, int], tuple[int, int]]
-"""The samples of a global micro-batch, and epoch and position of the first one and behind the last one."""
+"""The samples of a global micro-batch, (epoch, position) of the first sample, and that after the last sample."""
 
 
 class _Chain:
-    """The streams of a reader's epochs, one behind the other, from the reader's place on."""
+    """The streams of a reader's epochs, one after the other, from the reader's position on."""
 
     def __init__(self, reader: StreamReader) -> None:
         self._reader = reader
@@ -190,12 +203,12 @@ class _Chain:
 
     def take(self, count: int) -> list[Any]:
         """The next samples of this epoch; fewer at its end."""
-        samples = _read_as_one(self._source, count)
+        samples = _take_without_worker_info(self._source, count)
         self.position += len(samples)
         return samples
 
-    def go_on(self) -> None:
-        """Begin the next epoch. Raises `DataArgumentError` where the epoch that ends had nothing from its start on."""
+    def begin_next_epoch(self) -> None:
+        """Begin the next epoch. Raises `DataArgumentError` if the epoch that ends had no samples."""
         if not self.position:
             raise DataArgumentError(
                 f"SharedStream: got no sample in epoch {self.epoch}, expected at least one: what is left over of an"
@@ -204,13 +217,13 @@ class _Chain:
         self._open(self.epoch + 1, 0)
 
 
-def _read_as_one(source: Iterator[Any], count: int) -> list[Any]:
-    """The next `count` samples, read as if this process were no worker of a loader.
+def _take_without_worker_info(source: Iterator[Any], count: int) -> list[Any]:
+    """The next `count` samples of `source`. Meanwhile `get_worker_info()` returns None, as outside of a worker.
 
-    A dataset that asks `get_worker_info()` (those of Hugging Face do) would yield only this worker's part.
+    A dataset that calls `get_worker_info()` (those of Hugging Face do) would otherwise yield only this worker's part.
     """
     known = worker_module._worker_info
-    with kept_random_states():
+    with preserve_random_states():
         worker_module._worker_info = None
         try:
             return list(itertools.islice(source, count))

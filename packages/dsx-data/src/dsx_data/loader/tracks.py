@@ -1,7 +1,7 @@
 """Epoch and position of a loader, for each kind of order it may have.
 
-A track counts batches as they leave the loader, not as the order is read: with worker processes the order runs ahead of
-the training. `state_dict()` then names the next batch that was not handed out.
+A track counts batches when they leave the loader, not when the order is read: worker processes read the order ahead of
+the training. So `state_dict()` has the position of the first batch that was not handed out.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .stream import StreamReader
 
 __all__ = [
     "BatchSize",
+    "CallerSamplerTrack",
     "CurriculumTrack",
-    "ForeignTrack",
     "PlannedTrack",
     "PositionTrack",
     "SharedStreamTrack",
     "StreamTrack",
     "Track",
-    "WholeStreamTrack",
+    "UpdateStreamTrack",
 ]
 
 logger = logging.getLogger("dsx_data")
@@ -40,9 +40,10 @@ class BatchSize:
     """Size of a micro-batch.
 
     Attributes:
-        samples: of all ranks together, each sample counted once; 0 where that is not known.
-        own_samples, own_tokens: of this rank's batch; 0 where the loader has no token budget.
-        sum_samples, sum_tokens: sums over all ranks' batches; a batch that was repeated to fill a round counts again.
+        samples: samples of all ranks together, each counted once; 0 if that is not known.
+        own_samples, own_tokens: samples and tokens of this rank's batch; 0 if the loader has no token budget.
+        sum_samples, sum_tokens: sums over the batches of all ranks. A batch that is repeated so that every rank has one
+            counts twice.
     """
 
     samples: int
@@ -53,13 +54,14 @@ class BatchSize:
 
 
 class Track(Protocol):
-    """What a loader asks of the order it reads.
+    """The interface of a loader to the order it reads.
 
     Attributes:
-        epoch: of the loop that runs, or of the next one.
+        epoch: epoch of the running loop, or of the next one.
         to_skip: batches that the loader must read and throw away at the start of the next loop.
-        size: of the micro-batch handed out last.
-        empty_means_next: an epoch without any batch was already used up when the state was saved.
+        size: size of the micro-batch handed out last.
+        empty_means_next: if the next loop yields no batch, its epoch was used up when the state was saved, and the
+            loader must continue with the next epoch.
     """
 
     epoch: int
@@ -80,7 +82,7 @@ class Track(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     def key(self, index: int, count: int) -> tuple[int, ...]:
-        """Numbers that identify one draw of a sample, for any number of ranks.
+        """Numbers that identify one draw of a sample, the same for any number of ranks where the track can.
 
         Args:
             index: number of the sample.
@@ -90,7 +92,7 @@ class Track(Protocol):
 
 
 class _Epochs:
-    """The common part of all tracks: a loop is an epoch, and a loop that was left early is over."""
+    """The common part of most tracks: a loop is an epoch, and a loop that was left early ends its epoch."""
 
     to_skip = 0
     size = BatchSize(0)
@@ -122,12 +124,12 @@ class _Epochs:
         return 0
 
     def key(self, index: int, count: int) -> tuple[int, ...]:
-        """An epoch has each sample once."""
+        """The seed, the epoch and the sample's number: an epoch has each sample once."""
         return self.seed, self.epoch, index
 
 
 class PositionTrack(_Epochs):
-    """Over a `ShardedSampler`: the position is a count of global samples."""
+    """The track of a `ShardedSampler`: the position is a count of global samples."""
 
     def __init__(self, sampler: ShardedSampler, micro_batch_size: int) -> None:
         super().__init__()
@@ -164,7 +166,7 @@ class PositionTrack(_Epochs):
 
 
 class PlannedTrack(_Epochs):
-    """Over batches that a token budget planned: the position is a count of micro-batches of all ranks.
+    """The track of batches that a token budget planned: the position is a count of micro-batches of all ranks.
 
     It is also the batch sampler: iterating over it yields this rank's batches as lists of sample numbers.
     """
@@ -199,10 +201,10 @@ class PlannedTrack(_Epochs):
             yield plan[number].tolist()
 
     def _group(self) -> list[np.ndarray]:
-        """The batches of all ranks in the coming turn: those of `rank_share`, without making all of them."""
+        """The batches of all ranks in the next round, as `rank_share` divides them, without dividing all of the plan."""
         plan, count = self._plan(), len(self._plan()) - self._first
         places = range(self._position - self._first, self._position - self._first + self._world_size)
-        # In the last round, who has no batch of its own repeats one from the start of the loop.
+        # In the last round, a rank without a batch of its own repeats one from the start of the loop.
         return [plan[self._first + (place if place < count else (place - count) % count)] for place in places]
 
     def _restart(self) -> None:
@@ -242,34 +244,35 @@ class PlannedTrack(_Epochs):
 
 
 class CurriculumTrack(_Epochs):
-    """Over a `CurriculumSampler`: the draws are one long sequence of samples, of which each micro-batch takes the next.
+    """The track of a `CurriculumSampler`: its draws are one long sequence of samples, cut into micro-batches.
 
-    It is also the batch sampler. Before each draw the sampler's state is noted, so that the state of the batch that was
-    handed out last is known although the draws ran ahead.
+    It is also the batch sampler. Before each draw it saves the sampler's state, so that the state at the batch that was
+    handed out last is known although the draws are ahead of it.
     """
 
     def __init__(self, sampler: CurriculumSampler, *, rank: int, world_size: int, micro_batch_size: int) -> None:
         super().__init__()
         self.sampler, self._rank, self._world_size = sampler, rank, world_size
         self._stride = micro_batch_size * world_size
-        self._noted: deque[tuple[int, dict[str, Any], dict[str, int]]] = deque()
-        self._used = self._start = 0  # samples of the whole sequence that were handed out: now, at the loop's start
+        self._draws: deque[tuple[int, dict[str, Any], dict[str, int]]] = deque()
+        """Draws not used up: number of the first sample, the sampler's state before the draw, the difficulties."""
+        self._used = self._start = 0  # samples of the sequence that were handed out: until now, until the loop's start
         self.difficulties = sampler.current_difficulties
 
     def __len__(self) -> int:
         return (self.sampler.total - self._used) // self._stride
 
     def __iter__(self) -> Iterator[list[int]]:
-        if self._noted:
+        if self._draws:
             self.sampler.load_state_dict(self._state_of_next())
-            self._noted.clear()
+            self._draws.clear()
         position, start, pending = self._used, self.sampler.drawn, np.zeros(0, np.int64)
         self._start = position
         while position + self._stride <= self.sampler.total:
             while start + len(pending) < position + self._stride:
                 before, first = self.sampler.state_dict(), self.sampler.drawn
                 draw = self.sampler.draw()
-                self._noted.append((first, before, draw.difficulties))
+                self._draws.append((first, before, draw.difficulties))
                 pending = np.concatenate([pending, draw.samples])
             offset = position - start
             group = pending[offset : offset + self._stride]
@@ -278,23 +281,23 @@ class CurriculumTrack(_Epochs):
             yield group[self._rank :: self._world_size].tolist()
 
     def key(self, index: int, count: int) -> tuple[int, ...]:
-        """The place in the sequence of draws: a curriculum may draw a sample more than once."""
+        """The seed and the position in the sequence of draws: a curriculum may draw a sample more than once."""
         return self.sampler.seed, self._start + self._rank + count * self._world_size
 
     def _drop_used_up(self) -> None:
-        """Forget the draws of which every sample was handed out, but keep the latest."""
-        while len(self._noted) > 1 and self._noted[1][0] <= self._used:
-            self._noted.popleft()
+        """Remove the draws of which every sample was handed out, but keep the latest one."""
+        while len(self._draws) > 1 and self._draws[1][0] <= self._used:
+            self._draws.popleft()
 
     def _state_of_next(self) -> dict[str, Any]:
         """The sampler's state before the draw that holds the next sample to hand out."""
         self._drop_used_up()
-        if not self._noted or self._used >= self._noted[0][0] + self.sampler.batch_size:
-            return self.sampler.state_dict()  # everything that was drawn was handed out
-        return self._noted[0][1]
+        if not self._draws or self._used >= self._draws[0][0] + self.sampler.batch_size:
+            return self.sampler.state_dict()  # every sample that was drawn was handed out
+        return self._draws[0][1]
 
     def begin(self) -> None:
-        """A curriculum has no epochs: each loop continues where the previous one was left."""
+        """Note that a loop begins. A curriculum has no epochs: each loop continues where the previous one was left."""
         self._under_way = True
 
     def finish(self) -> None:
@@ -305,7 +308,7 @@ class CurriculumTrack(_Epochs):
 
     def advance(self) -> None:
         self._drop_used_up()
-        self.difficulties = self._noted[0][2]
+        self.difficulties = self._draws[0][2]
         self._used += self._stride
         self.size = BatchSize(self._stride)
         self.epoch = self._used // self.sampler.size
@@ -321,14 +324,14 @@ class CurriculumTrack(_Epochs):
         if "samples" not in state or "sampler" not in state:
             raise DataStateError("loader state: got one of a loader without curriculum, expected one of a curriculum")
         self.sampler.load_state_dict(state["sampler"])
-        self._noted.clear()
+        self._draws.clear()
         self._used = int(state["samples"])
         self.epoch = self._used // self.sampler.size
         self.difficulties = dict(state["current_difficulties"])
 
 
 class SharedStreamTrack(_Epochs):
-    """Over a `SharedStream`: the position is a count of samples of the stream."""
+    """The track of a `SharedStream`: the position is a count of samples of the stream."""
 
     def __init__(self, reader: StreamReader, seed: int) -> None:
         super().__init__()
@@ -356,15 +359,15 @@ class SharedStreamTrack(_Epochs):
         self.empty_means_next = self._used > 0
 
 
-class WholeStreamTrack(SharedStreamTrack):
-    """Over a `SharedStream` in whole updates: where the next sample is was told with each micro-batch."""
+class UpdateStreamTrack(SharedStreamTrack):
+    """The track of a `SharedStream` in complete updates. Each micro-batch brings the position of the next sample."""
 
     def __init__(self, reader: StreamReader, seed: int) -> None:
         super().__init__(reader, seed)
         self._next = (0, 0)  # epoch and position
 
-    def placed(self, epoch: int, position: int) -> None:
-        """Where the micro-batch that is handed out now ends."""
+    def set_batch_end(self, epoch: int, position: int) -> None:
+        """Note the epoch and position at which the micro-batch that is handed out now ends."""
         self._next = (epoch, position)
 
     def _restart(self) -> None:
@@ -375,7 +378,7 @@ class WholeStreamTrack(SharedStreamTrack):
         self.size = BatchSize(self._stride)
 
     def finish(self) -> None:
-        """The next loop continues where the last update ended: at the end of the epoch, or in a later one."""
+        """Note that the loop has ended. The next one continues where the last update ended."""
         self._go_to(*(self._next if self._next[0] > self.epoch else (self.epoch + 1, 0)))
 
     def _go_to(self, epoch: int, position: int) -> None:
@@ -393,9 +396,9 @@ class WholeStreamTrack(SharedStreamTrack):
 
 
 class StreamTrack(_Epochs):
-    """Over an iterable dataset that divides itself among ranks: the position is a count of this rank's batches.
+    """The track of an iterable dataset that divides itself among ranks: the position is a count of this rank's batches.
 
-    It means something only with the same number of ranks and workers.
+    The position is valid only for the same number of ranks and workers.
     """
 
     def __init__(self, dataset: Any, world_size: int, num_workers: int) -> None:
@@ -429,9 +432,11 @@ class StreamTrack(_Epochs):
         self.empty_means_next = used > 0
 
 
-class ForeignTrack(_Epochs):
-    """Over a sampler of the caller. Its own state is kept where it has one; else its indices are counted and
-    skipped.
+class CallerSamplerTrack(_Epochs):
+    """The track of a sampler of the caller.
+
+    If the sampler has `state_dict` and `load_state_dict`, its own state is saved. Otherwise batches are counted, and a
+    resumed loop skips their indices.
     """
 
     def __init__(self, sampler: Any, micro_batch_size: int, *, rank: int, world_size: int, seed: int) -> None:
@@ -448,7 +453,7 @@ class ForeignTrack(_Epochs):
         yield from indices
 
     def key(self, index: int, count: int) -> tuple[int, ...]:
-        """The place in this rank's order: a sampler of the caller may draw a sample more than once."""
+        """The position in this rank's order: a sampler of the caller may draw a sample more than once."""
         return self._seed, self.epoch, self._first + count, self._rank
 
     def __len__(self) -> int:
@@ -498,7 +503,7 @@ def expect_position(state: dict[str, Any]) -> None:
 
 
 def warn_of_other_length(state: dict[str, Any], length: int) -> None:
-    """Say where the dataset is not as long as the one that the state was taken with."""
+    """Log a warning if the dataset has another length than the one that the state was saved with."""
     saved = int(state.get("length", length))
     if saved != length:
         logger.warning(

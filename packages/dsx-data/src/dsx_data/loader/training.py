@@ -25,14 +25,14 @@ from .seeding import NumberedDraws, SeededCollate, SeededSamples
 from .stream import Placed, PlacedCollate, SharedStream, StreamReader, StreamShare
 from .tracks import (
     BatchSize,
+    CallerSamplerTrack,
     CurriculumTrack,
-    ForeignTrack,
     PlannedTrack,
     PositionTrack,
     SharedStreamTrack,
     StreamTrack,
     Track,
-    WholeStreamTrack,
+    UpdateStreamTrack,
 )
 
 __all__ = ["LoaderOptions", "RepeatingLoader", "TrainingLoader"]
@@ -46,22 +46,22 @@ class LoaderOptions:
 
     Attributes:
         micro_batch_size: samples per rank and batch.
-        rank, world_size: place among the data-parallel ranks.
-        shuffle: another random order of the samples in each epoch; else dataset order.
-        seed: decides the orders; the same on all ranks.
-        drop_last: drop what does not fill a batch on every rank.
-        pin_memory: batches are in page-locked memory, if there is a CUDA device.
-        num_workers: processes that read; 0 reads in this process.
+        rank, world_size: this rank and the number of data-parallel ranks.
+        shuffle: another random order of the samples in each epoch; else the order of the dataset.
+        seed: decides the orders; it must be the same on all ranks.
+        drop_last: drop the samples at the end that do not fill a batch on every rank.
+        pin_memory: put batches into page-locked memory, if there is a CUDA device.
+        num_workers: processes that read samples; 0: this process reads them.
         prefetch: batches that each worker reads ahead; None: torch's default, 2.
         collate_fn: makes a batch from a list of samples.
-        sampler: an order of the caller's own (it is already this rank's share), or a `CurriculumSampler`.
+        sampler: the caller's own order, which must yield this rank's samples only, or a `CurriculumSampler`.
         budget: batches by number of tokens instead of samples; `micro_batch_size` is not used then.
-        seed_samples: random augmentations are a function of the seed and the sample's place in the run, so that they
-            resume exactly (see `seeding`); False: they draw from the state that each process happens to have.
-        global_batch: samples of all ranks in one update. An epoch then ends with a whole update, and what is left over
-            of its samples opens the next epoch (see `continuous`), so that each update has the same samples at any
-            number of ranks. None: the last batches of an epoch are smaller, or dropped. For map-style datasets in the
-            loader's own order, and a `SharedStream`.
+        seed_samples: random augmentations are a function of the seed and the sample's position in the run, so that they
+            resume exactly (see `seeding`); False: they use the random state of the process that reads.
+        global_batch: samples of all ranks in one update. An epoch then ends with a complete update, and its remaining
+            samples begin the next epoch (see `continuous`), so that each update has the same samples at any number of
+            ranks. None: the last batches of an epoch are smaller, or dropped. It applies to map-style datasets in the
+            loader's own order, and to a `SharedStream`.
     """
 
     micro_batch_size: int
@@ -83,8 +83,9 @@ class LoaderOptions:
 class TrainingLoader:
     """An iterable over this rank's micro-batches that knows its epoch and position.
 
-    Each `for` loop over it is one epoch (with a curriculum: continues the draws). `state_dict()` names the next
-    unused sample independently of the number of ranks; after `load_state_dict()` the next loop continues there.
+    Each `for` loop over it is one epoch. (With a curriculum each loop continues the draws.) `state_dict()` has the
+    position of the next unused sample, independent of the number of ranks; after `load_state_dict()` the next loop
+    continues there.
 
     Raises:
         DataArgumentError: the options do not fit each other or the dataset.
@@ -97,13 +98,13 @@ class TrainingLoader:
         self.on_batch: Callable[[BatchSize], None] | None = None
         """Called with the size of each batch before it is handed out."""
         self._post_process: Callable[[Any, dict[str, Any]], Any] | None = None
-        # torch's loader draws a seed for its workers whenever a loop begins. From the global generator, a resumed run
-        # would draw once more than the one that went on (test_checkpoint_resume_exactly.py in dsx).
+        # torch's loader draws a seed for its workers whenever a loop begins. If it drew from the global generator, a
+        # resumed run would draw once more than one that never stopped (test_checkpoint_resume_exactly.py in dsx).
         self._seeds = torch.Generator()
-        arguments = {"collate_fn": options.collate_fn, **self._arrange()}
+        arguments = {"collate_fn": options.collate_fn, **self._choose_track()}
         if options.seed_samples:
             arguments.update(self._seeded(arguments))
-        if isinstance(self._track, WholeStreamTrack):
+        if isinstance(self._track, UpdateStreamTrack):
             arguments["collate_fn"] = PlacedCollate(arguments["collate_fn"] or default_collate)
         self._loader = DataLoader(
             num_workers=options.num_workers,
@@ -114,8 +115,8 @@ class TrainingLoader:
             **arguments,
         )
 
-    def _arrange(self) -> dict[str, Any]:
-        """Choose the track, and what the DataLoader reads."""
+    def _choose_track(self) -> dict[str, Any]:
+        """Choose the track; returns the dataset and the order, as arguments of the DataLoader."""
         options, dataset = self.options, self.dataset
         place = {"rank": options.rank, "world_size": options.world_size}
         batches = {"batch_size": options.micro_batch_size, "drop_last": options.drop_last}
@@ -127,14 +128,14 @@ class TrainingLoader:
                 " expected a dataset with __len__ and __getitem__"
             )
         if isinstance(dataset, SharedStream):
-            whole = options.global_batch
-            if whole is not None:
-                _check_global_batch(whole, options.micro_batch_size * options.world_size)
+            per_update = options.global_batch
+            if per_update is not None:
+                _check_global_batch(per_update, options.micro_batch_size * options.world_size)
             share = StreamShare(
-                **place, micro_batch_size=options.micro_batch_size, drop_last=options.drop_last, global_batch=whole
+                **place, micro_batch_size=options.micro_batch_size, drop_last=options.drop_last, global_batch=per_update
             )
             reader = StreamReader(dataset, share, seeded=options.seed_samples)
-            self._track = (SharedStreamTrack if whole is None else WholeStreamTrack)(reader, options.seed)
+            self._track = (SharedStreamTrack if per_update is None else UpdateStreamTrack)(reader, options.seed)
             return {"dataset": reader, **batches}
         if isinstance(dataset, IterableDataset):
             if options.world_size > 1 and options.rank == 0:
@@ -153,8 +154,9 @@ class TrainingLoader:
             track = CurriculumTrack(options.sampler, **place, micro_batch_size=options.micro_batch_size)
         elif options.sampler is not None:
             self.sampler = options.sampler
-            self._track = foreign = ForeignTrack(options.sampler, options.micro_batch_size, **place, seed=options.seed)
-            return {"dataset": dataset, "sampler": foreign, **batches}
+            caller_track = CallerSamplerTrack(options.sampler, options.micro_batch_size, **place, seed=options.seed)
+            self._track = caller_track
+            return {"dataset": dataset, "sampler": caller_track, **batches}
         elif options.global_batch is not None:
             _check_global_batch(options.global_batch, options.micro_batch_size * options.world_size)
             if not len(dataset):
@@ -175,8 +177,9 @@ class TrainingLoader:
         return {"dataset": dataset, "batch_sampler": track}
 
     def _seeded(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The DataLoader's arguments that have every sample and batch seeded; none for an iterable dataset that is no
-        `SharedStream`.
+        """The arguments of the DataLoader that make it seed every sample and batch.
+
+        There are none for an iterable dataset that is not a `SharedStream`.
         """
         if isinstance(arguments["dataset"], IterableDataset) and not isinstance(arguments["dataset"], StreamReader):
             return {}
@@ -208,8 +211,10 @@ class TrainingLoader:
         """Let `function(batch, state)` change each batch before it is handed out.
 
         `state` is this loader's `state_dict()`; with a curriculum its key `current_difficulties` holds the difficulty
-        of each metric at which the batch was drawn. None takes the function off. Raises `DataArgumentError` for what
-        cannot be called.
+        of each metric at which the batch was drawn. None removes the function.
+
+        Raises:
+            DataArgumentError: `function` cannot be called.
         """
         if function is not None and not callable(function):
             raise DataArgumentError(f"set_post_process: got {function!r}, expected a function of batch and state")
@@ -224,7 +229,7 @@ class TrainingLoader:
         self._seeds.manual_seed(generator(self.options.seed, track.epoch, self.options.rank).initial_seed())
         handed_out = 0
         for read in self._read():
-            batch = self._without_place(read)
+            batch = self._take_position(read)
             # Before the yield: a checkpoint written in the loop body counts this batch as used.
             track.advance()
             handed_out += 1
@@ -233,7 +238,7 @@ class TrainingLoader:
             yield batch if self._post_process is None else self._post_process(batch, self.state_dict())
         used_up = track.empty_means_next and not handed_out
         track.finish()
-        if used_up:  # the state was saved in the last batch of an order of unknown length
+        if used_up:  # the state was saved in the last batch of an order whose length is not known beforehand
             yield from self
 
     def _read(self) -> Iterator[Any]:
@@ -243,23 +248,27 @@ class TrainingLoader:
                 return
         yield from batches
 
-    def _without_place(self, read: Any) -> Any:
-        """Returns the batch, and reports its end to the track that needs it."""
-        if not isinstance(self._track, WholeStreamTrack):
+    def _take_position(self, read: Any) -> Any:
+        """Return the batch, and report the position of its end to a track that needs it."""
+        if not isinstance(self._track, UpdateStreamTrack):
             return read
         placed: Placed = read
-        self._track.placed(placed.epoch, placed.position)
+        self._track.set_batch_end(placed.epoch, placed.position)
         return placed.what
 
     def state_dict(self) -> dict[str, Any]:
-        """Seed, epoch and position in global samples; no trace of ranks."""
+        """The seed, the epoch and the position of the next batch.
+
+        For the loader's own orders the position is a count of global samples, which does not depend on the number of
+        ranks.
+        """
         return self._track.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken, with this loader's own number of ranks and batch size.
+        """Continue where `state` was taken, with this loader's own number of ranks and batch size.
 
         Raises:
-            DataStateError: the state belongs to another kind of order, or means nothing with this number of ranks.
+            DataStateError: the state belongs to another kind of order, or is not valid for this number of ranks.
         """
         self._track.load_state_dict(state)
 
@@ -268,7 +277,7 @@ class RepeatingLoader:
     """Restarts a loader whenever it ends, so that `next()` never stops; each restart is a new epoch.
 
     Raises:
-        DataArgumentError: the loader yields nothing at all.
+        DataArgumentError: the loader yields no batch. `next()` raises it.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
@@ -294,11 +303,11 @@ class RepeatingLoader:
         return len(self.loader)  # type: ignore[arg-type]
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the loader inside."""
+        """The state of the loader inside."""
         return self.loader.state_dict()  # type: ignore[attr-defined]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load into the loader inside; a running loop is stopped and starts again from there."""
+        """Load the state into the loader inside. A running loop ends, and the next batch is the one of the state."""
         self.loader.load_state_dict(state)  # type: ignore[attr-defined]
         self._iterator = None
 
@@ -363,6 +372,6 @@ class _Iterable(IterableDataset):
         return iter(self.source)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the source, if it listens."""
+        """Pass the epoch on to the source, if it has `set_epoch`."""
         if hasattr(self.source, "set_epoch"):
             self.source.set_epoch(epoch)

@@ -1,4 +1,4 @@
-"""A layer's arguments by name: hidden states, mask and the like, whether they come by position or by keyword."""
+"""Access to a layer's arguments by name, whether a call passes them by position or by keyword."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Signature:
     """Names of the arguments of a layer's `forward`; the first one is the hidden states."""
 
     def __init__(self, layer: nn.Module) -> None:
-        # The layer's own forward: behaviours given to it take any arguments.
+        # The signature of the layer's own forward is needed: that of a `Behaviour` is (*args, **kwargs).
         own = next(k for k in type(layer).__mro__ if "forward" in vars(k) and not issubclass(k, Behaviour))
         self.names = [
             name
@@ -46,14 +46,14 @@ class LayerCall:
         return self.args[0] if self.args else self.kwargs[self._names[0]]
 
     def get(self, name: str) -> Any:
-        """An argument; None where it was not given."""
+        """The argument `name`; None if the call does not pass it."""
         if name in self.kwargs:
             return self.kwargs[name]
         place = self._names.index(name) if name in self._names else len(self.args)
         return self.args[place] if place < len(self.args) else None
 
     def set(self, name: str, value: Any) -> None:
-        """Replace an argument that was given."""
+        """Replace the argument `name`. If the call does not pass it, nothing changes."""
         if name in self.kwargs:
             self.kwargs[name] = value
         elif name in self._names and self._names.index(name) < len(self.args):

@@ -1,11 +1,12 @@
-"""Progressive layer dropping (Zhang and He 2020): layers are skipped at random, deep ones more often, more as training
-goes on.
+"""Progressive layer dropping (Zhang and He 2020): layers are skipped at random.
+
+Deep layers are skipped more often than early ones, and all layers more often as training goes on.
 
     theta(t) = (1 - theta_bar) * exp(-gamma * t) + theta_bar          t: optimizer steps so far
     p_i      = 1 - (i / L) * (1 - theta(t))                           keep probability of layer i of L, from 1
 
-A layer that is kept adds its change divided by p_i, so that expected activations are those of evaluation, where every
-layer runs: h + (layer(h) - h) / p_i.
+A layer that is kept divides its change of the hidden states by p_i: its result is h + (layer(h) - h) / p_i. So the
+expected activations are those of evaluation, where every layer runs.
 
 Whether a layer is kept is a function of (seed, step, layer) alone. So all ranks skip the same layers and no collective
 is left waiting, micro-batches of one optimizer step agree, and a recomputation during backward decides as the forward
@@ -35,7 +36,7 @@ class ProgressiveLayerDrop:
 
     Args:
         theta: limit of theta(t), 0 to 1; 1 drops nothing.
-        gamma: speed of the approach, 0 or more.
+        gamma: rate at which theta(t) falls to its limit, per step; 0 or more.
     """
 
     def __init__(self, theta: float = 0.5, gamma: float = 0.001) -> None:
@@ -47,11 +48,11 @@ class ProgressiveLayerDrop:
         self.current_theta = 1.0
 
     def theta_at(self, global_step: int) -> float:
-        """theta after so many optimizer steps."""
+        """theta after `global_step` optimizer steps."""
         return (1.0 - self.theta) * math.exp(-self.gamma * global_step) + self.theta
 
     def get_theta(self) -> float:
-        """theta of the coming step."""
+        """theta of the next step."""
         return self.current_theta
 
     def get_state(self) -> dict[str, Any]:
@@ -64,12 +65,12 @@ class ProgressiveLayerDrop:
 
 
 class LayerDrop:
-    """Which layers of one model are kept at the current step; what its converted layers share.
+    """Decides which layers of one model are kept at the current step. All converted layers share this object.
 
     Args:
         schedule: theta(t).
         layers: number of layers.
-        seed: with step and layer, decides; the same on all ranks.
+        seed: decides, with step and layer, which layers are kept; it must be the same on all ranks.
         rescale: divide the change of a kept layer by its keep probability.
     """
 
@@ -78,29 +79,29 @@ class LayerDrop:
         self.update_state(0)
 
     def keep_probability(self, layer: int) -> float:
-        """p of layer 0, 1, ... at the current step."""
+        """The keep probability of layer `layer` (0 is the first) at the current step."""
         return self._probabilities[layer]
 
     def keeps(self, layer: int) -> bool:
-        """Whether the layer runs at the current step."""
+        """Whether layer `layer` runs at the current step."""
         return self._kept[layer]
 
     def update_state(self, global_step: int) -> None:
-        """Go to the step after `global_step` optimizer steps; call it after each of them."""
+        """Set the state for the step after `global_step` optimizer steps. Call it after each optimizer step."""
         self.step = global_step
         self.schedule.update_state(global_step)
         theta = self.schedule.get_theta()
-        # Decided here, once per step: forwards only look it up, which a compiler can trace.
+        # This is decided once per step: a compiler can trace a forward that only looks the result up.
         self._probabilities = [1.0 - (layer + 1) / self.layers * (1.0 - theta) for layer in range(self.layers)]
         self._kept = [uniform(self.seed, global_step, layer) < p for layer, p in enumerate(self._probabilities)]
 
     def use_schedule(self, schedule: ProgressiveLayerDrop) -> None:
-        """Follow another schedule from the current step on."""
+        """Use another schedule from the current step on."""
         self.schedule = schedule
         self.update_state(self.step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Seed and step."""
+        """The seed and the step."""
         return {"seed": self.seed, "step": self.step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -124,10 +125,10 @@ class _DropsLayers(Behaviour):
             return super().forward(*args, **kwargs)
         hidden = LayerCall(self._drop_signature, args, kwargs).hidden
         if not drop.keeps(self._drop_number):
-            if self._drop_outputs is None:  # once: how the result looks is known only from a run
+            if self._drop_outputs is None:  # whether the layer returns a tuple is known only after it has run once
                 with torch.no_grad():
                     self._note_outputs(super().forward(*args, **kwargs))
-            # A view: hooks that watch inputs and outputs must not meet the same tensor twice.
+            # A view, because hooks on inputs and outputs must not get the same tensor for both.
             same = hidden.view_as(hidden)
             return (same, *(None for _ in range(self._drop_outputs - 1))) if self._drop_outputs else same
         result = super().forward(*args, **kwargs)
@@ -151,16 +152,17 @@ def convert_to_layer_drop(
     seed: int = 1234,
     rescale: bool = True,
 ) -> LayerDrop:
-    """Make the layers of a model skippable, in place.
+    """Change the layers of a model in place so that they can be skipped.
 
     Args:
-        layers: the layers in order, or their class; None: found by rule in Hugging Face models. A layer maps hidden
-            states to hidden states of the same shape (or to a tuple that begins with them), with a residual path of its
-            own.
+        layers: the layers in order, or their class; None: `find_layers` finds them in Hugging Face models. A layer maps
+            hidden states to hidden states of the same shape (or to a tuple that begins with them), and contains its
+            residual connection.
         schedule, seed, rescale: see `LayerDrop`.
 
     Returns:
-        What the layers share; call its `update_state(steps)` after each optimizer step. An engine does that itself.
+        The object that the layers share. Call its `update_state(steps)` after each optimizer step; an engine of
+        `dsx.initialize` does that itself.
 
     Raises:
         DataArgumentError: no layers were given or found.
@@ -181,12 +183,12 @@ def convert_to_layer_drop(
 
 
 def find_layer_drop(model: nn.Module) -> LayerDrop | None:
-    """What the converted layers of a model share; None where no layer is converted."""
+    """The `LayerDrop` that the converted layers of a model share; None if no layer is converted."""
     return next((layer._layer_drop for layer in model.modules() if isinstance(layer, _DropsLayers)), None)
 
 
 def remove_layer_drop(model: nn.Module) -> nn.Module:
-    """Give all converted layers their own behaviour back; returns `model`."""
+    """Undo `convert_to_layer_drop` on all layers of `model`. Returns `model`."""
     for layer in model.modules():
         if isinstance(layer, _DropsLayers):
             take_behaviour(layer, _DropsLayers, "_layer_drop", "_drop_number", "_drop_signature", "_drop_outputs")

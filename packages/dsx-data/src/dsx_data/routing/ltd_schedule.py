@@ -1,4 +1,6 @@
-"""How many tokens the layers that drop tokens process at each step, and how many layer tokens were used.
+"""The number of tokens that token-dropping layers process at each step, and a count of layer tokens.
+
+A layer token is one token that passes through one layer.
 
     kept(t) = floor(min + (max - min) * t / require_steps), rounded down to a multiple of seq_per_step,
               at least min and at most max
@@ -25,7 +27,7 @@ class RandomLTDScheduler:
         global_batch_size: samples per optimizer step; None: the section's `global_batch_size`, or 1.
 
     Raises:
-        DataArgumentError: a number is missing, or they contradict each other.
+        DataArgumentError: a number is missing, or numbers contradict each other.
     """
 
     def __init__(self, config: Any, *, global_batch_size: int | None = None) -> None:
@@ -63,13 +65,13 @@ class RandomLTDScheduler:
             )
 
     def get_seq(self, global_steps: int) -> int:
-        """Tokens that are kept at a step."""
+        """Tokens per sequence that are kept at step `global_steps`."""
         span = self.max_value - self.min_value
         kept = self.min_value + span * global_steps // self.require_steps
         return max(self.min_value, min(kept - kept % self.seq_per_step, self.max_value))
 
     def get_current_seq(self) -> int:
-        """Tokens that are kept now."""
+        """Tokens per sequence that are kept at the current step."""
         return self.current_seq
 
     def get_random_ltd_layer_num(self) -> int:
@@ -77,13 +79,13 @@ class RandomLTDScheduler:
         return len(self.layer_ids)
 
     def update_seq(self, global_steps: int) -> int:
-        """End a step: count its layer tokens and set the kept tokens of the next one, number `global_steps`."""
+        """End a step: count its layer tokens, and set and return the tokens kept at the next step, `global_steps`."""
         self.consumed_layer_tokens += self.layer_tokens(self.current_seq)
         self.current_seq = self.get_seq(global_steps)
         return self.current_seq
 
     def layer_tokens(self, kept: int) -> int:
-        """Layer tokens of one optimizer step over all ranks."""
+        """Layer tokens of one optimizer step over all ranks, if dropping layers keep `kept` tokens per sequence."""
         dropping = len(self.layer_ids)
         return self.batch_size * (kept * dropping + self.max_value * (self.total_layers - dropping))
 
@@ -92,7 +94,7 @@ class RandomLTDScheduler:
         return sum(self.layer_tokens(self.get_seq(step)) for step in range(train_iters))
 
     def state_dict(self) -> dict[str, Any]:
-        """Kept tokens and used layer tokens."""
+        """The tokens that are kept now, and the layer tokens counted so far."""
         return {"current_seq": self.current_seq, "consumed_layer_tokens": self.consumed_layer_tokens}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

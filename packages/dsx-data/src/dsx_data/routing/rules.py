@@ -18,10 +18,10 @@ def find_layers(model: nn.Module, layer_class: type[nn.Module] | None = None) ->
     """The layers of a model, in order.
 
     Args:
-        layer_class: class of the layers; None: the rule for Hugging Face models.
+        layer_class: class of the layers; None: use the rule for Hugging Face models.
 
     Raises:
-        DataArgumentError: there are none, or the rule finds layers of several classes.
+        DataArgumentError: there are no layers, or the rule finds layers of several classes.
     """
     if layer_class is not None:
         found = [module for module in model.modules() if isinstance(module, layer_class)]

@@ -18,10 +18,10 @@ __all__ = ["Behaviour", "give_behaviour", "take_behaviour"]
 
 
 class Behaviour(nn.Module):
-    """Base of the classes that are put before a layer's own; `forward` of a subclass may call `super().forward`."""
+    """Base of the classes that come before a layer's own class; their `forward` may call `super().forward`."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # The class is made at run time, so pickle and deepcopy must make it again.
+        # The class is made at run time, so pickle and deepcopy cannot find it by name and must make it again.
         behaviours, kind = [], type(self)
         while issubclass(kind, Behaviour):
             behaviours.append(kind.__bases__[0])
@@ -47,7 +47,11 @@ def give_behaviour(layer: nn.Module, behaviour: type[Behaviour], **state: Any) -
 
 
 def take_behaviour(layer: nn.Module, behaviour: type[Behaviour], *names: str) -> None:
-    """Give `layer` its own class back and remove the attributes `names`."""
+    """Give `layer` its own class back and remove its attributes `names`.
+
+    Raises:
+        DataArgumentError: `behaviour` is not the one that was given last.
+    """
     kind = type(layer)
     if kind.__bases__[0] is not behaviour:
         raise DataArgumentError(f"{kind.__name__}: another behaviour was given later; remove that one first")
@@ -58,7 +62,7 @@ def take_behaviour(layer: nn.Module, behaviour: type[Behaviour], *names: str) ->
 
 @functools.cache
 def _combined(behaviour: type[Behaviour], kind: type[nn.Module]) -> type[nn.Module]:
-    # The layer's own name and module: configurations and hooks look layers up by them.
+    # The class keeps the name and module of the layer's own: configurations and hooks look layers up by them.
     body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     return type(kind.__name__, (behaviour, kind), body)
 

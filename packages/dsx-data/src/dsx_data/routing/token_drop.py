@@ -1,7 +1,7 @@
 """Random layerwise token dropping (random-LTD, Yao et al. 2022): some layers see a random subset of the tokens.
 
-Each dropping layer draws for every sample `kept` positions, passes these through the layer, and puts the results back
-in their places; the other tokens skip the layer. Positions are increasing, so causal attention stays causal. Masks and
+Each dropping layer draws `kept` positions for every sample, processes only these tokens, and writes the results back to
+their positions; the other tokens skip the layer. Positions are increasing, so causal attention stays causal. Masks and
 rotary or position arguments are gathered along. In evaluation mode, and where the sequence is no longer than `kept`,
 nothing is dropped.
 
@@ -33,10 +33,10 @@ _CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
 class TokenDrop:
-    """What the dropping layers of one model share.
+    """The settings that the dropping layers of one model share.
 
     Args:
-        schedule: says how many tokens are kept.
+        schedule: gives the number of tokens that are kept.
         mask_name: argument of the layers that holds the attention mask.
         batch_first: hidden states are [batch, tokens, hidden]; else [tokens, batch, hidden].
     """
@@ -48,7 +48,14 @@ class TokenDrop:
 
     @staticmethod
     def from_config(config: Any, schedule: RandomLTDScheduler | None = None) -> TokenDrop:
-        """From a `random_ltd` section: a mapping, or an object with attributes."""
+        """Build it from a `random_ltd` section, which is a mapping or an object with attributes.
+
+        Args:
+            schedule: the schedule to share; None: made from the section.
+
+        Raises:
+            DataArgumentError: a value of the section is missing or wrong.
+        """
 
         def get(key: str, default: Any) -> Any:
             return config.get(key, default) if isinstance(config, dict) else getattr(config, key, default)
@@ -64,7 +71,7 @@ class TokenDrop:
 
 
 class _DropsTokens(Behaviour):
-    """Behaviour of a converted layer; without `_token_drop` it was converted and waits for its schedule."""
+    """Behaviour of a converted layer. While `_token_drop` is None the layer has no schedule, and training raises."""
 
     _token_drop: TokenDrop | None
     _ltd_number: int
@@ -82,12 +89,12 @@ class _DropsTokens(Behaviour):
         if self._ltd_number not in drop.schedule.layer_ids:
             return super().forward(*args, **kwargs)
         call = LayerCall(self._ltd_signature, args, kwargs)
-        whole, kept, axis = call.hidden, drop.schedule.current_seq, 1 if drop.batch_first else 0
-        tokens, batch = whole.shape[axis], whole.shape[1 - axis]
+        hidden, kept, axis = call.hidden, drop.schedule.current_seq, 1 if drop.batch_first else 0
+        tokens, batch = hidden.shape[axis], hidden.shape[1 - axis]
         if kept >= tokens:
             return super().forward(*args, **kwargs)
-        indices = draw_indices(batch, tokens, kept, whole.device)
-        call.set_hidden(gather_tokens(whole, indices, drop.batch_first))
+        indices = draw_indices(batch, tokens, kept, hidden.device)
+        call.set_hidden(gather_tokens(hidden, indices, drop.batch_first))
         call.set(drop.mask_name, gather_mask(call.get(drop.mask_name), indices, tokens))
         for name in _PER_TOKEN:
             call.set(name, gather_entries(call.get(name), indices, tokens))
@@ -95,20 +102,21 @@ class _DropsTokens(Behaviour):
             call.set(name, None)
         result = super().forward(*call.args, **call.kwargs)
         if isinstance(result, tuple):
-            return (scatter_tokens(whole, result[0].to(whole.dtype), indices, drop.batch_first), *result[1:])
-        return scatter_tokens(whole, result.to(whole.dtype), indices, drop.batch_first)
+            return (scatter_tokens(hidden, result[0].to(hidden.dtype), indices, drop.batch_first), *result[1:])
+        return scatter_tokens(hidden, result.to(hidden.dtype), indices, drop.batch_first)
 
 
 def convert_to_random_ltd(model: Any, layer_class: type[nn.Module] | None = None, *, config: Any = None) -> Any:
-    """Make the layers of a model able to drop tokens, in place; returns `model`.
+    """Change the layers of a model in place so that they drop tokens in training. Returns `model`.
 
     Args:
         model: a module, or an engine of `dsx.initialize` whose configuration switches random-LTD on.
-        layer_class: class of the layers; None: found by rule in Hugging Face models.
-        config: the `random_ltd` section or a `TokenDrop`; None: the engine's, which is bound at its next forward pass.
+        layer_class: class of the layers; None: `find_layers` finds them in Hugging Face models.
+        config: the `random_ltd` section or a `TokenDrop`; None: that of the engine, which gives it to the layers at its
+            next forward pass.
 
     Raises:
-        DataArgumentError: the layers are not found, or not as many as `total_layer_num`.
+        DataArgumentError: no layers are found, or their number is not `total_layer_num`.
     """
     engine_drop = getattr(model, "random_ltd", None)
     module = model.module if engine_drop is not None else model
@@ -118,8 +126,8 @@ def convert_to_random_ltd(model: Any, layer_class: type[nn.Module] | None = None
         drop = engine_drop
     if drop is not None:
         _check_count(layers, drop)
-    fresh = [(number, layer) for number, layer in enumerate(layers) if not isinstance(layer, _DropsTokens)]
-    for number, layer in fresh:
+    plain = [(number, layer) for number, layer in enumerate(layers) if not isinstance(layer, _DropsTokens)]
+    for number, layer in plain:
         give_behaviour(layer, _DropsTokens, _token_drop=None, _ltd_number=number, _ltd_signature=Signature(layer))
     if drop is not None:
         for layer in layers:
@@ -128,7 +136,14 @@ def convert_to_random_ltd(model: Any, layer_class: type[nn.Module] | None = None
 
 
 def bind_token_drop(model: nn.Module, drop: TokenDrop) -> int:
-    """Give a schedule to all converted layers of a model that have none; returns the number of converted layers."""
+    """Give `drop` to the converted layers of a model if one of them has no schedule.
+
+    Returns:
+        The number of converted layers.
+
+    Raises:
+        DataArgumentError: the number of converted layers is not `total_layer_num`.
+    """
     layers = [module for module in model.modules() if isinstance(module, _DropsTokens)]
     if any(layer._token_drop is None for layer in layers):
         _check_count(layers, drop)
@@ -138,7 +153,7 @@ def bind_token_drop(model: nn.Module, drop: TokenDrop) -> int:
 
 
 def remove_random_ltd(model: nn.Module) -> nn.Module:
-    """Give all converted layers their own behaviour back; returns `model`."""
+    """Undo `convert_to_random_ltd` on all layers of `model`. Returns `model`."""
     for layer in model.modules():
         if isinstance(layer, _DropsTokens):
             take_behaviour(layer, _DropsTokens, "_token_drop", "_ltd_number", "_ltd_signature")
@@ -146,7 +161,11 @@ def remove_random_ltd(model: nn.Module) -> nn.Module:
 
 
 def save_without_random_ltd(model: Any) -> dict[str, torch.Tensor]:
-    """The state dict of the plain model. Names are those of the plain model anyway; an engine gathers its shards."""
+    """The state dict of the plain model, whose names random-LTD does not change.
+
+    Args:
+        model: a module, or an engine; an engine gathers its shards (then all ranks must call this).
+    """
     gather: Any = getattr(model, "module_state_dict", None)
     found: dict[str, torch.Tensor] = gather() if callable(gather) else model.state_dict()  # type: ignore[assignment]
     return found

@@ -1,7 +1,8 @@
-"""Takes rows out of a sequence and puts them back, also for all other arguments of a layer with one entry per token.
+"""Gathers the kept tokens of a sequence and scatters the results back.
 
-`indices` [batch, kept] (int64) names the kept positions of each sample, increasing. dsx_ops does both in one kernel
-where it is installed; plain torch does the same otherwise.
+The same is done for all other arguments of a layer that have one entry per token. `indices` [batch, kept] (int64) has
+the kept positions of each sample, increasing. If dsx_ops is installed, each operation is one kernel of it; otherwise
+plain torch computes the same.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ __all__ = ["draw_indices", "gather_entries", "gather_mask", "gather_tokens", "sc
 
 
 def draw_indices(batch: int, tokens: int, kept: int, device: torch.device) -> Tensor:
-    """`kept` of `tokens` positions for each sample, without repetition, increasing: [batch, kept], int64.
+    """Draw `kept` of `tokens` positions for each sample, without repetition: [batch, kept], int64, increasing.
 
-    Drawn from torch's generator of the device, as dropout is: a recomputation that restores the generator's state draws
-    the same positions.
+    They are drawn from torch's generator of the device, as dropout's masks are: a recomputation that restores the
+    generator's state draws the same positions.
     """
     return torch.rand(batch, tokens, device=device).topk(kept, dim=1, sorted=False).indices.sort(dim=1).values
 
@@ -46,7 +47,10 @@ def scatter_tokens(full: Tensor, part: Tensor, indices: Tensor, batch_first: boo
 
 
 def gather_entries(value: Any, indices: Tensor, tokens: int) -> Any:
-    """Entries per token of a tensor [1 or batch, tokens, ...], or of a tuple of such tensors; others as they are."""
+    """The entries at `indices` of a tensor [1 or batch, tokens, ...], or of each tensor of a tuple or list.
+
+    Values without one entry per token are returned unchanged.
+    """
     if isinstance(value, (tuple, list)):
         return type(value)(gather_entries(item, indices, tokens) for item in value)
     if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] != tokens:
@@ -58,14 +62,14 @@ def gather_entries(value: Any, indices: Tensor, tokens: int) -> Any:
 
 
 def gather_mask(mask: Any, indices: Tensor, tokens: int) -> Any:
-    """The mask among the kept tokens: rows and columns of the attention mask at `indices`.
+    """The attention mask of the kept tokens: its rows and columns at `indices`.
 
     Args:
         mask: None, [batch, tokens], or [1 or batch, 1 or heads, tokens or 1, tokens]; of any data type. A causal mask
             stays causal, because the positions increase.
 
     Raises:
-        DataArgumentError: the mask has another shape, or is no tensor.
+        DataArgumentError: the mask has another shape, or is not a tensor.
     """
     if mask is None:
         return None
@@ -95,7 +99,7 @@ def _places(x: Tensor, indices: Tensor, batch_first: bool) -> tuple[Tensor, int]
 
 @functools.lru_cache(maxsize=1)
 def _ops() -> Any:
-    """The package dsx_ops where it is installed; it is not a dependency."""
+    """The package dsx_ops, or None if it is not installed: it is no dependency of this package."""
     if importlib.util.find_spec("dsx_ops") is None:
         return None
     import dsx_ops
