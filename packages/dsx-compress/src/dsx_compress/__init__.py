@@ -1,6 +1,6 @@
 """Quantisation-aware training, pruning, layer reduction and distillation for PyTorch.
 
-    model = init_compression(model, config)             # techniques on the layers, weights stay parameters
+    model = init_compression(model, config)             # puts techniques on the layers; weights stay parameters
     scheduler = compression_scheduler(model, config)    # scheduler.step() after every optimizer step
     model = redundancy_clean(model, config)             # a smaller ordinary model
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from .students import student_initialization
     from .torchao import export_torchao, load_torchao, to_torchao
 
-_HOMES = {
+_NAMES_OF_MODULES = {
     "apply": ("init_compression", "is_compressed"),
     "cleaning": ("redundancy_clean",),
     "config": ("CompressionTraining", "QuantizeTraining", "load_config"),
@@ -54,7 +54,7 @@ _HOMES = {
     "students": ("student_initialization",),
     "torchao": ("export_torchao", "load_torchao", "to_torchao"),
 }
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+_MODULE_OF = {name: module for module, names in _NAMES_OF_MODULES.items() for name in names}
 
 __all__ = [
     "CompressionConfigError",
@@ -94,8 +94,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME_OF:
-        return getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    if name in _MODULE_OF:
+        return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -13,7 +13,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="dsx-compress", description="Compressed models on disk.")
     commands = parser.add_subparsers(dest="command", required=True)
-    report = commands.add_parser("report", help="what was compressed, by how much and with what error")
+    report = commands.add_parser("report", help="print what was compressed, by how much and with what error")
     report.add_argument("file", help="a safetensors file that export_model wrote")
     report.add_argument("--json", action="store_true", help="print JSON")
     report.add_argument("--svg", metavar="PATH", help="also draw sparsity and error of every tensor")

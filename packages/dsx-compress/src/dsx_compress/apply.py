@@ -1,4 +1,4 @@
-"""`init_compression`: from the configuration to techniques on the layers of a model.
+"""`init_compression` puts the techniques of a configuration on the layers of a model.
 
 All patterns are matched and checked before the first layer is changed, so that after an error the model is unchanged.
 """
@@ -37,12 +37,12 @@ ACTIVATION = "activation_quantizer"
 
 @dataclass(frozen=True)
 class Placed:
-    """A technique on a layer.
+    """A technique that was put on a layer.
 
     Attributes:
         name: the layer's name.
         layer: the layer.
-        tensor: the layer's tensor that it changes; "" for its input.
+        tensor: name of the layer's tensor that the technique changes; "" if it changes the layer's input.
         technique: the technique.
     """
 
@@ -58,7 +58,7 @@ class Placed:
 
 
 def techniques_of(model: nn.Module) -> Iterator[Placed]:
-    """Every technique of a model, in the order of the model and, on one tensor, in the order of application."""
+    """Every technique of a model, layer by layer; those of one tensor in the order in which they are applied."""
     for name, module in list(model.named_modules()):
         for tensor, chain in dict(getattr(module, "parametrizations", {})).items():
             for technique in chain:
@@ -77,25 +77,26 @@ def is_compressed(model: nn.Module) -> bool:
 def init_compression(
     model: nn.Module, deepspeed_config: Any, teacher_model: nn.Module | None = None, mpu: Any = None
 ) -> nn.Module:
-    """Put the configured techniques on a model, in place; call it before optimizer and sharding are built.
+    """Put the configured techniques on a model, in place. Call it before optimizer and sharding are built.
 
-    Parameters stay the same objects. The parameter `weight` of a layer is then named
-    `parametrizations.weight.original`; state dicts with the plain names can still be loaded. Learnable scores are new
+    Parameters stay the same objects, but the parameter `weight` of a changed layer is named
+    `parametrizations.weight.original`. State dicts with the plain names can still be loaded. Learnable scores are new
     parameters.
 
     Args:
         model: an ordinary model.
-        deepspeed_config: what `load_config` takes.
-        teacher_model: with `layer_reduction`: the model whose layers the student begins with.
-        mpu: of a tensor-sliced model; has `get_model_parallel_world_size` or `get_tensor_model_parallel_world_size`.
+        deepspeed_config: the configuration, in any form that `load_config` takes.
+        teacher_model: the model whose layers initialise the student; needed with `layer_reduction`.
+        mpu: for a tensor-parallel model: an object with `get_model_parallel_world_size()` or
+            `get_tensor_model_parallel_world_size()`.
 
     Returns:
         The model.
 
     Raises:
         CompressionConfigError: the configuration is wrong.
-        CompressionError: a pattern matches nothing, a module is in two groups of one method, shapes do not fit, or the
-            model is compressed already.
+        CompressionError: nothing is switched on, a pattern matches nothing, a module is in two groups of one method,
+            shapes do not fit, or the model is compressed already.
     """
     config = load_config(deepspeed_config)
     if not config.enabled:
@@ -104,9 +105,9 @@ def init_compression(
         )
     if is_compressed(model):
         raise CompressionError(
-            "init_compression: this model is compressed already; build it anew to change the methods"
+            "init_compression: this model is compressed already; build it again to change the methods"
         )
-    planned = _plan(model, config, _tensor_parallel(mpu))
+    planned = _plan(model, config, _tensor_parallel_size(mpu))
     if config.layer_reduction.enabled:
         if teacher_model is None:
             raise CompressionError(
@@ -114,12 +115,12 @@ def init_compression(
                 " pass it"
             )
         student_initialization(model, teacher_model, config)
-    for put in planned:
-        put()
+    for apply in planned:
+        apply()
     return model
 
 
-def _tensor_parallel(mpu: Any) -> int:
+def _tensor_parallel_size(mpu: Any) -> int:
     for name in ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size"):
         if hasattr(mpu, name):
             return int(getattr(mpu, name)())
@@ -131,8 +132,8 @@ def _tensor_parallel(mpu: Any) -> int:
     return 1
 
 
-def _plan(model: nn.Module, config: CompressionTraining, sliced: int) -> list[Callable[[], None]]:
-    """Judge everything; return what puts the techniques on, in the order in which they run on a tensor."""
+def _plan(model: nn.Module, config: CompressionTraining, tp_size: int) -> list[Callable[[], None]]:
+    """Check everything. Returns functions that put the techniques on, in the order in which these run on a tensor."""
     planned: list[Callable[[], None]] = []
     for method in config.methods():
         section = getattr(config, method)
@@ -144,7 +145,7 @@ def _plan(model: nn.Module, config: CompressionTraining, sliced: int) -> list[Ca
             for tensor in kind.tensors:
                 _check_weight(layer, match.name, tensor)
             settings = section.different_groups.get(match.group)
-            planned += _BUILDERS[method](model, match, layer, kind, section.shared_parameters, settings, sliced)
+            planned += _BUILDERS[method](model, match, layer, kind, section.shared_parameters, settings, tp_size)
     return planned
 
 
@@ -160,20 +161,24 @@ def _check_weight(layer: Any, name: str, tensor: str) -> None:
 
 
 def _is_from_init(weight: Any) -> bool:
-    """Whether `dsx_zero.Init` has partitioned a parameter that no optimizer works on yet. (It is known by its parts:
-    this package does not need dsx_zero.) Only its shape is needed here; its values come where a mask is made.
+    """Whether `dsx_zero.Init` has partitioned a parameter and no optimizer has taken it over yet.
+
+    It is recognised by its attributes, because this package does not depend on dsx_zero. Only its shape is needed here;
+    the scheduler gathers its values when it makes a mask.
     """
     source = getattr(weight, "source", None)
     return source is not None and not hasattr(source, "unit")
 
 
-def _put(layer: nn.Module, tensor: str, technique: Technique) -> Callable[[], None]:
-    def put() -> None:
+def _registration(layer: nn.Module, tensor: str, technique: Technique) -> Callable[[], None]:
+    """A function that registers `technique` on a tensor of `layer`."""
+
+    def register() -> None:
         first = not parametrize.is_parametrized(layer, tensor)
         weight: Any = getattr(layer, tensor) if first else None
         if first and _is_from_init(weight):
-            # Registration writes the tensor onto itself, which a partitioned one cannot do: a stand-in without memory
-            # is registered, and the parameter takes its place.
+            # torch's registration copies the tensor onto itself, which a partitioned parameter does not allow. So a
+            # stand-in without memory is registered, and then replaced by the parameter.
             stand_in = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
             layer._parameters[tensor] = nn.Parameter(stand_in, requires_grad=weight.requires_grad)
             parametrize.register_parametrization(layer, tensor, technique, unsafe=True)
@@ -184,11 +189,11 @@ def _put(layer: nn.Module, tensor: str, technique: Technique) -> Callable[[], No
         if first:
             layer.register_load_state_dict_pre_hook(_PlainName(tensor))
 
-    return put
+    return register
 
 
 class _PlainName:
-    """Lets a state dict of the plain model be loaded: its `weight` is the parametrised layer's original."""
+    """A pre-hook of `load_state_dict` that accepts the plain name `weight` for the parametrised layer's original."""
 
     def __init__(self, tensor: str) -> None:
         self._tensor = tensor
@@ -200,11 +205,13 @@ class _PlainName:
 
 
 def _mark_slice(technique: Any, weight: Any, dims: dict[int, int]) -> Any:
-    """Learnable scores of a tensor slice are a slice too: they get the weight's marks, which tell optimizers and
-    checkpoints so. (Masks that are buffers are each rank's own by themselves.)
+    """Mark the learnable scores of a tensor-parallel slice as a slice too.
+
+    They get the attributes of the weight by which optimizers and checkpoints recognise a slice. (Masks in buffers need
+    no mark: buffers are not shared between tensor-parallel ranks.)
 
     Args:
-        dims: from a dimension of the weight to the dimension of the scores that belongs to it.
+        dims: maps a dimension of the weight to the dimension of the scores that belongs to it.
     """
     scores, cut = getattr(technique, "scores", None), getattr(weight, "partition_dim", None)
     sliced = any(getattr(weight, mark, False) for mark in ("tensor_model_parallel", "model_parallel"))
@@ -219,7 +226,7 @@ def _mark_slice(technique: Any, weight: Any, dims: dict[int, int]) -> Any:
 
 
 def _quantized_weight(
-    model: nn.Module, match: Match, layer: Any, kind: LayerKind, shared: Any, settings: Any, sliced: int
+    model: nn.Module, match: Match, layer: Any, kind: LayerKind, shared: Any, settings: Any, tp_size: int
 ) -> list[Callable[[], None]]:
     params, mixed = settings.params, shared.fp16_mixed_quantize
     planned = []
@@ -236,35 +243,35 @@ def _quantized_weight(
             shared.rounding, BitSchedule(params.start_bits, params.target_bits, params.quantization_period),
             mixed.quantize_change_ratio if mixed.enabled else 0.0,
         )  # fmt: skip
-        planned.append(_put(layer, tensor, technique))
+        planned.append(_registration(layer, tensor, technique))
     return planned
 
 
 def _quantized_input(
-    model: nn.Module, match: Match, layer: Any, kind: LayerKind, shared: Any, settings: Any, sliced: int
+    model: nn.Module, match: Match, layer: Any, kind: LayerKind, shared: Any, settings: Any, tp_size: int
 ) -> list[Callable[[], None]]:
     technique = ActivationQuantizer(
         match.group, match.name, shared.schedule_offset, settings.params.bits, shared.quantization_type, layer.weight,
         static=shared.range_calibration == "static", images=kind.name == "Conv2d",
     )  # fmt: skip
 
-    def put() -> None:
+    def add() -> None:
         layer.add_module(ACTIVATION, technique)
         layer.register_forward_pre_hook(quantize_input)
 
-    return [put]
+    return [add]
 
 
 def quantize_input(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """The forward pre-hook: the first input goes through the layer's activation quantiser, if it still has one."""
+    """The forward pre-hook that quantises the first input, if the layer still has an activation quantiser."""
     quantizer = layer._modules.get(ACTIVATION)
     return None if quantizer is None or not inputs else (quantizer(inputs[0]), *inputs[1:])
 
 
 def _sparse(
-    model: nn.Module, match: Match, layer: Any, kind: LayerKind, shared: Any, settings: Any, sliced: int
+    model: nn.Module, match: Match, layer: Any, kind: LayerKind, shared: Any, settings: Any, tp_size: int
 ) -> list[Callable[[], None]]:
-    return [_put(layer, tensor, _sparse_mask(match, getattr(layer, tensor), shared, settings))
+    return [_registration(layer, tensor, _sparse_mask(match, getattr(layer, tensor), shared, settings))
             for tensor in kind.tensors]  # fmt: skip
 
 
@@ -286,12 +293,12 @@ def _sparse_mask(match: Match, weight: Any, shared: Any, settings: Any) -> Techn
 
 def _outputs(method: str) -> Callable[..., list[Callable[[], None]]]:
     def build(
-        model: nn.Module, match: Match, layer: Any, kind: LayerKind, shared: Any, settings: Any, sliced: int
+        model: nn.Module, match: Match, layer: Any, kind: LayerKind, shared: Any, settings: Any, tp_size: int
     ) -> list[Callable[[], None]]:
-        if sliced > 1 and kind.sliced == "inputs":
+        if tp_size > 1 and kind.sliced == "inputs":
             raise CompressionError(
-                f"{match.name}: row pruning of a {kind.name} is not supported with {sliced} tensor-parallel ranks: each"
-                " would choose other rows; prune the layer before it (a ColumnParallelLinear)"
+                f"{match.name}: row pruning of a {kind.name} is not supported with {tp_size} tensor-parallel ranks:"
+                " each would choose other rows; prune the layer before it (a ColumnParallelLinear)"
             )
         dim = kind.outputs or 0
         count = layer.weight.shape[dim]
@@ -300,24 +307,28 @@ def _outputs(method: str) -> Callable[..., list[Callable[[], None]]]:
             method, match.group, match.name, shared.schedule_offset, settings.params.dense_ratio,
             (count, 1) if learnable else (count,), layer.weight, learnable=learnable, dim=dim,
         )  # fmt: skip
-        planned = [_put(layer, "weight", _mark_slice(technique, layer.weight, {dim: 0}))]
+        planned = [_registration(layer, "weight", _mark_slice(technique, layer.weight, {dim: 0}))]
         if getattr(layer, "bias", None) is not None:
-            planned.append(_put(layer, "bias", SharedMask(technique)))
+            planned.append(_registration(layer, "bias", SharedMask(technique)))
         for name in match.related:
             check_consumer(model, match.name, name, count)
             related = model.get_submodule(name)
             if isinstance(related, nn.modules.batchnorm._BatchNorm):
-                planned += [_put(related, tensor, SharedMask(technique)) for tensor in ("weight", "bias")]
+                planned += [_registration(related, tensor, SharedMask(technique)) for tensor in ("weight", "bias")]
         return planned
 
     return build
 
 
 def check_consumer(model: nn.Module, producer: str, name: str, outputs: int) -> str:
-    """What of a related module is removed with the producer's outputs: "inputs", "outputs" or "features".
+    """Which part of a related module is removed together with outputs of the producer.
 
-    A related linear layer loses inputs; if its inputs do not fit but its outputs do (the other factor of a gated
-    product) it loses outputs. A batch norm loses features.
+    Args:
+        outputs: number of outputs of the producer.
+
+    Returns:
+        "inputs" for a linear layer or convolution whose inputs fit; "outputs" if only its outputs fit (the other factor
+        of a gated product); "depthwise" for a depthwise convolution; "features" for a batch norm.
 
     Raises:
         CompressionError: the shapes do not fit.
@@ -349,15 +360,15 @@ def check_consumer(model: nn.Module, producer: str, name: str, outputs: int) -> 
 
 
 def _heads(
-    model: nn.Module, match: Match, layer: Any, kind: LayerKind, shared: Any, settings: Any, sliced: int
+    model: nn.Module, match: Match, layer: Any, kind: LayerKind, shared: Any, settings: Any, tp_size: int
 ) -> list[Callable[[], None]]:
     heads, dim = shared.num_heads, kind.inputs or 0
     if kind.sliced == "inputs":
-        if heads % sliced:
+        if heads % tp_size:
             raise CompressionError(
-                f"head_pruning.num_heads: {heads} does not divide among {sliced} tensor-parallel ranks"
+                f"head_pruning.num_heads: {heads} does not divide among {tp_size} tensor-parallel ranks"
             )
-        heads //= sliced
+        heads //= tp_size
     inputs = layer.weight.shape[dim]
     if inputs % heads:
         raise CompressionError(
@@ -377,7 +388,7 @@ def _heads(
         "head_pruning", match.group, match.name, shared.schedule_offset, settings.params.dense_ratio, (1, heads),
         layer.weight, learnable=True, dim=dim,
     )  # fmt: skip
-    return [_put(layer, "weight", _mark_slice(technique, layer.weight, {dim: 1}))]
+    return [_registration(layer, "weight", _mark_slice(technique, layer.weight, {dim: 1}))]
 
 
 _BUILDERS: dict[str, Callable[..., list[Callable[[], None]]]] = {

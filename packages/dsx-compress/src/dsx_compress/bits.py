@@ -1,8 +1,9 @@
-"""When a quantiser loses a bit (the schedule of Mixture of Quantisation).
+"""The schedule by which a quantiser loses bits (Mixture of Quantisation).
 
-The bits begin at `start`. After `period` steps one bit is removed, and the period doubles. With eigenvalues the period
-is also multiplied by 1 + floor(4 x eigenvalue), where the eigenvalue is in [0, 1], relative to the largest of all
-blocks, so that blocks with large curvature stay precise for longer. This is repeated until `target` is reached.
+The bits begin at `start`. The first bit is removed when `period` steps are done, the next one after 2 `period` steps,
+then after 4 `period` steps, and so on until `target` is reached. With eigenvalues each doubling is also multiplied by
+1 + floor(4 x eigenvalue). The eigenvalue is in [0, 1], relative to the largest of all blocks. So blocks with large
+curvature stay precise for longer.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ __all__ = ["BitSchedule", "period_factor"]
 
 
 def period_factor(eigenvalue: float) -> int:
-    """1 + floor(4 x eigenvalue)."""
+    """1 + floor(4 x eigenvalue).
+
+    Raises:
+        CompressionError: the eigenvalue is not in [0, 1].
+    """
     if not 0.0 <= eigenvalue <= 1.0:
         raise CompressionError(
             f"eigenvalue: got {eigenvalue}, expected a number from 0 to 1, relative to the largest of all blocks"
@@ -31,9 +36,9 @@ class BitSchedule:
 
     Attributes:
         start, target: bits at the start and at the end.
-        period: steps until the first bit goes; 0: target from the start.
-        bits: bits in use.
-        next_at: step, counted from the beginning of quantisation, at which the next bit goes.
+        period: steps until the first bit is removed; 0: `target` from the start.
+        bits: bits now.
+        next_at: step, counted from the beginning of quantisation, at which the next bit is removed.
     """
 
     start: int
@@ -47,7 +52,7 @@ class BitSchedule:
         self.next_at = self.period
 
     def advance(self, steps: int, factor: int = 1) -> bool:
-        """Take note that `steps` steps with quantisation are done; returns whether a bit went."""
+        """Note that `steps` steps with quantisation are done. Returns whether a bit was removed."""
         if self.bits <= self.target or steps < self.next_at:
             return False
         self.bits -= 1
@@ -55,22 +60,22 @@ class BitSchedule:
         return True
 
     def due(self, steps: int) -> bool:
-        """Whether a bit goes when `steps` steps are done."""
+        """Whether a bit is removed when `steps` steps are done."""
         return self.bits > self.target and steps >= self.next_at
 
     def finish(self) -> None:
-        """Go to the target."""
+        """Set the bits to the target."""
         self.bits = self.target
 
     def state_dict(self) -> dict[str, Any]:
-        """Bits, and when the next goes."""
+        """The bits, and the step at which the next one is removed."""
         return {"bits": self.bits, "next_at": self.next_at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what `state_dict` gave.
+        """Continue from what `state_dict` returned.
 
         Raises:
-            CompressionError: bits outside of this schedule.
+            CompressionError: the saved bits are outside of this schedule.
         """
         bits, next_at = int(state["bits"]), int(state["next_at"])
         if not self.target <= bits <= self.start:

@@ -1,4 +1,4 @@
-"""`redundancy_clean`: from a compressed model to a smaller ordinary one with the same outputs.
+"""`redundancy_clean` turns a compressed model into a smaller ordinary one with the same outputs.
 
 Quantised values and masks become the stored weights, in the order weights, sparse, rows, heads, channels. Then the
 rows, heads and channels that were pruned in modules with `related_modules` are removed. Removal is exact if a zero
@@ -41,17 +41,18 @@ def redundancy_clean(
 ) -> nn.Module:
     """Make compression permanent, in place.
 
-    Techniques are taken to the end of their schedule first. Activation quantisers stay, because outputs depend on them:
-    they are small modules of this package. Without any, or with `keep_activation_quantizers=False`, nothing of this
-    package remains in the model.
+    First every technique goes to the end of its schedule. Activation quantisers, which are small modules of this
+    package, stay, because outputs depend on them. Without any, or with `keep_activation_quantizers=False`, nothing of
+    this package remains in the model.
 
     Args:
         model: prepared by `init_compression` and trained; not sharded (at ZeRO stage 3 gather it first).
-        deepspeed_config: that of `init_compression`.
-        mpu: accepted for old scripts; every rank cleans its own slices.
-        example: arguments of the model, a tuple or a dictionary: outputs before and after are compared, in evaluation
-            mode, and a difference is refused before the model is changed.
-        tolerance: largest difference of outputs, relative to the largest output, that `example` allows.
+        deepspeed_config: the configuration of `init_compression`.
+        mpu: has no effect; accepted because scripts pass it. Every rank cleans its own slices.
+        example: arguments of the model, as a tuple or a dictionary. The outputs before and after are compared in
+            evaluation mode; if they differ, nothing is removed (techniques are at the end of their schedule then).
+        tolerance: largest allowed difference of outputs, relative to the largest output; used with `example`.
+        keep_activation_quantizers: whether activation quantisers stay in the model.
 
     Returns:
         The model.
@@ -65,9 +66,9 @@ def redundancy_clean(
         if config.layer_reduction.enabled and not config.methods():
             return model  # a student with fewer layers is an ordinary model already
         raise CompressionError("redundancy_clean: the model has no techniques; call init_compression first")
-    plan = shrink_plan(model, config)  # judges before anything changes
+    plan = shrink_plan(model, config)  # raises before anything changes
     finish_schedule(model)
-    plan = shrink_plan(model, config)  # with the masks that finishing has made
+    plan = shrink_plan(model, config)  # now with the final masks
     before = None if example is None else _outputs(model, example)
     target = model if example is None else copy.deepcopy(model)
     bake(target, keep_activation_quantizers=keep_activation_quantizers or example is not None)
@@ -80,7 +81,7 @@ def redundancy_clean(
 
 
 def finish_schedule(model: nn.Module) -> None:
-    """Take every technique to the end of its schedule: target bits, no mixture, masks made.
+    """Set every technique to the end of its schedule: target bits, no mixture, masks computed.
 
     Raises:
         CompressionDataError: a weight has NaN or infinity; nothing is changed then.
@@ -102,7 +103,7 @@ def _weight_of(place: Placed) -> torch.Tensor:
 
 
 def bake(model: nn.Module, *, keep_activation_quantizers: bool) -> None:
-    """Put the values that layers use into their parameters and remove the techniques. Tied weights stay tied."""
+    """Store the values that layers use in their parameters, and remove the techniques. Tied weights stay tied."""
     tied: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}
     for module in list(model.modules()):
         for tensor, chain in list(dict(getattr(module, "parametrizations", {})).items()):
@@ -118,10 +119,10 @@ def bake(model: nn.Module, *, keep_activation_quantizers: bool) -> None:
 
 
 def _unparametrize(module: nn.Module, tensor: str) -> None:
-    """Take a tensor's parametrisation off one module.
+    """Remove a tensor's parametrisation from one module.
 
     `torch.nn.utils.parametrize.remove_parametrizations` deletes the property from the module's class, which copies made
-    by `copy.deepcopy` share; the module gets a class of its own instead (test_clean_leaves_copies_alone).
+    by `copy.deepcopy` share. So the module gets its own class instead (test_clean_leaves_copies_alone).
     """
     chains: Any = module.parametrizations
     del chains[tensor]

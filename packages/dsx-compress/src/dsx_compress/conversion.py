@@ -1,4 +1,4 @@
-"""Small helpers that replace modules of a model; scripts for DeepSpeed's compression library use them."""
+"""Small helpers that find and replace layers of a model. Scripts for DeepSpeed's compression library use them."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ def convert_conv1d_to_linear(model: nn.Module, convert_type: type[nn.Module]) ->
 def get_module_name(
     group_name: str, model: nn.Module, key_word: str, exist_module_name: set[str], mpu: Any = None, verbose: bool = True
 ) -> tuple[list[str], set[str]]:
-    """The layers whose name the pattern `key_word` is found in, and all names found so far.
+    """The layers in whose name the pattern `key_word` is found, and all names found so far.
 
     Args:
-        group_name: of the configuration, for the error.
-        model: its layers that can be compressed are looked at.
+        group_name: name of the group in the error message.
+        model: the model, whose layers that can be compressed are searched.
         key_word: a regular expression.
-        exist_module_name: names found before; is added to.
-        mpu, verbose: accepted because scripts pass them.
+        exist_module_name: names found before; the new names are added to this set.
+        mpu, verbose: have no effect; accepted because scripts pass them.
 
     Raises:
-        CompressionError: one of them was found before, by another group.
+        CompressionError: another group has one of the layers already.
     """
     found = []
     for name, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""Knowledge distillation: a loss that makes a student similar to its teacher, and a teacher that needs little memory.
+"""Knowledge distillation: a loss that makes a student similar to its teacher, and a teacher that uses little memory.
 
     teacher = Teacher(big_model, bits=8)
     distillation = DistillationLoss(student, teacher, temperature=2.0, alpha=0.5, hidden={"layers.0": "layers.1"})
@@ -9,8 +9,9 @@
          + beta sum of MSE(hidden) + gamma sum of MSE(attention)
 
 (Hinton et al. 2015; hidden states and attention as in TinyBERT, Jiao et al. 2020). Outputs of modules are read by
-forward hooks, so any model works, sharded ones too. `stop_step` ends distillation before training ends (staged
-distillation, as for Mixture-of-Students: a small student loses by imitating to the last step; Rajbhandari et al. 2022).
+forward hooks, so it works with any model, also a sharded one. `stop_step` ends distillation before training ends. This
+is the staged distillation of Mixture-of-Students: a small student gets worse if it imitates the teacher to the last
+step (Rajbhandari et al. 2022).
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ __all__ = ["DistillationLoss", "Teacher"]
 
 
 class Teacher(nn.Module):
-    """A frozen model in evaluation mode, optionally quantised, or offloaded between uses.
+    """A frozen model in evaluation mode, optionally quantised, or offloaded between calls.
 
     Args:
-        model: the teacher; it is changed in place where `bits` is given.
-        bits: keep linear weights in that many bits (8 or 4, one scale for each row); None: as they are.
-        offload_to: where parameters stay between uses, such as "cpu"; None: where they are.
-        device: where they are used; with `offload_to`.
+        model: the teacher. With `bits` it is changed in place.
+        bits: store the weights of linear layers with 8 or 4 bits and one scale for each row; None: do not change them.
+        offload_to: device of the parameters between calls, such as "cpu"; None: they stay on their device.
+        device: device of the parameters during a call; needed with `offload_to`.
 
     Raises:
-        CompressionError: bits that no kernel stores.
+        CompressionError: `bits` is not 8, 4 or None, or only one of `offload_to` and `device` is given.
     """
 
     def __init__(
@@ -56,24 +57,24 @@ class Teacher(nn.Module):
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         self.model = model.eval()
-        self._away, self._device = offload_to, device
+        self._offload_to, self._device = offload_to, device
         if offload_to is not None:
             self.model.to(offload_to)
 
     def train(self, mode: bool = True) -> Teacher:
-        """A teacher stays in evaluation mode."""
+        """Do nothing: a teacher stays in evaluation mode."""
         return self
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs, without gradients."""
-        if self._away is None:
+        if self._offload_to is None:
             return self.model(*args, **kwargs)
         self.model.to(self._device)
         try:
             return self.model(*args, **kwargs)
         finally:
-            self.model.to(self._away)
+            self.model.to(self._offload_to)
 
 
 def quantize_linears(model: nn.Module, bits: int) -> None:
@@ -91,16 +92,17 @@ class DistillationLoss(nn.Module):
         student, teacher: the models; the teacher is called by the loss.
         temperature: T, softens both distributions.
         alpha: weight of the logits' term; the task has 1 - alpha.
-        hidden: module of the student to module of the teacher whose outputs should be equal.
-        beta: weight of the hidden states.
-        attention: as `hidden`, for modules whose output (or the last entry of a tuple) is the attention's weights.
-        gamma: weight of the attention's terms.
-        stop_step: from this step on only the task counts; None: never.
-        project: learn a linear map from the student's width to the teacher's where they differ; its parameters are this
-            module's, so give them to the optimizer.
+        hidden: maps names of the student's modules to names of the teacher's modules, whose outputs should be equal.
+        beta: weight of the terms of `hidden`.
+        attention: as `hidden`, for modules whose output (or the last tensor of a tuple) is the attention's weights.
+        gamma: weight of the terms of `attention`.
+        stop_step: from this step on only the task's loss counts; None: distil to the end.
+        project: for modules of `hidden` whose width differs from the teacher's: maps the name of the student's module
+            to (student's width, teacher's width). A linear map is learnt; its parameters belong to this module, so give
+            them to the optimizer.
 
     Raises:
-        CompressionError: a module that is not there, or numbers out of range.
+        CompressionError: a named module does not exist, or a number is out of range.
     """
 
     def __init__(
@@ -116,7 +118,8 @@ class DistillationLoss(nn.Module):
             )
         self.temperature, self.alpha, self.beta, self.gamma = temperature, alpha, beta, gamma
         self.stop_step, self.steps = stop_step, 0
-        self._teacher = (teacher,)  # in a tuple: no child, so that optimizers and checkpoints do not see it
+        # In a tuple, so that it does not become a child module: optimizers and checkpoints must not see it.
+        self._teacher = (teacher,)
         self._pairs = [("hidden", s, t) for s, t in (hidden or {}).items()]
         self._pairs += [("attention", s, t) for s, t in (attention or {}).items()]
         self._seen: dict[tuple[str, str], torch.Tensor] = {}
@@ -143,11 +146,11 @@ class DistillationLoss(nn.Module):
 
         Args:
             student_logits: (..., classes).
-            task_loss: the student's own loss.
-            inputs: of the teacher: a tuple or keyword arguments.
+            task_loss: the student's own loss, a scalar.
+            inputs: arguments of the teacher: a tuple, or a mapping of keyword arguments.
 
         Raises:
-            CompressionError: shapes of student and teacher differ, or a named module did not run.
+            CompressionError: the shapes of student and teacher differ, or a named module did not run.
         """
         if not self.active:
             self._seen.clear()
@@ -186,22 +189,27 @@ class DistillationLoss(nn.Module):
 
     @property
     def active(self) -> bool:
-        """Whether the teacher still counts."""
+        """Whether the teacher still enters the loss."""
         return self.stop_step is None or self.steps < self.stop_step
 
     def step(self) -> None:
-        """Call after every optimizer step; only `stop_step` needs it."""
+        """Count an optimizer step. Call it after each one; only `stop_step` needs it."""
         self.steps += 1
 
     def remove(self) -> None:
-        """Take the hooks off both models."""
+        """Remove the hooks from both models."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
 
 def logits_loss(student: torch.Tensor, teacher: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """T^2 KL(softmax(teacher / T) || softmax(student / T)), mean over all positions."""
+    """T^2 KL(softmax(teacher / T) || softmax(student / T)), the mean over all positions.
+
+    Args:
+        student, teacher: logits, (..., classes).
+        temperature: T.
+    """
     ours = torch.log_softmax(student.float().flatten(0, -2) / temperature, -1)
     theirs = torch.log_softmax(teacher.detach().float().flatten(0, -2) / temperature, -1)
     return nn.functional.kl_div(ours, theirs, reduction="batchmean", log_target=True) * temperature**2

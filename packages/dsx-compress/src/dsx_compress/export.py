@@ -1,15 +1,15 @@
 """Compressed weights on disk: one safetensors file with packed codes and scales.
 
-A quantised weight `w` is stored as `w.codes`, `w.scale` and, if asymmetric, `w.zero`; everything else as it is. The
-header's metadata has, under the key `dsx_compress`, JSON with the format version and, for each quantised weight, the
-code (`packing.py`), shape, dtype, groups and the error of quantisation. The values are exactly those of the cleaned
-model:
+A quantised weight `w` is stored as `w.codes`, `w.scale` and, if asymmetric, `w.zero`. All other tensors are stored
+unchanged. The header's metadata has, under the key `dsx_compress`, JSON with the format version and, for each quantised
+weight, the code (`packing.py`), shape, dtype, groups and the error of quantisation. The values are exactly those of the
+cleaned model:
 
     value[r, c] = code[r, c] * scale[g] + zero[g],   g = (r * columns + c) // (rows * columns / groups)
 
-of the weight seen as (first dimension, everything else). A pruned weight keeps its zeros: as a code if the code has
-a zero, otherwise with the next wider code (binary weights with zeros are stored as ternary). Weights that no code can
-represent are stored dense, and the report says so.
+of the weight viewed as a matrix (first dimension, all others). A pruned weight stays zero: it has the code of zero. If
+a code has no zero, the next wider code is used (binary weights with zeros are stored as ternary). Weights that no code
+can represent are stored dense, and the report says so.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class PackedTensor:
     """A quantised weight as it is stored.
 
     Attributes:
-        code: key of `packing.BITS`.
+        code: name of the code, a key of `packing.BITS`.
         codes: packed codes, (rows, bytes of a row).
-        scale: (groups,) fp32 (fp64 for fp64 weights).
-        zero: (groups,); None if symmetric.
-        shape, dtype: of the weight.
+        scale: (groups,), fp32 (fp64 for fp64 weights).
+        zero: zero points, (groups,), dtype of `scale`; None if symmetric.
+        shape, dtype: shape and dtype of the weight.
     """
 
     code: str
@@ -88,14 +88,16 @@ class PackedTensor:
 
 @dataclass(frozen=True)
 class Exported:
-    """What a file holds.
+    """The contents of a file that `export_model` writes.
 
     Attributes:
         packed: quantised weights by name.
         dense: all other tensors by name.
-        attributes: counts of modules that shrank.
-        facts: per weight, the relative error of quantisation and the fraction of weights that is not zero.
-        left_dense: quantised weights that no code could hold, with the reason.
+        attributes: new values of the integer attributes (such as `out_features`) of modules that shrank, by module
+            name.
+        facts: for each quantised weight, the relative error of quantisation ("error") and the fraction of values that
+            are not zero ("density").
+        left_dense: for each quantised weight that no code can hold, the reason.
     """
 
     packed: dict[str, PackedTensor]
@@ -113,13 +115,16 @@ class Exported:
 
 
 def export_model(model: nn.Module, path: str | os.PathLike[str], deepspeed_config: Any = None) -> Exported:
-    """Write a compressed model's weights; the model itself is left as it is.
+    """Write a compressed model's weights to a file. The model itself does not change.
 
     Args:
-        model: prepared by `init_compression` and trained, before `redundancy_clean` (which forgets the scales).
-        path: the file, such as `model.safetensors`; replaced if it is there.
-        deepspeed_config: that of `init_compression`; needed to remove pruned rows, heads and channels. None: they are
-            stored as zeros.
+        model: prepared by `init_compression` and trained, before `redundancy_clean` (which discards the scales).
+        path: the file to write, such as `model.safetensors`. An existing file is replaced.
+        deepspeed_config: the configuration of `init_compression`, by which pruned rows, heads and channels are removed.
+            None: they are stored as zeros.
+
+    Returns:
+        The contents of the file.
 
     Raises:
         CompressionError: the model has no techniques.
@@ -155,7 +160,8 @@ def _pack_model(work: nn.Module, plan: Any) -> Exported:
         shrink(work, plan)
     state = {name: tensor.detach() for name, tensor in work.state_dict().items()}
     for name in list(packed):
-        if not torch.equal(packed[name].dense(), state[name]):  # the file must be the cleaned model, to the last bit
+        # The file must have the values of the cleaned model, to the last bit.
+        if not torch.equal(packed[name].dense(), state[name]):
             left[name] = "its values differ from what the layer uses: another parametrisation follows the quantiser"
             del packed[name], facts[name]
     dense = {name: tensor for name, tensor in state.items() if name not in packed}
@@ -163,7 +169,7 @@ def _pack_model(work: nn.Module, plan: Any) -> Exported:
 
 
 def _pack_placed(place: Placed, dims: Any) -> tuple[PackedTensor, dict[str, float]] | str:
-    """The weight of a layer as codes, with all masks after the quantiser; or why there is no code for it."""
+    """The weight of a layer as codes, with all masks applied; or, as text, why there is no code for it."""
     quantizer: Any = place.technique
     weight = value_before(place)
     with torch.no_grad():
@@ -188,13 +194,16 @@ def pack_weight(
     codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, kept: torch.Tensor, original: torch.Tensor, *,
     bits: int,
 ) -> tuple[PackedTensor, dict[str, float]] | str:  # fmt: skip
-    """Pack codes with scales of the same shape; returns the reason as text if no code can hold the values.
+    """Pack the codes of a weight.
 
     Args:
-        codes, scale, zero: of the shape of the weight.
-        kept: which weights are not pruned.
-        original: the weight before quantisation; gives dtype and error.
-        bits: of the quantiser.
+        codes, scale, zero: codes, scales and zero points, each in the shape of the weight.
+        kept: boolean, in the shape of the weight: False for pruned values.
+        original: the weight before quantisation; gives the dtype, and the error is relative to it.
+        bits: bits of the quantiser.
+
+    Returns:
+        The packed weight and its facts; the reason as text if no code can hold the values.
     """
     rows = codes.shape[0] if codes.dim() else 1
     flat = [None if part is None else part.reshape(rows, -1) for part in (codes, scale, zero)]
@@ -243,7 +252,7 @@ def _fewest_groups(scale: torch.Tensor, zero: torch.Tensor | None) -> int | None
 
 
 def error_facts(original: torch.Tensor, value: torch.Tensor) -> dict[str, float]:
-    """Relative error |w - Q(w)| / |w| and the fraction of values that is not zero."""
+    """The relative error |w - Q(w)| / |w|, and the fraction of values that are not zero."""
     wide = original.double()
     norm = float(wide.norm())
     error = float((wide - value.double()).norm()) / norm if norm else 0.0
@@ -254,7 +263,7 @@ def error_facts(original: torch.Tensor, value: torch.Tensor) -> dict[str, float]
 
 
 def write_exported(found: Exported, path: str | os.PathLike[str]) -> None:
-    """Write a file; it appears complete or not at all."""
+    """Write the file under a temporary name and rename it, so that a file at `path` is always complete."""
     from safetensors.torch import save_file
 
     tensors: dict[str, torch.Tensor] = {}
@@ -288,7 +297,7 @@ def read_exported(path: str | os.PathLike[str]) -> Exported:
     """Read a file that `export_model` wrote.
 
     Raises:
-        CompressionDataError: it cannot be read, or is another kind of file.
+        CompressionDataError: the file cannot be read, is damaged, or is another kind of file.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -320,7 +329,7 @@ def read_exported(path: str | os.PathLike[str]) -> Exported:
 
 
 def _checked(name: str, tensor: PackedTensor) -> PackedTensor:
-    """Refuse codes and scales that do not make the shape."""
+    """Return `tensor`. Raises `CompressionDataError` if its codes and scales do not fit its shape."""
     if tensor.code not in BITS:
         raise CompressionDataError(f"{name}: code {tensor.code!r}, expected one of {', '.join(BITS)}")
     per_byte = max(1, 8 // BITS[tensor.code])
@@ -335,11 +344,14 @@ def _checked(name: str, tensor: PackedTensor) -> PackedTensor:
 
 
 def load_exported(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
-    """Fill an ordinary model, built as before compression, with the values of a file; shapes shrink as the file says.
+    """Load the values of a file that `export_model` wrote into an ordinary model, in place; returns the model.
+
+    Args:
+        model: built as before compression. Its tensors get the shapes of the file.
 
     Raises:
-        CompressionDataError: the file is damaged, or of another kind.
-        CompressionError: names differ from the model's. The model is unchanged then.
+        CompressionDataError: the file is damaged, or is another kind of file.
+        CompressionError: its names differ from the model's. The model is unchanged then.
     """
     found = read_exported(path)
     state = found.state_dict()
@@ -356,7 +368,7 @@ def load_exported(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
 
 
 def fit(model: nn.Module, state: dict[str, torch.Tensor], attributes: dict[str, dict[str, int]]) -> None:
-    """Give parameters and buffers the shapes of a state dict."""
+    """Give the parameters and buffers of a model the shapes of a state dict, and its modules their new attributes."""
     for name, tensor in list(model.named_parameters(remove_duplicate=False)):
         if tensor.shape != state[name].shape:
             owner, _, last = name.rpartition(".")
@@ -372,7 +384,7 @@ def fit(model: nn.Module, state: dict[str, torch.Tensor], attributes: dict[str, 
 def pack_dense(
     weight: torch.Tensor, bits: int, groups: int, kind: Any = "symmetric"
 ) -> tuple[PackedTensor, dict[str, float]]:
-    """Quantise and pack a plain weight (post-training quantisation)."""
+    """Quantise and pack a plain weight. Returns the packed weight and its facts; raises `CompressionError`."""
     encoded = encode(weight.detach(), bits, groups, kind)
     parts: list[Any] = [
         None if p is None else p.expand(encoded.codes.shape).reshape(weight.shape)

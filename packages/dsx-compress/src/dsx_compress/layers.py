@@ -33,9 +33,9 @@ class LayerKind:
     """A kind of layer.
 
     Attributes:
-        name: what messages call it.
-        outputs, inputs: dimensions of the weight; None where there is none.
-        sliced: "outputs" or "inputs" where a rank holds only a part of that dimension; else "".
+        name: name of the kind in messages.
+        outputs, inputs: the dimension of the weight that counts them; None if the weight has no such dimension.
+        sliced: "outputs" or "inputs" if a tensor-parallel rank holds only a part of that dimension; else "".
         tensors: names of the layer's weights.
     """
 
@@ -55,8 +55,8 @@ _BY_NAME = {
     "VocabParallelEmbedding": LayerKind("VocabParallelEmbedding", outputs=1, inputs=None),
 }
 _LINEARS = ("Linear", "Conv1D", "ColumnParallelLinear", "RowParallelLinear")
-_PACKED = LayerKind("MultiheadAttention", tensors=("in_proj_weight",))
-_APART = LayerKind("MultiheadAttention", tensors=("q_proj_weight", "k_proj_weight", "v_proj_weight"))
+_PACKED_QKV = LayerKind("MultiheadAttention", tensors=("in_proj_weight",))
+_SEPARATE_QKV = LayerKind("MultiheadAttention", tensors=("q_proj_weight", "k_proj_weight", "v_proj_weight"))
 _KINDS = {
     "weight_quantization": (*_LINEARS, "Conv2d", "Embedding", "VocabParallelEmbedding", "MultiheadAttention"),
     "activation_quantization": (*_LINEARS, "Conv2d"),
@@ -65,32 +65,37 @@ _KINDS = {
     "head_pruning": _LINEARS,
     "channel_pruning": ("Conv2d",),
 }
-"""Which kinds a method applies to."""
+"""The kinds of layers that each method applies to."""
 
 
 def kind_of(module: nn.Module) -> LayerKind | None:
-    """The kind of a layer; None if it is not one that can be compressed."""
+    """The kind of a layer; None if it cannot be compressed."""
     for base, kind in ((nn.Linear, _LINEAR), (nn.Conv2d, _CONV2D), (nn.Embedding, _EMBEDDING)):
         if isinstance(module, base):
             return kind
     if isinstance(module, nn.MultiheadAttention):
-        return _PACKED if module._qkv_same_embed_dim else _APART
-    for cls in type(module).__mro__:  # parametrised modules are of a subclass
+        return _PACKED_QKV if module._qkv_same_embed_dim else _SEPARATE_QKV
+    for cls in type(module).__mro__:  # parametrisation replaces the class of a module by a subclass
         if cls.__name__ in _BY_NAME and getattr(module, "weight", None) is not None:
             return _as_stored(_BY_NAME[cls.__name__], module)
     return None
 
 
 def _as_stored(kind: LayerKind, module: nn.Module) -> LayerKind:
-    """Sliced `Conv1D`s of dsx_pipe have `transposed` if their weight has the shape (inputs, outputs)."""
+    """The kind with the dimensions of this module's weight.
+
+    dsx_pipe sets `transposed` on a sliced layer made from a `Conv1D`, whose weight has the shape (inputs, outputs).
+    """
     if not kind.sliced or not getattr(module, "transposed", False):
         return kind
     return replace(kind, outputs=kind.inputs, inputs=kind.outputs)
 
 
 def takes_activations(kind: LayerKind, module: nn.Module) -> bool:
-    """Whether a layer's input can be quantised: it is of a kind that takes numbers, and its owner calls it
-    (`MultiheadAttention` only reads the weight of its output layer).
+    """Whether a layer's input can be quantised.
+
+    Its kind must take floating-point inputs, and its owner must call it. `MultiheadAttention` does not call its output
+    layer, it only reads the weight.
     """
     called = not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
     return called and kind.name in _KINDS["activation_quantization"]
@@ -98,7 +103,13 @@ def takes_activations(kind: LayerKind, module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Match:
-    """A module of a group: its name, and the modules related to it."""
+    """A module of a group.
+
+    Attributes:
+        group: name of the group.
+        name: name of the module.
+        related: names of the modules that are related to it.
+    """
 
     group: str
     name: str
@@ -109,8 +120,8 @@ def match_modules(model: nn.Module, method: str, config: CompressionTraining) ->
     """The modules of every group of a method, in the order of the model.
 
     Raises:
-        CompressionError: a pattern that matches no layer of the method's kinds, a module in two groups, or related
-            modules that do not pair with the group's.
+        CompressionError: a pattern matches no layer of the method's kinds, a module is in two groups, or the related
+            modules are not as many as the group's.
     """
     section = getattr(config, method)
     groups = section.different_groups
@@ -154,11 +165,11 @@ def _group_matches(
             raise CompressionError(
                 f"{where}: the model has no layer that {method} applies to ({', '.join(_KINDS[method])})"
             )
-        return [Match(group, name, rel) for name, rel in zip(names, _pairs(model, names, related[:1], where))]
+        return [Match(group, name, rel) for name, rel in zip(names, _related_of_each(model, names, related[:1], where))]
     matches: dict[str, Match] = {}
     for place, pattern in enumerate(patterns):
         names = matched_by(pattern, layers, model, f"{where}.modules", method)
-        for name, rel in zip(names, _pairs(model, names, related[place : place + 1], where)):
+        for name, rel in zip(names, _related_of_each(model, names, related[place : place + 1], where)):
             if name in matches and matches[name].related != rel:
                 raise CompressionError(
                     f"{where}: two patterns match {name} with different related_modules; make them narrower"
@@ -168,10 +179,10 @@ def _group_matches(
 
 
 def matched_by(pattern: str, layers: Iterable[str], model: nn.Module, where: str, method: str) -> list[str]:
-    """The layers whose name a pattern is found in.
+    """The layers in whose name a pattern is found.
 
     Raises:
-        CompressionError: none; says which other modules it matches, or near names.
+        CompressionError: there is no such layer. The message has other modules that the pattern matches, or near names.
     """
     layers = list(layers)
     names = [name for name in layers if re.search(pattern, name)]
@@ -187,12 +198,12 @@ def matched_by(pattern: str, layers: Iterable[str], model: nn.Module, where: str
 
 
 def class_name(module: nn.Module) -> str:
-    """Name of a module's class as it was written, without the prefix that parametrisation adds."""
+    """Name of a module's class, without the prefix that parametrisation adds."""
     return type(module).__name__.removeprefix("Parametrized")
 
 
-def _pairs(model: nn.Module, names: list[str], related: list[list[str]], where: str) -> list[tuple[str, ...]]:
-    """For each of the modules the related ones: the i-th match of every related pattern belongs to the i-th module."""
+def _related_of_each(model: nn.Module, names: list[str], related: list[list[str]], where: str) -> list[tuple[str, ...]]:
+    """The related modules of each module: the i-th match of every related pattern belongs to the i-th module."""
     if not related:
         return [()] * len(names)
     columns = []
@@ -216,7 +227,12 @@ def _may_be_related(module: nn.Module) -> bool:
 
 
 def recursive_getattr(model: Any, module_name: str) -> Any:
-    """The module or tensor at a dotted name; `""` is the model itself. Numbers index lists of modules."""
+    """The module or tensor at a dotted name; `""` is the model itself. Numbers index lists of modules.
+
+    Raises:
+        AttributeError: a part of the name does not exist.
+        IndexError: a list of modules is shorter.
+    """
     found = model
     for part in filter(None, module_name.split(".")):
         found = found[int(part)] if part.isdigit() and not hasattr(found, part) else getattr(found, part)
@@ -224,8 +240,10 @@ def recursive_getattr(model: Any, module_name: str) -> Any:
 
 
 def recursive_setattr(model: nn.Module, module_name: str, module: Any) -> None:
-    """Put `module`, a module or tensor, at the dotted name `module_name` of `model`. Raises `AttributeError` where a
-    part of the name is not there.
+    """Put `module`, a module or tensor, at the dotted name `module_name` of `model`.
+
+    Raises:
+        AttributeError: a part of the name before the last does not exist.
     """
     parent, _, last = module_name.rpartition(".")
     setattr(recursive_getattr(model, parent), last, module)

@@ -1,4 +1,4 @@
-"""Which elements a pruning keeps: pure functions from scores to masks.
+"""Pure functions from scores to masks, which say which elements a pruning keeps.
 
 A mask keeps exactly ceil(ratio x count) elements, those of the largest scores. Among equal scores the first in memory
 order are kept, so that every rank and every device finds the same mask.
@@ -21,12 +21,12 @@ __all__ = [
 
 
 def kept_count(ratio: float, count: int) -> int:
-    """ceil(ratio x count) of the decimal number as it is written: 0.1 of 30 is 3."""
+    """ceil(ratio x count), computed with the decimal that was written, without floating-point error."""
     return math.ceil(Fraction(str(ratio)) * count)
 
 
 def top_mask(scores: torch.Tensor, keep: int) -> torch.Tensor:
-    """Boolean mask, of the shape of `scores`, of the `keep` largest; the first of equal ones."""
+    """Boolean mask of the shape of `scores` that keeps the `keep` largest; of equal scores it keeps the first."""
     flat = scores.detach().reshape(-1)
     if keep >= flat.numel():
         return torch.ones_like(scores, dtype=torch.bool)
@@ -38,7 +38,7 @@ def top_mask(scores: torch.Tensor, keep: int) -> torch.Tensor:
     return mask.view(scores.shape)
 
 
-class _Top(torch.autograd.Function):
+class _StraightThroughTop(torch.autograd.Function):
     @staticmethod
     def forward(scores: torch.Tensor, keep: int) -> torch.Tensor:
         return top_mask(scores, keep).to(scores.dtype)
@@ -53,18 +53,18 @@ class _Top(torch.autograd.Function):
 
 
 def straight_through_top(scores: torch.Tensor, keep: int) -> torch.Tensor:
-    """The mask as numbers 0 and 1; the gradient of the mask goes to the scores unchanged (Sanh et al. 2020)."""
-    return _Top.apply(scores, keep)  # pyright: ignore[reportReturnType]
+    """The mask as 0 and 1 in the dtype of `scores`; its gradient goes to the scores unchanged (Sanh et al. 2020)."""
+    return _StraightThroughTop.apply(scores, keep)  # pyright: ignore[reportReturnType]
 
 
 def row_norms(weight: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """L1 norm of every slice along `dim`: of a row of a linear layer, of an output channel of a convolution."""
+    """L1 norm of every slice along `dim`, such as a row of a linear layer or an output channel of a convolution."""
     others = [d for d in range(weight.dim()) if d != dim]
     return weight.detach().abs().sum(others) if others else weight.detach().abs()
 
 
 def block_shape(pattern: str, shape: torch.Size, name: str) -> tuple[int, int]:
-    """Rows and columns of the blocks of a weight seen as (outputs, everything else).
+    """Rows and columns of the blocks of a weight that is viewed as a matrix (first dimension, all others).
 
     Raises:
         CompressionError: the blocks do not cover the weight.
@@ -80,7 +80,7 @@ def block_shape(pattern: str, shape: torch.Size, name: str) -> tuple[int, int]:
 
 
 def block_mask(scores: torch.Tensor, block: tuple[int, int], keep_ratio: float) -> torch.Tensor:
-    """Keep whole blocks: the ceil(keep_ratio x blocks) of the largest sums of scores."""
+    """Boolean mask that keeps the ceil(keep_ratio x blocks) blocks with the largest sums of scores."""
     rows, columns = block
     flat = scores.detach().reshape(scores.shape[0], -1)
     height, width = flat.shape[0] // rows, flat.shape[1] // columns
@@ -90,7 +90,7 @@ def block_mask(scores: torch.Tensor, block: tuple[int, int], keep_ratio: float) 
 
 
 def n_of_m_mask(scores: torch.Tensor, keep: int, of: int) -> torch.Tensor:
-    """Keep the `keep` largest of every `of` consecutive inputs; the first of equal ones."""
+    """Boolean mask that keeps the `keep` largest of every `of` consecutive inputs; of equal ones it keeps the first."""
     groups = scores.detach().reshape(-1, of)
     order = groups.argsort(dim=1, descending=True, stable=True)
     mask = torch.zeros_like(groups, dtype=torch.bool).scatter_(1, order[:, :keep], True)

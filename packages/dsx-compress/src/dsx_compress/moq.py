@@ -4,7 +4,7 @@ It is for training loops with separate full-precision masters and low-precision 
 masters, copies them to the weights, and `OptimizerQuantizer.step` quantises the weights. dsx does not need it: its
 engine computes the quantised weights in the forward pass (`WeightQuantizer`), with the same result.
 
-Stochastic rounding is drawn from a seed, the step and the tensor's place, so that all ranks write the same values.
+Stochastic rounding is drawn from the seed, the step and the tensor's name, so that all ranks write the same values.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ __all__ = ["OptimizerQuantizer"]
 
 
 class OptimizerQuantizer:
-    """Quantises weights in place, with bits that fall.
+    """Quantises weights in place; their number of bits falls during training.
 
     Args:
-        named_parameters: names and low-precision weights; those of fewer than two dimensions are left alone.
+        named_parameters: names and low-precision weights. Weights of fewer than two dimensions are not quantised.
         config: the `quantize_training` section, as a model or a dictionary.
-        seed: of stochastic rounding; the same on all ranks.
+        seed: seed of stochastic rounding; it must be the same on all ranks.
 
     Raises:
         CompressionConfigError: the section is wrong or switched off.
-        CompressionError: a weight is fp32 or fp64, so it is its own master and quantising it in place would destroy
-            what the optimizer has learnt; or the groups do not divide.
+        CompressionError: a weight is neither fp16 nor bf16. (An fp32 weight is its own master, so that quantising it in
+            place would destroy it.) Or `quantize_groups` does not divide the number of a weight's elements.
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, torch.Tensor]], config: Any, *, seed: int = 0) -> None:
@@ -59,25 +59,25 @@ class OptimizerQuantizer:
 
     @property
     def bits(self) -> dict[str, int]:
-        """Bits of every weight."""
+        """The bits of every weight, by name."""
         return {name: schedule.bits for name, schedule in self._schedules.items()}
 
     @property
     def ratio(self) -> float:
-        """Share of the full-precision weight in the mixture; it falls from 1 to 0 and never rises."""
+        """Fraction of the full-precision weight in the mixture. It falls from 1 to 0 and never rises."""
         return self._ratio if self.config.fp16_mixed_quantize.enabled else 0.0
 
     def needs_eigenvalues(self) -> bool:
-        """Whether a bit may go with the next step."""
+        """Whether the next step may remove a bit from a weight, so that it needs eigenvalues."""
         coming = self._steps + 1 - self.config.quantize_schedule.schedule_offset
         return any(schedule.due(coming) for schedule in self._schedules.values())
 
     @torch.no_grad()
     def step(self, overflow: bool = False, eigenvalues: Mapping[str, float] | None = None) -> None:
-        """Quantise what the optimizer has just written.
+        """Quantise the weights that the optimizer has just written.
 
         Args:
-            overflow: the optimizer skipped this step; nothing is counted or written then.
+            overflow: the optimizer skipped this step. Then nothing is counted or written.
             eigenvalues: relative eigenvalue, 0 to 1, by the name of a parameter or of a module that holds it.
         """
         if overflow:
@@ -89,7 +89,7 @@ class OptimizerQuantizer:
         if counted > 0:
             self._ratio = max(0.0, self._ratio - self.config.fp16_mixed_quantize.quantize_change_ratio)
         for name, weight in self._weights.items():
-            self._schedules[name].advance(counted, _factor(name, eigenvalues or {}))
+            self._schedules[name].advance(counted, _period_factor_of(name, eigenvalues or {}))
             weight.copy_(self._quantized(name, weight))
 
     def _quantized(self, name: str, weight: torch.Tensor) -> torch.Tensor:
@@ -104,7 +104,7 @@ class OptimizerQuantizer:
         return torch.lerp(quantized, weight.to(quantized.dtype), self.ratio) if self.ratio else quantized
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps, mixture and bits; plain numbers."""
+        """The steps, the mixture and the bits, as plain numbers."""
         return {
             "steps": self._steps,
             "ratio": self._ratio,
@@ -112,10 +112,10 @@ class OptimizerQuantizer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`.
+        """Continue from what `state_dict` returned.
 
         Raises:
-            CompressionError: the state is another model's.
+            CompressionError: the state belongs to another model.
         """
         if set(state["schedules"]) != set(self._schedules):
             odd = sorted(set(state["schedules"]) ^ set(self._schedules))
@@ -141,7 +141,7 @@ def _section(config: Any) -> QuantizeTraining:
     return config
 
 
-def _factor(name: str, eigenvalues: Mapping[str, float]) -> int:
+def _period_factor_of(name: str, eigenvalues: Mapping[str, float]) -> int:
     return next(
         (period_factor(v) for block, v in eigenvalues.items() if name == block or name.startswith(block + ".")), 1
     )

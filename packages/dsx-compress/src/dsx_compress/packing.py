@@ -1,4 +1,4 @@
-"""Codes of few bits in bytes: rows are padded to whole bytes; the first code is in the lowest bits.
+"""Packs codes of few bits into bytes. Rows are padded to full bytes; the first code is in the lowest bits.
 
 binary    1 bit    0 is -1, 1 is +1
 ternary   2 bits   code + 1
@@ -16,7 +16,7 @@ from .errors import CompressionError
 __all__ = ["BITS", "pack", "unpack"]
 
 BITS = {"binary": 1, "ternary": 2, "int4": 4, "int8": 8, "int16": 16}
-"""Bits of a stored code."""
+"""Bits of each stored code, by the code's name."""
 
 
 def pack(codes: torch.Tensor, code: str, *, signed: bool = True) -> torch.Tensor:
@@ -24,11 +24,11 @@ def pack(codes: torch.Tensor, code: str, *, signed: bool = True) -> torch.Tensor
 
     Args:
         codes: whole numbers, shape (rows, columns).
-        code: key of `BITS`.
-        signed: whether codes may be negative (int4, int8, int16).
+        code: name of the code, a key of `BITS`.
+        signed: whether codes may be negative; it matters for int4, int8 and int16.
 
     Returns:
-        (rows, bytes of a row), uint8; int8 or uint8 of the shape of `codes` for 8 bits, int16 for 16.
+        (rows, bytes of a row), uint8. For int8: int8 or uint8 in the shape of `codes`. For int16: int16 in that shape.
     """
     if code == "int8":
         return codes.to(torch.int8 if signed else torch.uint8)
@@ -48,10 +48,10 @@ def pack(codes: torch.Tensor, code: str, *, signed: bool = True) -> torch.Tensor
 
 
 def unpack(packed: torch.Tensor, code: str, columns: int, *, signed: bool = True) -> torch.Tensor:
-    """The codes again, as int32 of shape (rows, columns).
+    """The codes that `pack` was given, as int32 of shape (rows, columns).
 
     Raises:
-        CompressionError: no such code.
+        CompressionError: `code` is not a key of `BITS`.
     """
     if code not in BITS:
         raise CompressionError(f"code: got {code!r}, expected one of {', '.join(BITS)}")

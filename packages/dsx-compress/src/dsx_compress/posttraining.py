@@ -3,9 +3,10 @@
     report = quantize_post_training(model, batches, PostTrainingConfig(bits=4, group_size=64, blocks="blocks"))
     export_model(model, "model.safetensors")
 
-Weights are quantised in groups of a row's inputs, inputs token by token. Then each block is trained for a few steps to
-reproduce its outputs before quantisation, on the inputs that the quantised blocks before it produce (layer-by-layer
-distillation). This needs no labels and no backward pass through the whole model, and memory for training one block.
+Weights are quantised in groups of a row's inputs, and inputs token by token. Then each block is trained for a few
+steps to reproduce the outputs that it had before quantisation, on the inputs that the quantised blocks before it
+produce (layer-by-layer distillation). This needs neither labels nor a backward pass through the complete model. It
+needs the memory for training one block.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ __all__ = ["BlockResult", "PostTrainingConfig", "PostTrainingReport", "quantize_
 
 @dataclass(frozen=True)
 class PostTrainingConfig:
-    """How to quantise.
+    """Settings of post-training quantisation.
 
     Attributes:
-        bits: of weights, 1 to 16.
+        bits: bits of weights, 1 to 16.
         group_size: inputs of a row that share a scale; 0: all inputs of the row.
         kind: quantiser, "symmetric" or "asymmetric".
-        activation_bits: of inputs, token by token, 4 to 16; None: inputs stay as they are.
-        blocks: path of the list of blocks for layer-by-layer distillation; "": weights are only rounded.
-        steps: training steps of each block; 0: only rounded.
-        learning_rate: of these steps (Adam).
-        excluded_modules: patterns of layers that stay as they are, such as the output layer.
+        activation_bits: bits of inputs, 4 to 16, with one scale per token; None: inputs are not quantised.
+        blocks: path of the list of blocks for layer-by-layer distillation; "": weights are rounded without training.
+        steps: training steps of each block; 0: weights are rounded without training.
+        learning_rate: learning rate of these steps (Adam).
+        excluded_modules: patterns of layers that are not quantised, such as the output layer.
     """
 
     bits: int = 8
@@ -68,7 +69,13 @@ class BlockResult:
 
 @dataclass(frozen=True)
 class PostTrainingReport:
-    """What was quantised, what was not and why, and how well each block imitates what it was."""
+    """The result of post-training quantisation.
+
+    Attributes:
+        quantized: names of the quantised layers.
+        left: for each layer that was not quantised, the reason.
+        blocks: the error of each block.
+    """
 
     quantized: list[str]
     left: dict[str, str]
@@ -78,23 +85,24 @@ class PostTrainingReport:
 def quantize_post_training(
     model: nn.Module, batches: Iterable[Any], config: PostTrainingConfig | None = None
 ) -> PostTrainingReport:
-    """Quantise a trained model in place; `export_model` writes it, `redundancy_clean` is not needed for use.
+    """Quantise a trained model in place. `export_model` writes it; the model can be used without `redundancy_clean`.
 
     Args:
         model: an ordinary trained model.
-        batches: arguments of the model, each a tensor, a tuple or a dictionary; some 8 to 128 samples of real data.
-            Read only where blocks are trained.
-        config: what to do; None: 8 bits, one scale per row.
+        batches: arguments of the model, each a tensor, a tuple or a dictionary, with about 8 to 128 samples of real
+            data in all. They are read only if blocks are trained.
+        config: the settings; None: 8 bits, one scale per row.
 
     Raises:
-        CompressionError: the model is compressed already, a name is wrong, or a group size does not divide.
+        CompressionError: the model is compressed already, a name is wrong, or the group size does not divide the inputs
+            of a layer.
         CompressionDataError: a weight has NaN or infinity.
     """
     config = config or PostTrainingConfig()
     if is_compressed(model):
         raise CompressionError("quantize_post_training: this model is compressed already; pass the plain trained model")
-    layers, left = _layers(model, config)
-    blocks = _blocks(model, config)
+    layers, left = _layers_to_quantize(model, config)
+    blocks = _named_blocks(model, config)
     was_training = model.training
     model.eval()
     try:
@@ -113,7 +121,7 @@ def quantize_post_training(
     return PostTrainingReport(list(layers), left, results)
 
 
-def _layers(model: nn.Module, config: PostTrainingConfig) -> tuple[dict[str, Any], dict[str, str]]:
+def _layers_to_quantize(model: nn.Module, config: PostTrainingConfig) -> tuple[dict[str, Any], dict[str, str]]:
     layers: dict[str, Any] = {}
     left: dict[str, str] = {}
     named = {name: module for name, module in model.named_modules() if name and kind_of(module) is not None}
@@ -142,7 +150,7 @@ def _tensors(layer: nn.Module) -> tuple[str, ...]:
     return () if kind is None else kind.tensors
 
 
-def _blocks(model: nn.Module, config: PostTrainingConfig) -> list[tuple[str, nn.Module]]:
+def _named_blocks(model: nn.Module, config: PostTrainingConfig) -> list[tuple[str, nn.Module]]:
     if not config.blocks:
         if config.steps:
             raise CompressionError(
@@ -192,11 +200,11 @@ _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _Stop(Exception):
-    """Ends a forward pass at the first block."""
+    """Ends a forward pass of the model when it reaches the first block."""
 
 
 def _first_calls(model: nn.Module, block: nn.Module, batches: Iterable[Any]) -> list[_Call]:
-    """The arguments of the first block for every batch, with the weights as they are before quantisation."""
+    """The arguments of the first block for every batch. Call it before the weights are quantised."""
     calls: list[_Call] = []
 
     def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -226,25 +234,26 @@ def _first_calls(model: nn.Module, block: nn.Module, batches: Iterable[Any]) -> 
 
 
 def _detached(value: Any) -> Any:
-    """An argument that can be used again and again: no graph, and no cache of keys and values, which calls would
-    fill.
+    """An argument that can be passed to several calls.
+
+    It has no autograd graph. A key-value cache, which each call would extend, is replaced by None.
     """
     if isinstance(value, torch.Tensor):
         return value.detach()
     if type(value) in (tuple, list):
         return type(value)(_detached(item) for item in value)
-    return None if hasattr(value, "get_seq_length") else value  # a Cache of transformers
+    return None if hasattr(value, "get_seq_length") else value  # only a `Cache` of transformers has it
 
 
-def _hidden(output: Any) -> torch.Tensor:
+def _hidden_states(output: Any) -> torch.Tensor:
     return output[0] if isinstance(output, (tuple, list)) else output
 
 
 @torch.no_grad()
 def _next_call(block: nn.Module, call: _Call) -> _Call:
-    """The call of the next block: its first argument is this block's output."""
+    """The call of the next block: `call` with this block's output as first argument."""
     args, kwargs = call
-    hidden = _hidden(block(*args, **kwargs))
+    hidden = _hidden_states(block(*args, **kwargs))
     if args:
         return (hidden, *args[1:]), kwargs
     first = next(iter(kwargs))
@@ -255,7 +264,7 @@ def _train_block(
     name: str, block: nn.Module, original: nn.Module, calls: list[_Call], config: PostTrainingConfig
 ) -> BlockResult:
     with torch.no_grad():
-        wanted = [_hidden(original(*args, **kwargs)) for args, kwargs in calls]
+        wanted = [_hidden_states(original(*args, **kwargs)) for args, kwargs in calls]
     before = _error(block, calls, wanted)
     trained = [p for p in block.parameters() if p.requires_grad]
     saved = [p.detach().clone() for p in trained]
@@ -264,7 +273,7 @@ def _train_block(
         place = step % len(calls)
         args, kwargs = calls[place]
         with torch.enable_grad():
-            loss = nn.functional.mse_loss(_hidden(block(*args, **kwargs)).float(), wanted[place].float())
+            loss = nn.functional.mse_loss(_hidden_states(block(*args, **kwargs)).float(), wanted[place].float())
             gradients = torch.autograd.grad(loss, trained, allow_unused=True)
         for parameter, gradient in zip(trained, gradients):
             parameter.grad = gradient
@@ -272,7 +281,7 @@ def _train_block(
     after = _error(block, calls, wanted)
     for parameter, value in zip(trained, saved):
         parameter.grad = None
-        if not after <= before:  # training did harm, or diverged: the rounded weights are kept
+        if not after <= before:  # training increased the error or diverged, so the rounded weights stay
             with torch.no_grad():
                 parameter.copy_(value)
     return BlockResult(name, before, min(before, after) if after == after else before)
@@ -280,5 +289,7 @@ def _train_block(
 
 @torch.no_grad()
 def _error(block: nn.Module, calls: list[_Call], wanted: list[torch.Tensor]) -> float:
-    difference = sum(float((_hidden(block(*a, **k)) - w).double().square().sum()) for (a, k), w in zip(calls, wanted))
+    difference = sum(
+        float((_hidden_states(block(*a, **k)) - w).double().square().sum()) for (a, k), w in zip(calls, wanted)
+    )
     return difference / max(1e-300, sum(float(w.double().square().sum()) for w in wanted))

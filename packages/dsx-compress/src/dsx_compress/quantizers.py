@@ -1,4 +1,4 @@
-"""Quantisers: from a tensor to integer codes with scales and back, and the same as a differentiable operation.
+"""Quantisers: they turn a tensor into integer codes with scales, and back; also as a differentiable operation.
 
 A tensor is cut, in memory order, into groups of equal size; each group has a scale s (and a zero point z). With b bits:
 
@@ -10,8 +10,8 @@ A tensor is cut, in memory order, into groups of equal size; each group has a sc
     binary       s = mean|x|                 code = sign(x)                                         value = code s
 
 Ties go to the even neighbour (torch.round); stochastic rounding takes floor(x / s + u), u uniform in [0, 1). A group
-whose scale is 0 keeps its values: all are the same number. Gradients pass through unchanged, also where codes are
-clamped (straight-through estimator, Bengio et al. 2013). Ternary weights follow Li et al. 2016, binary ones Rastegari
+whose scale is 0 keeps its values: all are the same number. Gradients pass through unchanged, also for clamped codes
+(straight-through estimator, Bengio et al. 2013). Ternary weights follow Li et al. 2016, binary ones Rastegari
 et al. 2016.
 
 Half-precision tensors are computed in fp32 and rounded once at the end.
@@ -37,9 +37,9 @@ class Encoded:
     """A quantised tensor.
 
     Attributes:
-        codes: whole numbers of the compute dtype, shape (groups, elements of a group).
+        codes: whole numbers in the dtype of the computation (fp32 or fp64), shape (groups, elements of a group).
         scale: shape (groups, 1).
-        zero: shape (groups, 1); None where values are `codes * scale`.
+        zero: zero points, shape (groups, 1); None if the values are `codes * scale`.
     """
 
     codes: torch.Tensor
@@ -75,12 +75,13 @@ def encode(
         x: floating-point tensor.
         bits: 1 (binary), 2 (ternary), or 3 to 16.
         groups: number of groups.
-        kind: algorithm from 3 bits on; binary and ternary are symmetric.
-        rounding: from 3 bits on.
-        generator: source of stochastic rounding; None: torch's default one.
+        kind: "symmetric" or "asymmetric"; with 1 or 2 bits only "symmetric".
+        rounding: "nearest" or "stochastic"; it has no effect with 1 or 2 bits.
+        generator: random generator of stochastic rounding; None: torch's default one.
 
     Raises:
-        CompressionError: bits out of range, an asymmetric quantiser of 1 or 2 bits, or groups that do not divide.
+        CompressionError: `bits` is out of range, the quantiser is asymmetric with 1 or 2 bits, or `groups` does not
+            divide the number of elements.
     """
     if not 1 <= bits <= 16:
         raise CompressionError(f"bits: got {bits}, expected 1 to 16")
@@ -111,25 +112,25 @@ def _ternary(rows: torch.Tensor) -> Encoded:
 
 
 def _divisor(scale: torch.Tensor) -> torch.Tensor:
-    """The scale, with 1 in the place of 0: a group without extent has codes 0 and keeps its value in `zero`."""
+    """The scale, with 1 instead of 0. A group of equal numbers then has the codes 0, and its value is in `zero`."""
     return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 
 def _rounded(x: torch.Tensor, rounding: Rounding, generator: torch.Generator | None) -> torch.Tensor:
-    """Round in place; `x` is a temporary."""
+    """Round `x` in place. Callers pass a temporary tensor."""
     if rounding == "nearest":
         return x.round_()
     return x.add_(torch.rand(x.shape, dtype=x.dtype, device=x.device, generator=generator)).floor_()
 
 
 def decode(encoded: Encoded) -> torch.Tensor:
-    """The values, shape (groups, elements of a group)."""
+    """The values of a quantised tensor, shape (groups, elements of a group)."""
     values = encoded.codes * encoded.scale
     return values if encoded.zero is None else values + encoded.zero
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Quantised values forward, the gradient unchanged backward; can be differentiated twice."""
+    """Returns quantised values in forward and the unchanged gradient in backward. It can be differentiated twice."""
 
     @staticmethod
     def forward(x: torch.Tensor, bits: int, groups: int, kind: Kind, rounding: Rounding) -> torch.Tensor:
@@ -147,25 +148,32 @@ class _StraightThrough(torch.autograd.Function):
 def fake_quantize(
     x: torch.Tensor, bits: int, groups: int = 1, kind: Kind = "symmetric", rounding: Rounding = "nearest"
 ) -> torch.Tensor:
-    """Quantise and restore: shape and dtype of `x`, values of the quantiser, straight-through gradient.
+    """Quantise a tensor and restore it; the gradient passes through unchanged.
 
     Args:
-        x: floating point, any shape.
-        bits: per element; with `groups` equal parts of the flattened tensor that have a scale each.
-        kind: "symmetric" or "asymmetric", as `encode` has them.
+        x: floating-point tensor of any shape.
+        bits: bits of each element, 1 to 16.
+        groups: number of equal parts of the flattened tensor; each has its own scale.
+        kind: "symmetric" or "asymmetric".
         rounding: "nearest" or "stochastic".
 
+    Returns:
+        The values of the quantiser, in the shape and dtype of `x`.
+
     Raises:
-        what `encode` raises for these arguments.
+        CompressionError: as `encode`.
     """
     return _StraightThrough.apply(x, bits, groups, kind, rounding)  # pyright: ignore[reportReturnType]
 
 
 def require_finite(x: torch.Tensor, name: str) -> None:
-    """Check a tensor before work that is done once (masks, export, calibration).
+    """Check a tensor before work that is done only once (masks, export, calibration).
+
+    Args:
+        name: name of the tensor in the message.
 
     Raises:
-        CompressionDataError: NaN or infinity; names the tensor and counts.
+        CompressionDataError: the tensor has NaN or infinity. The message has their counts.
     """
     finite = torch.isfinite(x)
     if not bool(finite.all()):

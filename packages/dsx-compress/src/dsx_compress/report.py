@@ -29,13 +29,14 @@ class ReportRow:
     """One tensor.
 
     Attributes:
-        name: of the tensor.
-        methods: what is applied to it, with the step from which on where that is still to come.
-        bits: of the weight in use; 0: not quantised.
-        density: fraction of values that is not zero.
+        name: name of the tensor.
+        methods: the methods on it. "METHOD from step N" is one that is not switched on yet.
+        bits: bits of the weight now; 0: it is not quantised.
+        density: fraction of values that are not zero.
         error: |w - used w| / |w|.
-        bytes_before, bytes_after: dense in its dtype; packed (codes and scales), or dense without pruned values'
-            saving.
+        bytes_before: bytes of the dense tensor in its dtype.
+        bytes_after: bytes of codes and scales if it is quantised, else `bytes_before`: zeros are stored like other
+            values.
     """
 
     name: str
@@ -52,9 +53,9 @@ class CompressionReport:
     """Rows of all compressed tensors.
 
     Attributes:
-        rows: compressed tensors.
-        untouched: layers that could be compressed and are not.
-        other_bytes: of all other tensors.
+        rows: one row for each compressed tensor.
+        untouched: names of the layers that could be compressed and are not.
+        other_bytes: bytes of all other tensors.
     """
 
     rows: list[ReportRow]
@@ -63,12 +64,12 @@ class CompressionReport:
 
     @property
     def ratio(self) -> float:
-        """Bytes of the dense model by bytes of the compressed one."""
+        """Bytes of the dense model divided by bytes of the compressed one."""
         after = sum(row.bytes_after for row in self.rows) + self.other_bytes
         return (sum(row.bytes_before for row in self.rows) + self.other_bytes) / max(1, after)
 
     def text(self) -> str:
-        """The table."""
+        """The report as a table."""
         width = max([len(row.name) for row in self.rows] + [6])
         lines = [f"{'tensor':<{width}}  bits  density  rel.error  KiB before   after  methods"]
         lines += [
@@ -82,7 +83,7 @@ class CompressionReport:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """Rows and totals as JSON."""
+        """The report as JSON: the attributes and `ratio`."""
         return json.dumps({**asdict(self), "ratio": self.ratio}, indent=2)
 
     def write_svg(self, path: str | os.PathLike[str]) -> None:
@@ -91,10 +92,9 @@ class CompressionReport:
 
 
 def compression_report(model: nn.Module) -> CompressionReport:
-    """The report of a model with techniques, as they are in use now.
+    """The report of a model with techniques, with the values that its layers use now.
 
-    Raises:
-        CompressionDataError: never; NaN weights show as NaN errors.
+    A weight with NaN has the error NaN.
     """
     grouped: dict[str, list[Any]] = {}
     for placed in techniques_of(model):

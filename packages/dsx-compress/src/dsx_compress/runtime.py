@@ -1,8 +1,8 @@
-"""Running from packed weights: `QuantizedLinear` keeps codes and scales in memory and multiplies by them.
+"""Inference with packed weights: `QuantizedLinear` keeps only codes and scales in memory.
 
-With dsx_ops installed, products with few rows on the CPU use its int8 and int4 kernels, which read a quarter or an
-eighth of the bytes; in all other cases the weight is restored for the duration of the call. Both compute x (codes *
-scale + zero)^T + b.
+If dsx_ops is installed, products with few rows on the CPU use its int8 and int4 kernels, which read a quarter or an
+eighth of the bytes of fp32. In all other cases the dense weight is restored for the duration of the call. Both compute
+x (codes * scale + zero)^T + b.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .layers import class_name, kind_of, recursive_setattr
 __all__ = ["QuantizedLinear", "load_quantized"]
 
 _FEW_ROWS = 4
-"""Products with at most that many rows go to the matrix-vector kernels."""
+"""Products with at most this many rows use the matrix-vector kernels."""
 
 
 def _kernels() -> Any:
-    """`dsx_ops.quantized_matvec`, or None where dsx_ops is not installed or has no kernel for this machine."""
+    """`dsx_ops.quantized_matvec`, or None if dsx_ops is not installed or has no kernel for this machine."""
     try:
         module = importlib.import_module("dsx_ops.quantized_matvec")
     except ImportError:
@@ -34,11 +34,14 @@ def _kernels() -> Any:
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer over packed weights; for inference.
+    """A linear layer with a packed weight, for inference.
 
     Args:
         packed: the weight, (out_features, in_features).
         bias: (out_features,) or None.
+
+    Raises:
+        CompressionError: the weight does not have two dimensions.
     """
 
     codes: torch.Tensor
@@ -57,20 +60,20 @@ class QuantizedLinear(nn.Module):
         self._kernels = _kernels()
 
     def packed(self) -> PackedTensor:
-        """The weight as it is stored."""
+        """The weight as it is stored: codes, scales and zero points."""
         zero: Any = self.zero
         return PackedTensor(self.code, self.codes, self.scale, zero, (self.out_features, self.in_features), self.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x of shape (..., in_features) to (..., out_features)."""
+        """Map `x`, (..., in_features), to (..., out_features)."""
         bias: Any = self.bias
-        if self._takes_kernel(x):
+        if self._can_use_kernel(x):
             out = self._kernels.matvec(x.reshape(-1, self.in_features), self.codes, self.scale, self.code)
             out = out.view(*x.shape[:-1], self.out_features)
             return out if bias is None else out + bias
         return nn.functional.linear(x, self.packed().dense().to(x.dtype), bias)
 
-    def _takes_kernel(self, x: torch.Tensor) -> bool:
+    def _can_use_kernel(self, x: torch.Tensor) -> bool:
         return (
             self._kernels is not None
             and self.zero is None
@@ -98,13 +101,13 @@ class QuantizedLinear(nn.Module):
 
 
 def load_quantized(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
-    """Fill an ordinary model with a file of `export_model`, its quantised linear layers as `QuantizedLinear`.
+    """Load a file of `export_model` into an ordinary model, in place; returns the model.
 
-    Other quantised weights (embeddings, convolutions) are restored to dense ones.
+    Quantised linear layers become `QuantizedLinear`. Other quantised weights (embeddings, convolutions) become dense.
 
     Raises:
-        CompressionDataError: the file is damaged, or of another kind.
-        CompressionError: names differ from the model's.
+        CompressionDataError: the file is damaged, or is another kind of file.
+        CompressionError: its names differ from the model's. The model is unchanged then.
     """
     found = read_exported(path)
     state = found.state_dict()
@@ -119,7 +122,7 @@ def load_quantized(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
         owner, _, tensor = name.rpartition(".")
         layer: Any = model.get_submodule(owner)
         kind = kind_of(layer)
-        # A layer's own class only: a subclass may compute something else.
+        # Only torch's own class is replaced: a subclass may compute something else.
         if tensor == "weight" and kind is not None and kind.name == "Linear" and class_name(layer) == "Linear":
             recursive_setattr(model, owner, QuantizedLinear(packed, layer.bias))
     return model

@@ -6,8 +6,8 @@
         optimizer.step()
         scheduler.step()
 
-A technique with `schedule_offset` n works from the forward pass after n steps on, with 0 from the first. A step that
-the optimizer skipped (overflow) must not be counted: do not call `step` then.
+A technique with `schedule_offset` n is on from the forward pass after n steps; with 0 it is on from the first one. Do
+not call `step` after a step that the optimizer skipped (overflow): it must not be counted.
 
 The state dict of the model has masks, scores and ranges; the state dict of the scheduler has the step and the bits.
 With both, training resumes exactly.
@@ -41,33 +41,35 @@ def compression_scheduler(
     gather: Callable[[list[nn.Parameter]], AbstractContextManager[Any]] | None = None,
     mean: Callable[[torch.Tensor], Any] | None = None,
 ) -> CompressionScheduler:
-    """The scheduler of a model that `init_compression` has prepared; `compression_config` is checked to be the same.
+    """Make the scheduler of a model that `init_compression` has prepared.
 
-    `gather` and `mean` are those of `CompressionScheduler`.
+    Args:
+        compression_config: the configuration of `init_compression`; its methods must be those of the model.
+        gather, mean: see `CompressionScheduler`.
 
     Raises:
-        CompressionError: the model is not compressed, or by other methods.
+        CompressionError: the model has no techniques, or those of other methods.
     """
     config = load_config(compression_config)
-    there = {placed.technique.method for placed in techniques_of(model)}
-    if there and there != set(config.methods()):
+    found = {placed.technique.method for placed in techniques_of(model)}
+    if found and found != set(config.methods()):
         raise CompressionError(
             f"compression_scheduler: the configuration has the methods {config.methods()}, the model was prepared with "
-            f"{sorted(there)}; pass the configuration of init_compression"
+            f"{sorted(found)}; pass the configuration of init_compression"
         )
     verbose = config.weight_quantization.shared_parameters.quantize_verbose
     return CompressionScheduler(model, gather=gather, mean=mean, verbose=verbose)
 
 
 class CompressionScheduler:
-    """Drives all techniques of a model.
+    """Switches techniques on and advances them, for all techniques of a model.
 
     Args:
-        model: prepared by `init_compression`; it may be sharded since.
-        gather: makes parameters whole for the length of a context, such as `dsx_zero.GatheredParameters` at ZeRO stage
-            3; only used in steps that make a mask from weights.
-        mean: averages a tensor over the data-parallel ranks in place; None with one rank. Used for the scores of
-            snip_momentum and static ranges, which differ between ranks.
+        model: prepared by `init_compression`. It may have been sharded after that.
+        gather: a context manager in which all elements of the given parameters are in memory, such as
+            `dsx_zero.GatheredParameters` at ZeRO stage 3. It is used only in steps that make a mask from weights.
+        mean: averages a tensor over the data-parallel ranks, in place; None: there is one rank. It is used for the
+            scores of snip_momentum and for static ranges, which differ between ranks.
         verbose: log every change of bits.
 
     Raises:
@@ -88,30 +90,32 @@ class CompressionScheduler:
         self._gather = gather or (lambda parameters: nullcontext())
         self._mean, self._verbose = mean, verbose
         self.training_steps = 0
-        """Steps done."""
+        """Optimizer steps so far."""
         self._advance({})
 
     def step(self, eigenvalues: Mapping[str, float] | None = None) -> None:
-        """Take note of an optimizer step that was applied. Collective if `gather` or `mean` is.
+        """Count an optimizer step that was applied, and make the changes that are due.
+
+        Collective if `gather` or `mean` is.
 
         Args:
-            eigenvalues: relative eigenvalue, 0 to 1, of each block by the block's module name; layers elsewhere lose
-                their bits as without eigenvalues.
+            eigenvalues: relative eigenvalue, 0 to 1, of each block, by the block's module name. Layers outside of these
+                blocks lose their bits as without eigenvalues.
         """
         self.training_steps += 1
-        self._share()
+        self._average_over_ranks()
         self._advance({name: period_factor(value) for name, value in (eigenvalues or {}).items()})
 
     def needs_eigenvalues(self) -> bool:
-        """Whether a bit may go with the next step, so that eigenvalues matter then."""
+        """Whether the next step may remove a bit, so that it needs eigenvalues."""
         coming = self.training_steps + 1
         return any(t.schedule.due(coming - t.offset) for t in self._quantizers() if coming > t.offset)
 
     def _quantizers(self) -> Iterable[WeightQuantizer]:
         return (p.technique for p in self._placed if isinstance(p.technique, WeightQuantizer))
 
-    def _share(self) -> None:
-        """Make equal on all ranks what each has seen of its own batches."""
+    def _average_over_ranks(self) -> None:
+        """Average over the ranks the scores and ranges that each rank computed from its own batches."""
         if self._mean is None:
             return
         for placed in self._placed:
@@ -134,7 +138,7 @@ class CompressionScheduler:
         for placed in self._placed:
             technique = placed.technique
             before = technique.schedule.bits if isinstance(technique, WeightQuantizer) else 0
-            factor = next((f for name, f in factors.items() if _inside(placed.name, name)), 1)
+            factor = next((f for name, f in factors.items() if _is_inside(placed.name, name)), 1)
             if technique.needs_weight(step):
                 parameters = list(placed.chain.parameters())
                 with self._gather(parameters), torch.no_grad():
@@ -145,17 +149,20 @@ class CompressionScheduler:
                 logger.info("step %d: %s has %d bits", step, placed.name, technique.schedule.bits)
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps, and what they alone do not tell of each technique; plain numbers, free of ranks."""
+        """The steps, and of each technique the state that does not follow from them.
+
+        These are plain numbers, which do not depend on the number of ranks.
+        """
         return {
             "training_steps": self.training_steps,
             "techniques": {_key(p): p.technique.progress() for p in self._placed if p.technique.progress()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`. Load the model's state dict too: it has the masks.
+        """Continue from what `state_dict` returned. Load the model's state dict too: it has the masks.
 
         Raises:
-            CompressionError: the state is another model's or configuration's. Nothing is changed then.
+            CompressionError: the state belongs to another model or configuration. Nothing is changed then.
         """
         steps, saved = state.get("training_steps"), state.get("techniques")
         if type(steps) is not int or steps < 0 or not isinstance(saved, Mapping):
@@ -183,17 +190,17 @@ def _key(placed: Placed) -> str:
     return f"{placed.name}.{placed.tensor or 'input'}.{placed.technique.method}"
 
 
-def _inside(name: str, block: str) -> bool:
+def _is_inside(name: str, block: str) -> bool:
     return name == block or name.startswith(block + ".")
 
 
 def value_before(placed: Placed) -> torch.Tensor:
-    """A layer's tensor before our techniques: the stored one, or what other parametrisations make of it."""
+    """A layer's tensor without our techniques: the stored tensor, with all other parametrisations applied."""
     chain = placed.chain
     others = [module for module in chain if not isinstance(module, Technique)]
     if hasattr(chain, "original"):
         value, rest = chain.original, others
-    else:  # one parametrisation that makes the tensor of several
+    else:  # the first parametrisation computes the tensor from several stored ones
         originals = [getattr(chain, f"original{place}") for place in range(chain.ntensors)]
         value, rest = others[0](*originals), others[1:]
     for module in rest:

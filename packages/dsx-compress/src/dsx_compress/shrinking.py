@@ -1,7 +1,7 @@
-"""Which parts of which tensors are removed at clean-up: a plan made from a compressed model, and its execution.
+"""The plan of what is removed from a compressed model at clean-up, and its execution.
 
-The plan is data: for every tensor the dimensions and the indices that stay, and the integer attributes of modules that
-are numbers of outputs, channels or heads. The same plan cuts a model's weights, and codes and scales at export.
+The plan is data. For every tensor it has the dimensions and the indices that stay, and for modules the new values of
+attributes that count outputs, channels or heads. The same plan cuts a model's weights, and codes and scales at export.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _HEAD_WIDTHS = ("all_head_size", "inner_dim", "split_size", "hidden_size_per_par
 
 @dataclass
 class ShrinkPlan:
-    """What stays.
+    """The parts of a model that stay.
 
     Attributes:
-        keep: for each tensor by name: dimension to the indices that stay, ascending.
-        attributes: for each module by name: attribute to its new value.
+        keep: for each tensor, by name: maps a dimension to the indices that stay, ascending.
+        attributes: for each module, by name: maps an attribute to its new value.
     """
 
     keep: dict[str, dict[int, torch.Tensor]] = field(default_factory=dict)
     attributes: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def cut(self, tensor: str, dim: int, kept: torch.Tensor) -> None:
-        """Note that of a tensor's dimension only `kept` stays.
+        """Note that only the indices `kept` of a tensor's dimension stay.
 
         Raises:
-            CompressionError: another pruning cuts the same dimension.
+            CompressionError: another pruning keeps other indices of the same dimension.
         """
         dims = self.keep.setdefault(tensor, {})
         if dim in dims and not torch.equal(dims[dim], kept):
@@ -57,7 +57,7 @@ class ShrinkPlan:
 
 
 def shrink_plan(model: nn.Module, config: CompressionTraining) -> ShrinkPlan:
-    """The plan of a compressed model: the row, head and channel prunings that have related modules.
+    """The plan of a compressed model, from its row, head and channel prunings with related modules.
 
     Raises:
         CompressionError: related modules do not fit together.
@@ -122,7 +122,7 @@ def _keep_inputs(plan: ShrinkPlan, model: nn.Module, name: str, kept: torch.Tens
     layer: Any = model.get_submodule(name)
     kind = kind_of(layer)
     dim = (kind.inputs if kind else 1) or 0
-    each = layer.weight.shape[dim] // before  # after flattening images a channel has several inputs
+    each = layer.weight.shape[dim] // before  # a channel of a flattened image is several inputs
     inputs = (kept[:, None] * each + torch.arange(each, device=kept.device)).view(-1)
     plan.cut(_join(name, "weight"), dim, inputs)
     for attribute in ("in_features", "in_channels", "nx"):
@@ -150,7 +150,7 @@ def _plan_heads(plan: ShrinkPlan, model: nn.Module, match: Match, technique: Hea
 def _plan_head_attributes(
     plan: ShrinkPlan, model: nn.Module, names: tuple[str, ...], heads: int, left: int, width: int, new_width: int
 ) -> None:
-    """Counts of heads on the modules that hold the attention's layers."""
+    """Note new head counts and widths for the modules that contain the attention's layers."""
     for parent in {name.rpartition(".")[0] for name in names}:
         module = model.get_submodule(parent)
         for known, before, now in ((_HEAD_COUNTS, heads, left), (_HEAD_WIDTHS, width, new_width)):
@@ -160,14 +160,14 @@ def _plan_head_attributes(
 
 
 def cut(tensor: torch.Tensor, dims: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """The part of a tensor that stays."""
+    """The part of a tensor that stays, by the indices of each dimension."""
     for dim, kept in dims.items():
         tensor = tensor.index_select(dim, kept.to(tensor.device))
     return tensor
 
 
 def shrink(model: nn.Module, plan: ShrinkPlan) -> None:
-    """Cut the tensors of an ordinary model, and set the attributes."""
+    """Cut the tensors of an ordinary model as the plan says, and set the attributes."""
     for name, dims in plan.keep.items():
         owner, _, tensor = name.rpartition(".")
         module = model.get_submodule(owner)
@@ -182,7 +182,7 @@ def shrink(model: nn.Module, plan: ShrinkPlan) -> None:
 
 
 def set_attributes(model: nn.Module, attributes: Mapping[str, Mapping[str, int]]) -> None:
-    """Give modules the counts that fit their new shapes."""
+    """Set the integer attributes of modules that count their outputs, channels or heads."""
     for name, values in attributes.items():
         module = model.get_submodule(name)
         for attribute, value in values.items():

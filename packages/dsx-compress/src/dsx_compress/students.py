@@ -15,16 +15,19 @@ __all__ = ["student_initialization"]
 
 
 def student_initialization(student_model: nn.Module, teacher_model: nn.Module, deepspeed_config: Any) -> nn.Module:
-    """Copy teacher layer `teacher_layer[i]` to student layer i, and the other named modules; returns the student.
+    """Copy teacher layer `teacher_layer[i]` to student layer i, and the modules in `other_module_name`.
 
     Args:
-        student_model: an ordinary model, not sharded; its layers under `module_name_prefix` are as many as
-            `teacher_layer` has entries.
-        teacher_model: has the same names.
-        deepspeed_config: what `load_config` takes.
+        student_model: an ordinary model, not sharded. It has as many layers at `module_name_prefix` as `teacher_layer`
+            has entries.
+        teacher_model: a model with the same names.
+        deepspeed_config: the configuration, in any form that `load_config` takes.
+
+    Returns:
+        The student.
 
     Raises:
-        CompressionError: a name is missing on either side, or shapes differ. Nothing has been copied then.
+        CompressionError: one of the models lacks a name, or shapes differ. Nothing has been copied then.
     """
     section = load_config(deepspeed_config).layer_reduction
     if not section.enabled:
@@ -73,7 +76,7 @@ def _module(model: nn.Module, name: str, who: str) -> Any:
 
 
 def _tensor_pairs(source_name: str, source: Any, target_name: str, target: Any) -> list[tuple[Any, Any]]:
-    """Target and source of every parameter and buffer."""
+    """Pairs (target, source) of every parameter and buffer of a module, or of one tensor."""
     if isinstance(source, torch.Tensor):
         known, wanted = {"": source}, {"": target}
     else:

@@ -34,7 +34,7 @@ class Technique(nn.Module):
         method: key of the section, such as `row_pruning`.
         group: name of the group.
         layer: name of the layer, for messages.
-        offset: step at which it is switched on.
+        offset: number of steps after which it is switched on.
     """
 
     def __init__(self, method: str, group: str, layer: str, offset: int) -> None:
@@ -47,37 +47,47 @@ class Technique(nn.Module):
         return False
 
     def advance(self, step: int, weight: torch.Tensor | None, factor: int) -> None:
-        """Do what is due when `step` steps are done.
+        """Make the changes that are due when `step` steps are done.
 
         Args:
-            weight: the tensor before all techniques; None unless `needs_weight`.
+            weight: the tensor before all techniques; None unless `needs_weight(step)`.
             factor: 1 + floor(4 x eigenvalue) of the layer's block; 1 without eigenvalues.
         """
         self.enabled = self.enabled or step >= self.offset
 
     def finish(self, weight: torch.Tensor) -> bool:
-        """Go to the state at the end of the schedule; returns whether that changes what is in use now."""
+        """Go to the state at the end of the schedule.
+
+        Args:
+            weight: the tensor before all techniques.
+
+        Returns:
+            Whether the technique was on already and the tensor that the layer uses changes.
+        """
         self.enabled = True
         return False
 
     def progress(self) -> dict[str, Any]:
-        """What the step count alone does not tell."""
+        """The state that does not follow from the number of steps, as plain numbers."""
         return {}
 
     def restore(self, progress: dict[str, Any]) -> None:
-        """Take what `progress` gave."""
+        """Restore what `progress` returned."""
 
     def extra_repr(self) -> str:
         return f"{self.method}, group={self.group!r}, offset={self.offset}, enabled={self.enabled}"
 
 
 class WeightQuantizer(Technique):
-    """Fake quantisation of a weight, with bits that fall (`BitSchedule`) and a mixture that fades in.
+    """Fake quantisation of a weight.
+
+    The number of bits falls (`BitSchedule`). With a mixture, the layer uses ratio x weight + (1 - ratio) x quantised
+    weight, and the ratio falls from 1 to 0.
 
     Args:
-        groups, kind, rounding: of the quantiser.
-        schedule: start and target bits.
-        change: fall of the full-precision share with each step; 0: no mixture.
+        groups, kind, rounding: arguments of the quantiser, see `quantizers.encode`.
+        schedule: the bits over training.
+        change: how much the ratio falls with each step; 0: no mixture.
     """
 
     def __init__(
@@ -95,7 +105,7 @@ class WeightQuantizer(Technique):
         if not self.enabled:
             return weight
         quantized = fake_quantize(weight, self.schedule.bits, self.groups, self.kind, self.rounding)
-        # The gradient of both terms is the identity, so that of the mixture is too.
+        # Both terms pass the gradient through unchanged, and their factors add up to 1: so does the mixture.
         return torch.lerp(quantized, weight, self.ratio) if self.ratio else quantized
 
     def advance(self, step: int, weight: torch.Tensor | None, factor: int) -> None:
@@ -111,7 +121,7 @@ class WeightQuantizer(Technique):
         return before is not None and before != (self.schedule.bits, 0.0)
 
     def encode(self, weight: torch.Tensor) -> Encoded:
-        """Codes and scales of a weight at the bits in use, rounded to nearest."""
+        """Codes and scales of a weight at the present number of bits, rounded to nearest."""
         return encode(weight, self.schedule.bits, self.groups, self.kind)
 
     def progress(self) -> dict[str, Any]:
@@ -126,12 +136,13 @@ class WeightQuantizer(Technique):
 
 
 class Mask(Technique):
-    """Base of the masks: a fixed one in the buffer `mask`, or the top of the learnable `scores`.
+    """Base of the masks. A mask is either fixed, in the buffer `mask`, or keeps the largest of the learnable `scores`.
 
     Args:
-        ratio: fraction that is kept.
-        shape: shape of mask and scores.
-        learnable: scores instead of a fixed mask.
+        ratio: fraction of the mask's elements that is kept.
+        shape: shape of the mask and the scores.
+        like: tensor whose dtype and device the scores get.
+        learnable: learn scores instead of computing the mask once.
     """
 
     def __init__(
@@ -148,35 +159,35 @@ class Mask(Technique):
         self.keep = masks.kept_count(ratio, math.prod(shape))
         """How many elements of the mask are kept."""
 
-    def _fixed(self) -> torch.Tensor:
+    def _mask_buffer(self) -> torch.Tensor:
         return self.get_buffer("mask")
 
     def current(self) -> torch.Tensor:
-        """The mask: boolean, or numbers with a gradient where it is learnable."""
-        return masks.straight_through_top(self.scores, self.keep) if self.learnable else self._fixed()
+        """The mask: boolean if it is fixed; 0 and 1 with a gradient to the scores if it is learnable."""
+        return masks.straight_through_top(self.scores, self.keep) if self.learnable else self._mask_buffer()
 
     def kept(self) -> torch.Tensor:
-        """The mask as booleans."""
+        """The mask as booleans, without a gradient."""
         with torch.no_grad():
             return self.current().bool()
 
     def spread(self, mask: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """The mask in a shape that multiplies the weight."""
+        """The mask in a shape that broadcasts to that of the weight."""
         return mask.view(weight.shape)
 
     def scores_of(self, weight: torch.Tensor) -> torch.Tensor:
-        """What a fixed mask ranks, in the shape of the mask."""
+        """The scores from which a fixed mask is computed, in the shape of the mask."""
         raise NotImplementedError
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         return weight * self.spread(self.current(), weight).to(weight.dtype) if self.enabled else weight
 
-    def _pending(self) -> bool:
-        """Whether the fixed mask has not been computed: it keeps everything, which a computed one does not."""
-        return not self.learnable and self.keep < self._fixed().numel() and bool(self._fixed().all())
+    def _must_be_computed(self) -> bool:
+        """Whether the fixed mask has not been computed yet: only then it keeps more elements than `keep`."""
+        return not self.learnable and self.keep < self._mask_buffer().numel() and bool(self._mask_buffer().all())
 
     def needs_weight(self, step: int) -> bool:
-        return not self.enabled and step >= self.offset and self._pending()
+        return not self.enabled and step >= self.offset and self._must_be_computed()
 
     def advance(self, step: int, weight: torch.Tensor | None, factor: int) -> None:
         if weight is not None:
@@ -185,10 +196,10 @@ class Mask(Technique):
 
     def _compute(self, weight: torch.Tensor) -> None:
         require_finite(weight, self.layer)
-        self._fixed().copy_(masks.top_mask(self.scores_of(weight), self.keep))
+        self._mask_buffer().copy_(masks.top_mask(self.scores_of(weight), self.keep))
 
     def finish(self, weight: torch.Tensor) -> bool:
-        if self._pending():
+        if self._must_be_computed():
             self._compute(weight)
         return super().finish(weight)
 
@@ -197,14 +208,18 @@ class Mask(Technique):
 
 
 class SparseMask(Mask):
-    """Keeps single weights: the largest |w| when it is switched on, or the top of learnable scores."""
+    """Keeps single weights: those with the largest |w| when it is switched on, or with the largest learnable scores."""
 
     def scores_of(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.detach().abs()
 
 
 class OutputMask(Mask):
-    """Keeps outputs: rows of a linear layer, channels of a convolution. `dim` is their dimension in the weight."""
+    """Keeps outputs: rows of a linear layer, or channels of a convolution.
+
+    Args:
+        dim: dimension of the weight that counts the outputs.
+    """
 
     def __init__(self, *args: Any, dim: int = 0, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -216,11 +231,15 @@ class OutputMask(Mask):
         return mask.view(shape)
 
     def scores_of(self, weight: torch.Tensor) -> torch.Tensor:
-        return masks.row_norms(weight, self.dim).view(self._fixed().shape)
+        return masks.row_norms(weight, self.dim).view(self._mask_buffer().shape)
 
 
 class HeadMask(Mask):
-    """Keeps heads: blocks of inputs of an attention's output matrix. Always learnable."""
+    """Keeps heads: blocks of inputs of an attention's output matrix. Its scores are always learnable.
+
+    Args:
+        dim: dimension of the weight that counts the inputs.
+    """
 
     def __init__(self, *args: Any, dim: int = 1, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -237,17 +256,17 @@ class HeadMask(Mask):
 
 
 class SharedMask(Technique):
-    """Applies the mask of a layer's outputs to a vector: its bias, or weight and bias of the batch norm that
+    """Applies the mask of a layer's outputs to a vector: the layer's bias, or weight and bias of the batch norm that
     follows.
     """
 
     def __init__(self, owner: OutputMask) -> None:
         super().__init__(owner.method, owner.group, owner.layer, owner.offset)
-        self._owner = (owner,)  # in a tuple, so that it is no child: its scores belong to the weight
+        self._owner = (owner,)  # in a tuple, so that it does not become a child module: the scores belong to the weight
 
     @property
     def owner(self) -> OutputMask:
-        """The technique of the weight."""
+        """The technique on the weight, whose mask is applied."""
         return self._owner[0]
 
     def forward(self, vector: torch.Tensor) -> torch.Tensor:
@@ -256,15 +275,18 @@ class SharedMask(Technique):
 
 
 class SnipMask(Technique):
-    """Prunes blocks step by step, those of the smallest momentum of |weight x gradient| (SNIP, Lee et al. 2019).
+    """Prunes blocks step by step: those with the smallest running score of |weight x gradient| (SNIP, Lee et al. 2019).
 
-    While it is switched on, every backward adds |w dL/dw| of the weight that the layer used: with `momentum` 0.9 the
-    score becomes 0.9 score + |w g| in every step. From `offset` to `end` the mask is recomputed every `stride` steps
-    with the sparsity of `masks.sparsity_at`; then it stays.
+    While it is switched on, every backward pass adds |w dL/dw| to the score of each weight w; w is the value that the
+    layer used. After every step the score is multiplied by `momentum`. From `offset` to `end` the mask is recomputed
+    every `stride` steps with the sparsity of `masks.sparsity_at`; after that it does not change.
 
     Args:
-        pattern: `4x1` (rows x columns) or `2:4` (kept of consecutive inputs).
-        ratio: fraction that is kept in the end.
+        end: step at which the final sparsity is reached.
+        stride: steps between two prunings.
+        pattern: shape of a block: `4x1` (rows x columns), or `2:4` (keep 2 of 4 consecutive inputs).
+        ratio: fraction that is kept at the end; with `N:M` it is N/M.
+        like: the weight; gives shape and device.
     """
 
     momentum = 0.9
@@ -286,18 +308,18 @@ class SnipMask(Technique):
             return weight
         masked = weight * self.get_buffer("mask")
         if self.training and masked.requires_grad:
-            used = masked.detach()  # a pruned weight adds nothing to its score, as where pruning writes zeros
+            used = masked.detach()  # a pruned weight is 0 here, so that it adds nothing to its score
             masked.register_hook(lambda gradient: self._observe(used, gradient))
         return masked
 
     def _observe(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
         size = (weight * gradient.detach()).abs().to(torch.float32)
-        # A step whose gradients overflowed is skipped by the optimizer; it must not spoil the scores either.
+        # The optimizer skips a step whose gradients overflowed; infinities and NaNs must not enter the scores either.
         self.get_buffer("score").add_(torch.where(torch.isfinite(size), size, 0.0))
         self.observed += 1
 
     def pending_score(self) -> torch.Tensor:
-        """The scores, to be averaged over the ranks before a mask is made of them."""
+        """The scores. The scheduler averages them over the ranks before a mask is made from them."""
         return self.get_buffer("score")
 
     def due(self, step: int) -> bool:
@@ -347,8 +369,14 @@ class SnipMask(Technique):
 class ActivationQuantizer(Technique):
     """Fake quantisation of a layer's input, applied by a forward pre-hook.
 
-    Dynamic: each token (the last dimension) or each image has a scale of its own. Static: one range for all, the
-    running minimum and maximum of training (momentum 0.95, the first batch sets it), in the buffer `range`.
+    Dynamic: each token (the last dimension) or each image has its own scale. Static: all inputs share one range, the
+    running minimum and maximum of training, in the buffer `range`. The first batch sets it; after that it follows each
+    batch with momentum 0.95.
+
+    Args:
+        like: tensor on whose device the range is kept.
+        static: one running range instead of one scale per token.
+        images: inputs of four dimensions have one scale per image.
     """
 
     momentum = 0.95
@@ -371,6 +399,7 @@ class ActivationQuantizer(Technique):
         if static:
             self.register_buffer("range", torch.zeros(2, dtype=torch.float32, device=like.device))
         self.calibrating = False
+        """Update the static range also in evaluation mode."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not x.is_floating_point():
@@ -398,7 +427,7 @@ class ActivationQuantizer(Technique):
 
 
 class _QuantizeInRange(torch.autograd.Function):
-    """Quantises with a given range; the gradient passes straight through."""
+    """Quantises with a given range; the gradient passes through unchanged."""
 
     @staticmethod
     def forward(x: torch.Tensor, bits: int, kind: Kind, known: torch.Tensor) -> torch.Tensor:

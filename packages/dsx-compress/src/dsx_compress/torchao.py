@@ -1,14 +1,14 @@
-"""Compressed weights as torchao's tensors: in memory, and in the safetensors layout that torchao and transformers read.
+"""Compressed weights as tensors of torchao, in memory and in the safetensors layout that torchao and transformers read.
 
     export_model(model, "model.safetensors", config)
     export_torchao("model.safetensors", "for-torchao.safetensors")
     model = load_torchao(build(), "for-torchao.safetensors")        # an ordinary model with torchao weights
 
-torchao has one tensor that holds any code of up to 8 bits on any device, `IntxUnpackedToInt8Tensor`: a byte for each
-code, and a scale and a zero point for each block: (code - zero point) scale. Symmetric weights keep their values to the
-last bit, asymmetric ones except for rounding. Binary and ternary weights also take a byte per code, so our own file is
-smaller. Left dense: codes of 16 bits, fp64, weights that are not matrices, and groups that are not rectangles of the
-weight (parts of a row and of the next one).
+torchao's `IntxUnpackedToInt8Tensor` holds codes of up to 8 bits on any device. It has a byte for each code, and a scale
+and a zero point for each block; a value is (code - zero point) x scale. Symmetric weights keep their values to the last
+bit, asymmetric ones up to rounding. Binary and ternary weights also take a byte per code, so our own file is smaller.
+These weights stay dense: codes of 16 bits, fp64, weights that are not matrices, and weights with a group that is not a
+rectangle (a part of a row and of the next one).
 
 torchao is not a dependency; every function here needs it installed.
 """
@@ -29,14 +29,14 @@ from .packing import unpack
 __all__ = ["export_torchao", "load_torchao", "to_torchao"]
 
 _TARGETS = {"binary": "int2", "ternary": "int2", "int4": "int4", "int8": "int8"}
-"""torchao's name of the range; its int1 has 0 and -1 only."""
+"""torchao's name of the range of a code. Binary codes need int2, because torchao's int1 has only 0 and -1."""
 
 
 def to_torchao(source: str | os.PathLike[str] | Exported) -> dict[str, torch.Tensor]:
-    """The state dict of a compressed model with torchao's tensors; what torchao cannot hold is dense.
+    """The state dict of a compressed model with tensors of torchao. Weights that torchao cannot hold are dense.
 
     Args:
-        source: a file of `export_model`, or what `read_exported` gave.
+        source: a file that `export_model` wrote, or what `read_exported` returned.
 
     Raises:
         CompressionError: torchao is not installed.
@@ -49,11 +49,11 @@ def to_torchao(source: str | os.PathLike[str] | Exported) -> dict[str, torch.Ten
 
 
 def export_torchao(source: str | os.PathLike[str] | Exported, path: str | os.PathLike[str]) -> None:
-    """Write torchao's safetensors layout; the file appears complete or not at all.
+    """Write a compressed model in torchao's safetensors layout. A file at `path` is always complete.
 
     Args:
-        source: as for `to_torchao`. Attributes of modules that shrank are not part of that layout: load it into a model
-            of the small shapes, such as a cleaned one.
+        source: as for `to_torchao`. The layout has no attributes of modules that shrank: load the file into a model
+            with the small shapes, such as a cleaned one.
         path: the file to write.
 
     Raises:
@@ -65,7 +65,7 @@ def export_torchao(source: str | os.PathLike[str] | Exported, path: str | os.Pat
     _, layout = _torchao()
     state = {name: tensor.contiguous() for name, tensor in to_torchao(source).items()}
     places = [t.data_ptr() for t in state.values() if type(t) is torch.Tensor and t.numel()]
-    shared = {place for place in places if places.count(place) > 1}  # the layout has no aliases
+    shared = {place for place in places if places.count(place) > 1}  # copied, because the layout has no aliases
     state = {
         name: tensor.clone()
         if type(tensor) is torch.Tensor and tensor.numel() and tensor.data_ptr() in shared
@@ -81,10 +81,12 @@ def export_torchao(source: str | os.PathLike[str] | Exported, path: str | os.Pat
 
 
 def load_torchao(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
-    """Fill an ordinary model with a file of torchao's layout, its quantised weights as torchao's tensors.
+    """Load a file in torchao's layout into an ordinary model, in place; returns the model.
+
+    Quantised weights become tensors of torchao, and no parameter requires a gradient afterwards.
 
     Raises:
-        CompressionError: torchao is not installed, or names differ from the model's.
+        CompressionError: torchao is not installed, or the names in the file differ from the model's.
         CompressionDataError: the file cannot be read, or is of another layout.
     """
     from safetensors import SafetensorError, safe_open
@@ -131,11 +133,11 @@ def _converted(packed: PackedTensor, kind: Any) -> torch.Tensor:
     zero = torch.zeros_like(packed.scale)
     if packed.zero is not None:
         if bool((packed.scale == 0).any()):
-            return packed.dense()  # a constant group: its value is the zero point alone, which 0 cannot scale
+            return packed.dense()  # torchao multiplies the zero point by the scale; with scale 0 it would be lost
         half = 2 ** (int(_TARGETS[packed.code].removeprefix("int")) - 1)
         codes, zero = codes - half, -half - packed.zero / packed.scale
     shape = [size // part for size, part in zip(packed.shape, block)]
-    # By position: the last one, quantisation of activations (None: none), has another name in torchao before 0.14.
+    # Positional arguments: torchao before 0.14 has another name for the last one (how activations are quantised).
     return kind(
         codes.to(torch.int8), packed.scale.reshape(shape), zero.reshape(shape).round(),
         getattr(torch, _TARGETS[packed.code]), tuple(block), packed.dtype, None,
@@ -143,7 +145,7 @@ def _converted(packed: PackedTensor, kind: Any) -> torch.Tensor:
 
 
 def _block(packed: PackedTensor) -> list[int] | None:
-    """The part of a matrix that shares a scale: some inputs of a row, or whole rows. None: no rectangle."""
+    """Rows and columns of the part of a matrix that shares a scale; None if that part is not a rectangle."""
     groups, rows, columns = packed.scale.numel(), packed.rows, packed.columns
     if len(packed.shape) != 2:
         return None

@@ -201,7 +201,7 @@ class PlannedTrack(_Epochs):
             yield plan[number].tolist()
 
     def _group(self) -> list[np.ndarray]:
-        """The batches of all ranks in the next round, as `rank_share` divides them, without dividing all of the plan."""
+        """The batches of all ranks in the next round, as `rank_share` divides them, but for one round only."""
         plan, count = self._plan(), len(self._plan()) - self._first
         places = range(self._position - self._first, self._position - self._first + self._world_size)
         # In the last round, a rank without a batch of its own repeats one from the start of the loop.
