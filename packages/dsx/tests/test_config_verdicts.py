@@ -59,7 +59,7 @@ def test_every_value_of_a_hugging_face_file_has_a_verdict_and_none_is_refused():
     ("config", "path", "word", "text"),
     [
         ({"zero_allow_untested_optimizer": True}, "zero_allow_untested_optimizer", "no effect", "may be used"),
-        ({"disable_allgather": True}, "disable_allgather", "no effect", "upstream"),
+        ({"disable_allgather": True}, "disable_allgather", "no effect", "DeepSpeed"),
         (
             {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "super_offload": True}}},
             "zero_optimization.offload_optimizer.super_offload", "refused", "not available",

@@ -17,13 +17,14 @@ from .errors import CommConfigError
 class CommsLoggerConfig:
     """What the communication log records."""
 
-    enabled: bool = field(default=False, metadata={"description": "record calls; false means off"})
+    enabled: bool = field(default=False, metadata={"description": "record calls of collectives"})
     verbose: bool = field(default=False, metadata={"description": "log one line per call when it completes"})
     prof_all: bool = field(default=True, metadata={"description": "record every operation"})
     prof_ops: tuple[str, ...] = field(
-        default=(), metadata={"description": "operations recorded when prof_all is false (log names count too)"}
+        default=(),
+        metadata={"description": "operations that are recorded when prof_all is false; log names are accepted too"},
     )
-    debug: bool = field(default=False, metadata={"description": "append the calling function to the name"})
+    debug: bool = field(default=False, metadata={"description": "append the calling function to the operation's name"})
 
     # for dsx: the section comes from JSON, where a list stands for the tuple
     __pydantic_config__ = {"extra": "forbid", "strict": False}

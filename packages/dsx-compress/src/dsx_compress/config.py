@@ -57,7 +57,9 @@ class _Group(_Section):
     """A group of modules. `related_modules` has one list of patterns for each pattern of `modules`."""
 
     modules: list[str] | None = Field(None, description='patterns (re.search); null or ["*"]: all layers of the kind')
-    related_modules: list[list[str]] | None = Field(None, description="modules that shrink with those of `modules`")
+    related_modules: list[list[str]] | None = Field(
+        None, description="for each pattern of `modules`: patterns of the modules that shrink together with its modules"
+    )
 
     @field_validator("modules")
     @classmethod
@@ -112,17 +114,20 @@ class MixedQuantize(_Toggle):
     """A mixture of the full-precision and the quantised weight."""
 
     quantize_change_ratio: _Share = Field(
-        0.001, description="how much the share of the full-precision weight falls with each step"
+        0.001, description="how much the fraction of the full-precision weight falls with each step"
     )
 
 
 class LayerReduction(_Toggle):
     """A student with fewer layers than its teacher."""
 
-    keep_number_layer: _Count | None = Field(None, description="layers of the student")
+    keep_number_layer: _Count | None = Field(None, description="number of layers of the student")
     module_name_prefix: str = Field("", description="path of the list of layers, such as bert.encoder.layer")
-    teacher_layer: list[_Size] = Field(default_factory=list, description="teacher's layer of every student's layer")
-    other_module_name: list[str] = Field(default_factory=list, description="further modules that are copied")
+    teacher_layer: list[_Size] = Field(
+        default_factory=list,
+        description="for each layer of the student, the number of the teacher's layer it is copied from",
+    )
+    other_module_name: list[str] = Field(default_factory=list, description="names of other modules that are copied")
 
     @model_validator(mode="after")
     def _complete(self) -> LayerReduction:
@@ -143,15 +148,19 @@ class WeightQuantizationShared(_Toggle):
     """Settings of all weight-quantisation groups."""
 
     quantizer_kernel: bool = Field(False, description="accepted for old files; the arithmetic has one implementation")
-    schedule_offset: _Size = Field(0, description="step at which it begins")
-    quantize_groups: _Count = Field(1, description="groups of equal size with a scale of their own, per tensor")
-    quantize_verbose: bool = Field(False, description="log every change of bits")
-    quantization_type: Literal["symmetric", "asymmetric"] = Field("symmetric", description="algorithm")
-    rounding: Literal["nearest", "stochastic"] = Field("nearest", description="rounding")
+    schedule_offset: _Size = Field(0, description="number of steps after which it begins")
+    quantize_groups: _Count = Field(1, description="number of equal groups of a tensor; each group has its own scale")
+    quantize_verbose: bool = Field(False, description="log every change of the number of bits")
+    quantization_type: Literal["symmetric", "asymmetric"] = Field("symmetric", description="kind of quantiser")
+    rounding: Literal["nearest", "stochastic"] = Field("nearest", description="how codes are rounded")
     quantize_weight_in_forward: bool = Field(
-        False, description="both values compute the same: forward sees the quantised weight, the optimizer the other"
+        False,
+        description=(
+            "both values compute the same: forward uses the quantised weight, the optimizer updates the"
+            " full-precision one"
+        ),
     )
-    fp16_mixed_quantize: MixedQuantize = _nested(MixedQuantize, "mixture")
+    fp16_mixed_quantize: MixedQuantize = _nested(MixedQuantize, "mixture of full-precision and quantised weight")
 
 
 class WeightQuantizationParams(_Section):
@@ -160,7 +169,11 @@ class WeightQuantizationParams(_Section):
     start_bits: _Bits = Field(8, description="bits at the start; 2 is ternary, 1 is binary")
     target_bits: _Bits = Field(8, description="bits at the end")
     quantization_period: _Size = Field(
-        1, description="steps until the first bit goes; each next takes twice as long; 0: target bits from the start"
+        1,
+        description=(
+            "step at which the first bit is removed; each further bit is removed at twice the step of the"
+            " one before; 0: target bits from the start"
+        ),
     )
 
     @model_validator(mode="after")
@@ -173,7 +186,7 @@ class WeightQuantizationParams(_Section):
 class WeightQuantizationGroup(_GroupAlone):
     """One group of modules."""
 
-    params: WeightQuantizationParams = _nested(WeightQuantizationParams, "settings")
+    params: WeightQuantizationParams = _nested(WeightQuantizationParams, "settings of this group")
 
 
 def _check_low_bits(quantization_type: str, rounding: str, start: int, target: int) -> None:
@@ -191,7 +204,7 @@ def _check_low_bits(quantization_type: str, rounding: str, start: int, target: i
 class WeightQuantization(_Section):
     """Quantised weights."""
 
-    shared_parameters: WeightQuantizationShared = _nested(WeightQuantizationShared, "shared")
+    shared_parameters: WeightQuantizationShared = _nested(WeightQuantizationShared, "settings of all groups")
     different_groups: dict[str, WeightQuantizationGroup] = Field(default_factory=dict, description="groups by name")
 
     @model_validator(mode="after")
@@ -206,48 +219,48 @@ class WeightQuantization(_Section):
 class ActivationQuantizationShared(_Toggle):
     """Settings of all activation-quantisation groups."""
 
-    quantization_type: Literal["symmetric", "asymmetric"] = Field("symmetric", description="algorithm")
+    quantization_type: Literal["symmetric", "asymmetric"] = Field("symmetric", description="kind of quantiser")
     range_calibration: Literal["static", "dynamic"] = Field(
-        "static", description="static: running range of training; dynamic: range of each token or image"
+        "static", description="static: one running range from training; dynamic: the range of each token or image"
     )
-    schedule_offset: _Size = Field(0, description="step at which it begins")
+    schedule_offset: _Size = Field(0, description="number of steps after which it begins")
 
 
 class ActivationQuantizationParams(_Section):
     """Settings of one group."""
 
-    bits: Annotated[_Int, Field(ge=4, le=16)] = Field(8, description="bits")
+    bits: Annotated[_Int, Field(ge=4, le=16)] = Field(8, description="number of bits")
 
 
 class ActivationQuantizationGroup(_GroupAlone):
     """One group of modules."""
 
-    params: ActivationQuantizationParams = _nested(ActivationQuantizationParams, "settings")
+    params: ActivationQuantizationParams = _nested(ActivationQuantizationParams, "settings of this group")
 
 
 class ActivationQuantization(_Section):
     """Quantised inputs of layers."""
 
-    shared_parameters: ActivationQuantizationShared = _nested(ActivationQuantizationShared, "shared")
+    shared_parameters: ActivationQuantizationShared = _nested(ActivationQuantizationShared, "settings of all groups")
     different_groups: dict[str, ActivationQuantizationGroup] = Field(default_factory=dict, description="groups by name")
 
 
 class PruningParams(_Section):
     """Settings of one group."""
 
-    dense_ratio: _Kept = Field(0.5, description="fraction that is kept")
+    dense_ratio: _Kept = Field(0.5, description="fraction of the elements that is kept")
 
 
 class SparsePruningGroup(_GroupAlone):
     """One group of modules."""
 
-    params: PruningParams = _nested(PruningParams, "settings")
+    params: PruningParams = _nested(PruningParams, "settings of this group")
 
 
 class PruningGroup(_Group):
     """One group of modules whose shapes shrink."""
 
-    params: PruningParams = _nested(PruningParams, "settings")
+    params: PruningParams = _nested(PruningParams, "settings of this group")
 
 
 _BLOCKS = re.compile(r"[1-9]\d*x[1-9]\d*|[1-9]\d*:[1-9]\d*")
@@ -256,17 +269,23 @@ _BLOCKS = re.compile(r"[1-9]\d*x[1-9]\d*|[1-9]\d*:[1-9]\d*")
 class SparsePruningShared(_Toggle):
     """Settings of all sparse-pruning groups."""
 
-    schedule_offset: _Size = Field(0, description="step at which it begins")
+    schedule_offset: _Size = Field(0, description="number of steps after which it begins")
     schedule_offset_end: _Size | None = Field(
         None, description="step at which the final sparsity is reached (snip_momentum); null: schedule_offset"
     )
     schedule_offset_stride: _Count = Field(1, description="steps between two prunings (snip_momentum)")
-    method: Literal["l1", "topk", "snip_momentum"] = Field("l1", description="algorithm")
+    method: Literal["l1", "topk", "snip_momentum"] = Field(
+        "l1",
+        description=(
+            "l1: keep the largest weights; topk: keep those with the largest learnt scores; snip_momentum: prune blocks"
+            " by |weight x gradient|"
+        ),
+    )
     block_pattern: str = Field(
         "4x1", description="rows x columns of a block, or N:M, which keeps N of M inputs (snip_momentum)"
     )
-    dense_ratio: _Kept = Field(0.1, description="fraction that is kept (snip_momentum)")
-    excluded_modules: list[str] = Field(default_factory=list, description="patterns of modules left alone")
+    dense_ratio: _Kept = Field(0.1, description="fraction of the weights that is kept (snip_momentum)")
+    excluded_modules: list[str] = Field(default_factory=list, description="patterns of modules that are not pruned")
 
     @model_validator(mode="after")
     def _fits(self) -> SparsePruningShared:
@@ -308,30 +327,32 @@ class SparsePruningShared(_Toggle):
 class SparsePruning(_Section):
     """Pruning of single weights."""
 
-    shared_parameters: SparsePruningShared = _nested(SparsePruningShared, "shared")
+    shared_parameters: SparsePruningShared = _nested(SparsePruningShared, "settings of all groups")
     different_groups: dict[str, SparsePruningGroup] = Field(default_factory=dict, description="groups by name")
 
 
 class StructuredPruningShared(_Toggle):
     """Settings of all row- or channel-pruning groups."""
 
-    schedule_offset: _Size = Field(0, description="step at which it begins")
-    method: Literal["l1", "topk"] = Field("l1", description="algorithm")
+    schedule_offset: _Size = Field(0, description="number of steps after which it begins")
+    method: Literal["l1", "topk"] = Field(
+        "l1", description="l1: keep the rows with the largest L1 norm; topk: keep those with the largest learnt scores"
+    )
 
 
 class StructuredPruning(_Section):
     """Pruning of rows or channels."""
 
-    shared_parameters: StructuredPruningShared = _nested(StructuredPruningShared, "shared")
+    shared_parameters: StructuredPruningShared = _nested(StructuredPruningShared, "settings of all groups")
     different_groups: dict[str, PruningGroup] = Field(default_factory=dict, description="groups by name")
 
 
 class HeadPruningShared(_Toggle):
     """Settings of all head-pruning groups."""
 
-    schedule_offset: _Size = Field(0, description="step at which it begins")
-    method: Literal["topk"] = Field("topk", description="algorithm")
-    num_heads: _Count | None = Field(None, description="number of attention heads")
+    schedule_offset: _Size = Field(0, description="number of steps after which it begins")
+    method: Literal["topk"] = Field("topk", description="topk: keep the heads with the largest learnt scores")
+    num_heads: _Count | None = Field(None, description="number of attention heads of a layer")
 
     @model_validator(mode="after")
     def _has_heads(self) -> HeadPruningShared:
@@ -343,14 +364,14 @@ class HeadPruningShared(_Toggle):
 class HeadPruning(_Section):
     """Pruning of attention heads."""
 
-    shared_parameters: HeadPruningShared = _nested(HeadPruningShared, "shared")
+    shared_parameters: HeadPruningShared = _nested(HeadPruningShared, "settings of all groups")
     different_groups: dict[str, PruningGroup] = Field(default_factory=dict, description="groups by name")
 
 
 class CompressionTraining(_Section):
     """Quantisation and pruning during training."""
 
-    layer_reduction: LayerReduction = _nested(LayerReduction, "fewer layers")
+    layer_reduction: LayerReduction = _nested(LayerReduction, "a student with fewer layers than its teacher")
     weight_quantization: WeightQuantization = _nested(WeightQuantization, "quantised weights")
     activation_quantization: ActivationQuantization = _nested(ActivationQuantization, "quantised activations")
     sparse_pruning: SparsePruning = _nested(SparsePruning, "pruned weights")
@@ -387,27 +408,32 @@ class QuantizeBits(_Section):
 class QuantizeSchedule(_Section):
     """When a bit is taken away."""
 
-    quantize_period: _Count = Field(1000, description="steps until the first bit goes; each next takes twice as long")
-    schedule_offset: _Size = Field(1000, description="step at which it begins")
+    quantize_period: _Count = Field(
+        1000,
+        description=(
+            "step at which the first bit is removed; each further bit is removed at twice the step of the one before"
+        ),
+    )
+    schedule_offset: _Size = Field(1000, description="number of steps after which it begins")
 
 
 class QuantizeAlgorithm(_Section):
     """Algorithm of the quantiser."""
 
-    q_type: Literal["symmetric", "asymmetric"] = Field("symmetric", description="algorithm")
-    rounding: Literal["nearest", "stochastic"] = Field("nearest", description="rounding")
+    q_type: Literal["symmetric", "asymmetric"] = Field("symmetric", description="kind of quantiser")
+    rounding: Literal["nearest", "stochastic"] = Field("nearest", description="how codes are rounded")
 
 
 class QuantizeTraining(_Toggle):
     """Mixture of Quantisation (MoQ): all weights of two dimensions or more lose their bits one by one."""
 
-    quantize_verbose: bool = Field(False, description="log every change of bits")
+    quantize_verbose: bool = Field(False, description="log every change of the number of bits")
     quantizer_kernel: bool = Field(False, description="accepted for old files; the arithmetic has one implementation")
-    quantize_groups: _Count = Field(1, description="groups of equal size with a scale of their own, per tensor")
-    quantize_bits: QuantizeBits = _nested(QuantizeBits, "bits")
-    quantize_schedule: QuantizeSchedule = _nested(QuantizeSchedule, "schedule")
+    quantize_groups: _Count = Field(1, description="number of equal groups of a tensor; each group has its own scale")
+    quantize_bits: QuantizeBits = _nested(QuantizeBits, "number of bits")
+    quantize_schedule: QuantizeSchedule = _nested(QuantizeSchedule, "when bits are removed")
     quantize_algo: QuantizeAlgorithm = _nested(QuantizeAlgorithm, "algorithm")
-    fp16_mixed_quantize: MixedQuantize = _nested(MixedQuantize, "mixture")
+    fp16_mixed_quantize: MixedQuantize = _nested(MixedQuantize, "mixture of full-precision and quantised weight")
 
     @model_validator(mode="after")
     def _bits_fit(self) -> QuantizeTraining:

@@ -33,9 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="dsx-data", description="Analyses datasets for curricula and token budgets."
-    )
+    parser = argparse.ArgumentParser(prog="dsx-data", description="Analyses datasets for curricula and token budgets.")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_analyze(commands)
     picture = commands.add_parser("picture", help="draw the difficulties of a metric as SVG")

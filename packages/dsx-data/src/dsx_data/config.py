@@ -55,11 +55,15 @@ def _nested(model: Any, description: str) -> Any:
 class CurriculumSchedule(_Section):
     """Parameters of a difficulty schedule."""
 
-    total_curriculum_step: _Count | None = Field(None, description="steps from the least to the greatest difficulty")
-    difficulty_step: _Count | None = Field(None, description="difficulty is a multiple of this")
+    total_curriculum_step: _Count | None = Field(
+        None, description="number of steps from the least to the greatest difficulty"
+    )
+    difficulty_step: _Count | None = Field(None, description="the difficulty is rounded down to a multiple of this")
     root_degree: _Count | None = Field(None, description="degree of the root (fixed_root)")
-    difficulty: list[int] | None = Field(None, description="difficulties (fixed_discrete)")
-    max_step: list[int] | None = Field(None, description="last step of each difficulty (fixed_discrete)")
+    difficulty: list[int] | None = Field(None, description="the difficulties, in order (fixed_discrete)")
+    max_step: list[int] | None = Field(
+        None, description="last step of each difficulty but the last one (fixed_discrete)"
+    )
 
 
 _ScheduleType = Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"]
@@ -68,9 +72,11 @@ _ScheduleType = Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"
 class CurriculumMetric(_Section):
     """One difficulty metric of the curriculum sampler."""
 
-    index_to_sample_path: str | None = Field(None, description="file with the samples of each difficulty")
-    index_to_metric_path: str | None = Field(None, description="file with the difficulties")
-    difficulty_type: Literal["value", "percentile"] | None = Field(None, description="unit of the difficulty")
+    index_to_sample_path: str | None = Field(None, description="index file with the samples of each difficulty")
+    index_to_metric_path: str | None = Field(None, description="index file with the difficulties")
+    difficulty_type: Literal["value", "percentile"] | None = Field(
+        None, description="a difficulty is a value of the metric, or a percentile of the samples"
+    )
     clustering_type: Literal["single_cluster", "schedule_based"] | None = Field(
         None, description="single_cluster: the metric chooses no samples; schedule_based: it does"
     )
@@ -83,7 +89,9 @@ class CurriculumMetric(_Section):
 class SamplingCurriculum(_Toggle):
     """Samples are drawn by difficulty."""
 
-    data_cluster_path: str | None = Field(None, description="folder for the samples of each difficulty; null: memory")
+    data_cluster_path: str | None = Field(
+        None, description="folder for the lists of admitted samples; null: they are kept in memory"
+    )
     curriculum_metrics: dict[str, CurriculumMetric] = Field(default_factory=dict, description="metrics by name")
 
 
@@ -91,41 +99,48 @@ class DynamicBatching(_Toggle):
     """Batches by number of tokens instead of samples."""
 
     metrics_path: str | None = Field(None, description="folder of an analysis with the metric seqlen, or its index")
-    lr_scaling_method: Literal["linear", "sqrt", "none"] = Field("linear", description="learning rate by batch size")
+    lr_scaling_method: Literal["linear", "sqrt", "none"] = Field(
+        "linear", description="how the learning rate follows the number of samples of an update"
+    )
     loss_weighting: Literal["tokens", "samples", "none"] = Field(
-        "tokens", description="weights of the losses of an update's micro-batches; none: equal weights"
+        "tokens",
+        description=(
+            "weights of the micro-batches' losses in an update: their tokens, their samples, or equal weights (none)"
+        ),
     )
     min_batch_size: _Count = Field(1, description="fewest samples of a micro-batch")
     max_batch_size: _Count | None = Field(None, description="most samples of a micro-batch; null: as many as fit")
-    max_tokens: _Count | None = Field(None, description="tokens per micro-batch")
+    max_tokens: _Count | None = Field(None, description="most tokens of a micro-batch")
     sequence_picking_order: Literal["dataloader", "random", "seqlen", "bucketed"] = Field(
         "dataloader", description="order of samples; bucketed: random, with similar lengths together"
     )
-    verbose: bool = Field(False, description="log the batches of each epoch")
+    verbose: bool = Field(False, description="log the number of batches and their sizes when the loader is built")
 
 
 class DataSampling(_Toggle):
     """Sampling techniques."""
 
-    num_epochs: _Count = Field(1000, description="a curriculum draws at most so many times the size of the dataset")
+    num_epochs: _Count = Field(1000, description="a curriculum draws at most this many times the size of the dataset")
     num_workers: _Size = Field(0, description="worker processes of the loader")
-    pin_memory: bool = Field(False, description="loader uses pinned memory")
-    curriculum_learning: SamplingCurriculum = _nested(SamplingCurriculum, "curriculum")
-    dynamic_batching: DynamicBatching = _nested(DynamicBatching, "batches by tokens")
+    pin_memory: bool = Field(False, description="the loader puts batches into page-locked memory")
+    curriculum_learning: SamplingCurriculum = _nested(SamplingCurriculum, "samples drawn by difficulty")
+    dynamic_batching: DynamicBatching = _nested(DynamicBatching, "batches by number of tokens")
 
 
 class LtdScheduleConfig(_Section):
     """Parameters of the token schedule."""
 
-    require_steps: _Count | None = Field(None, description="steps until no token is dropped")
-    seq_per_step: _Count | None = Field(None, description="the length is a multiple of this")
+    require_steps: _Count | None = Field(None, description="number of steps until no token is dropped")
+    seq_per_step: _Count | None = Field(
+        None, description="the number of kept tokens is rounded down to a multiple of this"
+    )
 
 
 class LtdSchedule(_Section):
     """How many tokens pass the selected layers."""
 
-    min_value: _Count | None = Field(None, description="length at the start")
-    max_value: _Count | None = Field(None, description="length at the end: that of the sequences")
+    min_value: _Count | None = Field(None, description="kept tokens of a sequence at the start")
+    max_value: _Count | None = Field(None, description="kept tokens at the end, which is the sequence length")
     schedule_type: Literal["fixed_linear"] = Field("fixed_linear", description="shape of the schedule")
     schedule_config: LtdScheduleConfig | None = Field(None, description="parameters of the schedule")
 
@@ -133,7 +148,7 @@ class LtdSchedule(_Section):
 class LayerTokenLrSchedule(_Toggle):
     """Learning rate by layer tokens; not available."""
 
-    total_layer_tokens: _Count | None = Field(None, description="layer tokens of the whole run")
+    total_layer_tokens: _Count | None = Field(None, description="layer tokens of the complete run")
     warmup_type: str | None = Field(None, description="shape of the warm-up")
     warmup_layer_tokens: _Count | None = Field(None, description="layer tokens of the warm-up")
 
@@ -141,18 +156,24 @@ class LayerTokenLrSchedule(_Toggle):
 class RandomLtd(_Toggle):
     """Random layer-token dropping."""
 
-    total_layer_num: _Count | None = Field(None, description="layers of the model")
-    random_ltd_layer_num: _Count | None = Field(None, description="layers that drop tokens")
-    random_ltd_layer_id: list[int] | None = Field(None, description="which layers drop tokens, from 0")
-    model_mask_name: str = Field("attention_mask", description="argument of the layers that holds the mask")
-    model_type: Literal["decoder", "encoder"] = Field("decoder", description="kind of model; both are treated equally")
-    hidden_state_order: Literal["batch_seq_dim", "seq_batch_dim"] = Field(
-        "batch_seq_dim", description="order of dimensions"
+    total_layer_num: _Count | None = Field(None, description="number of layers of the model")
+    random_ltd_layer_num: _Count | None = Field(None, description="number of layers that drop tokens")
+    random_ltd_layer_id: list[int] | None = Field(
+        None, description="numbers of the layers that drop tokens; the first layer is 0"
     )
-    random_ltd_schedule: LtdSchedule = _nested(LtdSchedule, "token schedule")
+    model_mask_name: str = Field(
+        "attention_mask", description="name of the layers' argument that holds the attention mask"
+    )
+    model_type: Literal["decoder", "encoder"] = Field("decoder", description="kind of model; it makes no difference")
+    hidden_state_order: Literal["batch_seq_dim", "seq_batch_dim"] = Field(
+        "batch_seq_dim", description="order of the dimensions of the hidden states"
+    )
+    random_ltd_schedule: LtdSchedule = _nested(LtdSchedule, "schedule of the kept tokens")
     layer_token_lr_schedule: LayerTokenLrSchedule = _nested(LayerTokenLrSchedule, "learning rate by layer tokens")
-    micro_batch_size: _Count | None = Field(None, description="filled in by the engine upstream; not read")
-    global_batch_size: _Count | None = Field(None, description="samples per step, without an engine")
+    micro_batch_size: _Count | None = Field(
+        None, description="samples per micro-batch; DeepSpeed's engine writes it, dsx does not read it"
+    )
+    global_batch_size: _Count | None = Field(None, description="samples per optimizer step, for use without an engine")
 
 
 class DataRouting(_Toggle):
@@ -172,7 +193,7 @@ class DataEfficiency(_Toggle):
 class CurriculumLearning(_Toggle):
     """Sequence-length curriculum (legacy block)."""
 
-    curriculum_type: Literal["seqlen"] = Field("seqlen", description="metric: the sequence length")
+    curriculum_type: Literal["seqlen"] = Field("seqlen", description="metric of the difficulty: the sequence length")
     min_difficulty: _Count | None = Field(None, description="sequence length at the start")
     max_difficulty: _Count | None = Field(None, description="sequence length at the end")
     schedule_type: _ScheduleType | None = Field(None, description="shape of the schedule")
@@ -183,7 +204,7 @@ class ProgressiveLayerDrop(_Toggle):
     """Stochastic depth that grows over training."""
 
     theta: _Real = Field(1.0, le=1.0, description="limit of theta(t); 1 drops nothing")
-    gamma: _Real = Field(0.001, description="speed of the approach")
+    gamma: _Real = Field(0.001, description="rate at which theta(t) falls from 1 to its limit, per step")
 
 
 @dataclass(frozen=True)

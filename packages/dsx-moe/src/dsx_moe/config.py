@@ -29,14 +29,14 @@ _Count = Annotated[int, BeforeValidator(_without_fraction), Field(ge=1)]
 _Size = Annotated[int, BeforeValidator(_without_fraction), Field(ge=0)]
 _Name = Annotated[str, Field(min_length=1)]
 
-_READ_OFF = "it is read off the modules themselves"
-_KERNELS = "there is one grouped product, chosen by device and data type"
+_READ_OFF = "it is taken from the modules"
+_KERNELS = "there is one grouped matrix product, chosen by device and data type"
 _BACKEND = "dsx_comm sends the tokens"
 MEANINGLESS: dict[str, str] = {
     "has_shared_experts": "shared experts are found by their name",
-    "preset_model": "experts are found by their form, without presets",
+    "preset_model": "experts are found by their structure, without presets",
     "validate_folding_routing": "routing is the same on all ranks that hold the same tokens by construction",
-    "async_split_plan": "the splits come with the counts",
+    "async_split_plan": "the sizes come with the counts of tokens",
     "use_grouped_mm": _KERNELS,
     "disable_triton_grouped_mm": _KERNELS,
     "combine_impl": _KERNELS,
@@ -56,7 +56,7 @@ MEANINGLESS: dict[str, str] = {
     "num_experts_attr": _READ_OFF,
     "top_k_attr": _READ_OFF,
 }
-"""Keys that are accepted because published files carry them, and why they change nothing."""
+"""Keys that are accepted because published files have them, and why they have no effect."""
 
 
 class ExpertParallelConfig(BaseModel):
@@ -64,50 +64,79 @@ class ExpertParallelConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
-    enabled: bool = Field(False, description="replace the model's experts by this rank's")
-    autoep_size: _Count = Field(1, description="ranks over which the experts of each layer are spread")
+    enabled: bool = Field(False, description="keep only this rank's experts of the model")
+    autoep_size: _Count = Field(1, description="number of ranks that divide the experts of each layer")
     expert_tensor_parallel_size: _Count = Field(
-        1, description="ranks over which one expert is sliced: 1, or the model-parallel size"
+        1, description="number of ranks that slice one expert: 1, or the model-parallel size"
     )
-    moe_layer_pattern: _Name | None = Field(None, description="regular expression of modules; null: found by form")
-    expert_pattern: _Name | None = Field(None, description="name of a block's list of experts; null: found")
-    router_pattern: _Name | None = Field(None, description="name of a block's router; null: found")
-    shared_experts_pattern: _Name | None = Field(None, description="name of a block's shared experts; null: found")
-    shared_experts_gate_pattern: _Name | None = Field(None, description="name of their gate; null: found")
-    top_k: _Count | Literal["auto"] = Field("auto", description="experts per token, of a list of experts")
-    score_func: Literal["auto", "softmax", "sigmoid"] = Field("auto", description="scores of a list of experts")
-    route_norm: bool | None = Field(None, description="divide weights by their sum; null: the block's own setting")
-    route_scale: float = Field(1.0, description="what weights are multiplied by")
+    moe_layer_pattern: _Name | None = Field(
+        None, description="regular expression for the names of expert blocks; null: found by their structure"
+    )
+    expert_pattern: _Name | None = Field(None, description="name of a block's list of experts; null: experts")
+    router_pattern: _Name | None = Field(None, description="name of a block's router; null: found by name")
+    shared_experts_pattern: _Name | None = Field(
+        None, description="name of a block's shared experts; null: found by name"
+    )
+    shared_experts_gate_pattern: _Name | None = Field(
+        None, description="name of the gate of the shared experts; null: found by name"
+    )
+    top_k: _Count | Literal["auto"] = Field(
+        "auto", description="experts per token, for blocks with a list of experts; auto: the block's own setting"
+    )
+    score_func: Literal["auto", "softmax", "sigmoid"] = Field(
+        "auto", description="function from router logits to scores, for blocks with a list of experts; auto: softmax"
+    )
+    route_norm: bool | None = Field(
+        None, description="divide the chosen experts' weights by their sum; null: the block's own setting"
+    )
+    route_scale: float = Field(1.0, description="factor on the experts' weights")
     routed_scaling_factor: float | Literal["auto"] = Field("auto", description="another name of route_scale")
-    load_balance_coeff: float | None = Field(None, description="balance by a bias; only null")
-    overlap_chunks: _Count = Field(1, description="parts in which tokens are sent while experts compute (dsx)")
-    devices_per_node: _Count | None = Field(None, description="all-to-all in two hops over such nodes (dsx)")
-    # - accepted without meaning
-    has_shared_experts: bool | None = Field(None, description="whether a block has shared experts; null: found")
-    preset_model: str | None = Field(None, description="family of models")
-    validate_folding_routing: bool = Field(False, description="check of routing under folding")
-    async_split_plan: bool = Field(False, description="splits computed beside the model")
-    use_grouped_mm: bool = Field(True, description="one kernel for all experts")
-    disable_triton_grouped_mm: bool = Field(False, description="without the kernel of Triton")
-    combine_impl: str = Field("auto", description="how outputs are combined")
-    row_weighting_impl: str = Field("auto", description="how outputs are weighted")
-    gate_up_impl: str = Field("separate", description="gate and up products together")
-    comm_backend: str = Field("comm", description="library of the all-to-all")
-    comm_num_sm: _Size = Field(12, description="multiprocessors of the all-to-all")
-    comm_qp_margin: _Size = Field(4, description="queue pairs of the all-to-all")
-    comm_max_tokens_per_rank: _Size = Field(0, description="buffer of the all-to-all")
-    num_expert_groups: _Count | None = Field(None, description="groups of experts in the router")
-    num_limited_groups: _Count | None = Field(None, description="groups a token may use")
-    score_apply: Literal["auto", "pre", "post"] = Field("auto", description="weights before or behind the experts")
-    expert_w1: str | None = Field(None, description="name of the gate weight")
-    expert_w2: str | None = Field(None, description="name of the down weight")
-    expert_w3: str | None = Field(None, description="name of the up weight")
-    expert_activation: str | None = Field(None, description="activation of the experts")
-    num_experts_attr: str | None = Field(None, description="attribute of the number of experts")
-    top_k_attr: str | None = Field(None, description="attribute of the experts per token")
+    load_balance_coeff: float | None = Field(
+        None, description="DeepSpeed: rate of a bias that balances the experts; dsx accepts only null"
+    )
+    overlap_chunks: _Count = Field(
+        1, description="number of parts of the tokens; one part is sent while the experts compute another (dsx only)"
+    )
+    devices_per_node: _Count | None = Field(
+        None,
+        description="devices of a node; the all-to-all then has two hops, inside nodes and between them (dsx only)",
+    )
+    # - accepted without effect
+    has_shared_experts: bool | None = Field(None, description="whether a block has shared experts; null: found by name")
+    preset_model: str | None = Field(None, description="name of a family of models")
+    validate_folding_routing: bool = Field(
+        False, description="DeepSpeed: check that ranks with the same tokens route them alike"
+    )
+    async_split_plan: bool = Field(False, description="DeepSpeed: compute the sizes of the all-to-all asynchronously")
+    use_grouped_mm: bool = Field(True, description="DeepSpeed: compute all experts with one kernel")
+    disable_triton_grouped_mm: bool = Field(False, description="DeepSpeed: do not use the Triton kernel")
+    combine_impl: str = Field("auto", description="DeepSpeed: implementation that combines the experts' outputs")
+    row_weighting_impl: str = Field("auto", description="DeepSpeed: implementation that weights the experts' outputs")
+    gate_up_impl: str = Field(
+        "separate", description="DeepSpeed: compute gate and up projections together or separately"
+    )
+    comm_backend: str = Field("comm", description="DeepSpeed: library of the all-to-all")
+    comm_num_sm: _Size = Field(12, description="DeepSpeed: multiprocessors that the all-to-all uses")
+    comm_qp_margin: _Size = Field(4, description="DeepSpeed: spare queue pairs of the all-to-all")
+    comm_max_tokens_per_rank: _Size = Field(0, description="DeepSpeed: tokens per rank in the buffer of the all-to-all")
+    num_expert_groups: _Count | None = Field(None, description="number of groups of experts in the router")
+    num_limited_groups: _Count | None = Field(None, description="number of these groups that a token may use")
+    score_apply: Literal["auto", "pre", "post"] = Field(
+        "auto", description="whether weights are applied before or after the experts"
+    )
+    expert_w1: str | None = Field(None, description="name of the experts' gate weight")
+    expert_w2: str | None = Field(None, description="name of the experts' down weight")
+    expert_w3: str | None = Field(None, description="name of the experts' up weight")
+    expert_activation: str | None = Field(None, description="activation function of the experts")
+    num_experts_attr: str | None = Field(
+        None, description="attribute of the model's configuration with the number of experts"
+    )
+    top_k_attr: str | None = Field(
+        None, description="attribute of the model's configuration with the experts per token"
+    )
 
     def rule(self) -> RouterRule:
-        """What the section says of listed experts."""
+        """The settings of the section for blocks with a list of experts."""
         scale = self.route_scale if self.routed_scaling_factor == "auto" else self.routed_scaling_factor
         return RouterRule(
             top_k=None if self.top_k == "auto" else self.top_k,
@@ -132,7 +161,7 @@ def apply_config(
         use_data_before_expert_parallelism: neighbouring ranks hold the same experts, instead of different ones.
 
     Raises:
-        MoEConfigError: a value that cannot be had.
+        MoEConfigError: a value is not supported.
         ConversionError: see `apply_expert_parallel`.
     """
     if not config.enabled:

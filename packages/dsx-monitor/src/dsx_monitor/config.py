@@ -49,7 +49,7 @@ class _FileSection(_Section):
 
     enabled: bool = Field(default=False, description="switches the writer on")
     output_path: str | None = Field(
-        default="", description="folder; null or empty: the current one; ~ is the home folder"
+        default="", description="folder; null or empty: the current folder; ~ is the home folder"
     )
     job_name: Annotated[str, AfterValidator(checked_job_name)] = Field(
         default=_JOB, description="folder below output_path; may be empty"
@@ -76,7 +76,7 @@ class WandbConfig(_Section):
     team: str | None = Field(default=None, description="team (entity) that owns the run")
     project: str = Field(default="deepspeed", description="project of the run")
     mode: Literal["online", "offline", "disabled"] | None = Field(
-        default=None, description="null: WANDB_MODE if set, else online"
+        default=None, description="mode of Weights & Biases; null: WANDB_MODE if it is set, else online"
     )
 
 
@@ -87,14 +87,14 @@ class CometConfig(_Section):
     workspace: str | None = Field(default=None, description="workspace of the experiment")
     project: str | None = Field(default=None, description="project of the experiment")
     experiment_name: str | None = Field(default=None, description="name of the experiment")
-    experiment_key: str | None = Field(default=None, description="key of an experiment to create or go on with")
+    experiment_key: str | None = Field(default=None, description="key of an experiment to create or to continue")
     api_key: str | None = Field(default=None, description="API key; better kept in COMET_API_KEY")
     samples_log_interval: _Count = Field(
-        default=100, description="least number of samples between two events of one label"
+        default=100, description="fewest samples between two events with the same label"
     )
     online: bool | None = Field(default=None, description="false: write an archive to upload later; null: online")
     mode: Literal["get", "create", "get_or_create"] | None = Field(
-        default=None, description="what to do about experiment_key; null: get_or_create"
+        default=None, description="continue experiment_key (get), create it, or either; null: get_or_create"
     )
 
 
@@ -119,16 +119,18 @@ class FlopsProfilerConfig(_Section):
     enabled: bool = Field(default=False, description="switches the profiler on")
     profile_step: _Number = Field(
         default=1,
-        description="the step that begins when this many are done: 1 is the second, which is past the warm-up",
+        description="the step that is profiled, counted from 0; 1 is the second step, after the warm-up",
     )
-    module_depth: _Depth = Field(default=-1, description="depth of the modules in the aggregate; -1: the deepest")
-    top_modules: _Count = Field(default=1, description="how many modules the aggregate lists per depth")
-    detailed: bool = Field(default=True, description="print the annotated module tree")
+    module_depth: _Depth = Field(default=-1, description="depth of the modules in the summary; -1: the deepest modules")
+    top_modules: _Count = Field(default=1, description="how many modules the summary lists per depth")
+    detailed: bool = Field(default=True, description="print the module tree with the figures of each module")
     output_file: str | None = Field(
-        default=None, description="write there instead of the log, and beside it as .json and .html"
+        default=None, description="write the report to this file instead of the log, and also as .json and .html"
     )
     recompute_fwd_factor: float = Field(
-        default=0.0, ge=0.0, description="upstream's guess; recomputation is counted as it runs"
+        default=0.0,
+        ge=0.0,
+        description="DeepSpeed: estimate of the recomputation; dsx counts recomputation when it runs",
     )
 
 
@@ -137,26 +139,34 @@ class TimelineConfig(_Section):
 
     enabled: bool = Field(default=False, description="switches the trace on")
     output_path: str | None = Field(
-        default="", description="run directory; null or empty: that of jsonl, else the current one"
+        default="", description="folder; null or empty: that of jsonl if it is on, else the current folder"
     )
-    start_step: _Number = Field(default=2, description="steps done before the trace begins")
-    steps: _Count = Field(default=5, description="steps traced")
+    start_step: _Number = Field(default=2, description="number of steps before the trace begins")
+    steps: _Count = Field(default=5, description="number of steps in the trace")
 
 
 class StragglerConfig(_Section):
     """Name the rank that holds the others up, by comparing the ranks' own work now and then."""
 
-    enabled: bool | None = Field(default=None, description="null: as wall_clock_breakdown, if there are several ranks")
+    enabled: bool | None = Field(
+        default=None, description="compare the ranks; null: if wall_clock_breakdown is on and there are several ranks"
+    )
     every: _Count = Field(default=50, description="steps between two comparisons")
-    ratio: float = Field(default=1.3, gt=1.0, description="a phase this many times as long as the others' is reported")
-    share: float = Field(default=0.1, ge=0.0, le=1.0, description="if the difference is also this share of a step")
+    ratio: float = Field(
+        default=1.3,
+        gt=1.0,
+        description="report a rank whose phase takes at least this many times as long as on the other ranks",
+    )
+    share: float = Field(
+        default=0.1, ge=0.0, le=1.0, description="report it only if the difference is at least this fraction of a step"
+    )
 
 
 class GradientNoiseConfig(_Section):
     """The gradient noise scale: the batch size from which on larger batches help little."""
 
     enabled: bool = Field(default=False, description="switches the estimate on")
-    memory: _Count = Field(default=100, description="steps over which the two estimates are smoothed")
+    memory: _Count = Field(default=100, description="number of steps over which the two estimates are averaged")
 
 
 class EigenvalueConfig(_Section):
@@ -165,8 +175,13 @@ class EigenvalueConfig(_Section):
     enabled: bool = Field(default=False, description="switches the section on")
     verbose: bool = Field(default=False, description="log every iteration")
     max_iter: _Count = Field(default=100, description="largest number of iterations")
-    tol: float = Field(default=0.01, ge=0.0, allow_inf_nan=False, description="relative change that ends the iteration")
+    tol: float = Field(
+        default=0.01,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="the iteration ends when the eigenvalue's relative change is below this",
+    )
     stability: float = Field(default=1e-6, ge=0.0, allow_inf_nan=False, description="added to norms before dividing")
-    gas_boundary_resolution: _Count = Field(default=1, description="accumulation boundaries between two computations")
-    layer_name: str = Field(default="bert.encoder.layer", description="where the blocks are")
+    gas_boundary_resolution: _Count = Field(default=1, description="optimizer steps between two computations")
+    layer_name: str = Field(default="bert.encoder.layer", description="path of the list of blocks in the model")
     layer_num: _Number = Field(default=0, description="number of blocks")

@@ -25,10 +25,13 @@ class AioConfig:
     block_size: int = field(default=1 << 20, metadata={"description": "bytes per request", "minimum": 1})
     queue_depth: int = field(default=8, metadata={"description": "requests in flight per thread", "minimum": 1})
     intra_op_parallelism: int = field(
-        default=1, metadata={"description": "threads that share one transfer; thread_count is the same", "minimum": 1}
+        default=1,
+        metadata={"description": "threads that share one transfer; thread_count is another name", "minimum": 1},
     )
-    single_submit: bool = field(default=False, metadata={"description": "submit requests one by one"})
-    overlap_events: bool = field(default=True, metadata={"description": "take completions one by one"})
+    single_submit: bool = field(default=False, metadata={"description": "submit each request with its own system call"})
+    overlap_events: bool = field(
+        default=True, metadata={"description": "take each completion when it arrives, instead of all together"}
+    )
     use_gds: bool = field(default=False, metadata={"description": "transfer between disk and GPU directly"})
 
     def __post_init__(self) -> None:

@@ -33,13 +33,19 @@ class _Section(BaseModel):
 class Pipeline(_Section):
     """Pipeline parallelism."""
 
-    stages: Count | Literal["auto"] = Field("auto", description="number of pipeline stages; auto is the script's")
+    stages: Count | Literal["auto"] = Field(
+        "auto", description="number of pipeline stages; auto: the number that the script passes"
+    )
     partition: str = Field("best", description="how layers are divided: best, uniform, parameters, type:<regex>, time")
-    seed_layers: bool = Field(False, description="build every layer under a seed of its own")
-    activation_checkpoint_interval: Size = Field(0, description="layers per recomputed block; 0 is none")
-    pipe_partitioned: bool = Field(True, description="send activations as slices over the model-parallel group")
-    grad_partitioned: bool = Field(True, description="send gradients as slices over the model-parallel group")
-    use_reentrant: bool = Field(True, description="recompute by re-entering autograd")
+    seed_layers: bool = Field(False, description="use a different random seed to build each layer")
+    activation_checkpoint_interval: Size = Field(0, description="layers per recomputed block; 0: no recomputation")
+    pipe_partitioned: bool = Field(
+        True, description="each model-parallel rank sends a slice of an activation to the next stage"
+    )
+    grad_partitioned: bool = Field(
+        True, description="each model-parallel rank sends a slice of a gradient to the stage before"
+    )
+    use_reentrant: bool = Field(True, description="use_reentrant of torch.utils.checkpoint")
 
     def module_options(self) -> dict[str, Any]:
         """Arguments of `PipelineModule` that were set here (`stages` "auto" and unset keys are left to the script)."""
@@ -61,11 +67,15 @@ class Pipeline(_Section):
 class TensorParallel(_Section):
     """Automatic tensor parallelism."""
 
-    autotp_size: Size = Field(0, description="tensor-parallel size; 0 is off")
-    tp_overlap_comm: bool = Field(False, description="add up input gradients while weight gradients are computed")
-    sequence_parallel: bool = Field(False, description="split the sequence between the sliced layers of a block (dsx)")
-    preset_model: str | None = Field(None, description="known model family")
-    partition_config: dict[str, Any] | None = Field(None, description="which layers are split, and how")
+    autotp_size: Size = Field(0, description="number of tensor-parallel ranks; 0: no tensor parallelism")
+    tp_overlap_comm: bool = Field(False, description="all-reduce input gradients while weight gradients are computed")
+    sequence_parallel: bool = Field(
+        False, description="divide the sequence among the ranks between the sliced layers of a block (dsx only)"
+    )
+    preset_model: str | None = Field(
+        None, description="name of a model family whose layers are known; null: found from the model"
+    )
+    partition_config: dict[str, Any] | None = Field(None, description="rules that say which layers are sliced, and how")
 
     @field_validator("partition_config")
     @classmethod

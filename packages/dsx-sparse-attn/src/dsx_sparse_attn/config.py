@@ -66,19 +66,29 @@ class SparseAttentionConfig(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "local"] = Field(
-        "fixed", description="structure"
+        "fixed", description="pattern of the blocks"
     )
-    block: _Count = Field(16, description="block size")
-    different_layout_per_head: bool = Field(False, description="a layout of its own for every head")
-    num_local_blocks: _Count = Field(4, description="blocks per local window (fixed)")
-    num_global_blocks: _Count = Field(1, description="global blocks per window (fixed, bigbird)")
-    attention: Literal["bidirectional", "unidirectional"] = Field("bidirectional", description="direction")
-    horizontal_global_attention: bool = Field(False, description="global blocks attend to all (fixed, variable)")
-    num_different_global_patterns: _Count = Field(1, description="global patterns over the heads (fixed)")
-    num_random_blocks: _Size = Field(0, description="random blocks per row (variable, bigbird)")
-    local_window_blocks: list[int] = Field([4], description="blocks of each local window (variable)")
-    global_block_indices: list[int] = Field([0], description="global blocks (variable, bslongformer)")
-    global_block_end_indices: list[int] | None = Field(None, description="exclusive ends of global ranges")
+    block: _Count = Field(16, description="rows and columns of a block, in tokens")
+    different_layout_per_head: bool = Field(False, description="each head has its own layout")
+    num_local_blocks: _Count = Field(4, description="blocks of a local window (fixed)")
+    num_global_blocks: _Count = Field(1, description="global blocks of a window (fixed), or of the sequence (bigbird)")
+    attention: Literal["bidirectional", "unidirectional"] = Field(
+        "bidirectional", description="unidirectional: a token attends only to itself and to earlier tokens"
+    )
+    horizontal_global_attention: bool = Field(
+        False, description="global blocks also attend to all blocks (fixed, variable)"
+    )
+    num_different_global_patterns: _Count = Field(
+        1, description="number of different global patterns among the heads (fixed)"
+    )
+    num_random_blocks: _Size = Field(0, description="random blocks in each row of blocks (variable, bigbird)")
+    local_window_blocks: list[int] = Field([4], description="number of blocks of each local window (variable)")
+    global_block_indices: list[int] = Field(
+        [0], description="indices of the global blocks, or where ranges of them begin (variable, bslongformer)"
+    )
+    global_block_end_indices: list[int] | None = Field(
+        None, description="exclusive ends of the ranges of global blocks (variable, bslongformer); null: single blocks"
+    )
     num_sliding_window_blocks: _Count = Field(
         3, description="blocks of the sliding window (bigbird, bslongformer, local)"
     )

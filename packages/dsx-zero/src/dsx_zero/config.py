@@ -55,30 +55,37 @@ class OffloadParam(_Section):
     """Where parameters live between uses (stage 3)."""
 
     device: Literal["none", "cpu", "nvme"] = Field(
-        "cpu", description="none: on the device; cpu: host memory; nvme: files"
+        "cpu", description="none: device memory; cpu: host memory; nvme: files on disk"
     )
     nvme_path: str | None = Field("/local_nvme", description="folder for parameters on disk")
-    pin_memory: bool = Field(False, description="page-locked host memory")
-    buffer_count: Count = Field(5, description="shards that are read ahead from disk, at most")
-    buffer_size: Count = Field(100_000_000, description="elements of them; buffer_count x buffer_size in all")
-    max_in_cpu: Size = Field(1_000_000_000, description="elements kept in host memory although the home is the disk")
+    pin_memory: bool = Field(False, description="use page-locked host memory")
+    buffer_count: Count = Field(5, description="most shards that are read ahead from disk")
+    buffer_size: Count = Field(
+        100_000_000, description="elements per shard read ahead: together at most buffer_count x buffer_size elements"
+    )
+    max_in_cpu: Size = Field(
+        1_000_000_000, description="device nvme: elements that are kept in host memory instead of on disk"
+    )
 
 
 class OffloadOptimizer(_Section):
     """Where masters and optimizer states live and are updated."""
 
     device: Literal["none", "cpu", "nvme"] = Field(
-        "cpu", description="none: on the device; cpu: host memory; nvme: files"
+        "cpu", description="none: device memory; cpu: host memory; nvme: files on disk"
     )
     nvme_path: str | None = Field("/local_nvme", description="folder for states on disk")
-    pin_memory: bool = Field(False, description="page-locked host memory")
+    pin_memory: bool = Field(False, description="use page-locked host memory")
     buffer_count: Annotated[int, Field(ge=4)] = Field(
-        4, description="host buffers between memory and disk; every 4 of them read one more sub-group ahead"
+        4,
+        description=(
+            "device nvme: host buffers between memory and disk; for every 4 of them one more sub-group is read ahead"
+        ),
     )
     fast_init: bool = Field(
-        False, description="write the states to disk when the model is sharded, not in the first step"
+        False, description="device nvme: write the states to disk when the model is sharded, not in the first step"
     )
-    ratio: Annotated[float, Field(ge=0.0, le=1.0)] = Field(1.0, description="part of the states that is offloaded")
+    ratio: Annotated[float, Field(ge=0.0, le=1.0)] = Field(1.0, description="fraction of the states that is offloaded")
     step_during_backward: bool = Field(
         True,
         description=(
@@ -94,42 +101,61 @@ class OffloadOptimizer(_Section):
         ),
     )
     pipeline_read: bool = Field(
-        False, description="read the next states while the present ones are updated; done unless false is written here"
+        False,
+        description=(
+            "device nvme: read the next states while the present ones are updated; dsx does so unless the"
+            " file says false"
+        ),
     )
     pipeline_write: bool = Field(
-        False, description="write the last states while the present ones are updated; done unless false is written here"
+        False,
+        description=(
+            "device nvme: write the last states while the present ones are updated; dsx does so unless"
+            " the file says false"
+        ),
     )
     super_offload: bool = Field(False, description="offload tuned for superchips")
-    cpuadam_cores_perc: Annotated[float, Field(gt=0.0, le=1.0)] = Field(0.8, description="part of the cores for it")
+    cpuadam_cores_perc: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        0.8, description="super_offload: fraction of the cores that the host step uses"
+    )
 
 
 class LoCo(_Section):
     """Error feedback of quantised gradients."""
 
-    err_beta: Annotated[float, Field(ge=0.0, le=1.0)] = Field(0.8, description="decay of the error")
-    reset_T: Count = Field(1024, description="steps after which the error is forgotten")
+    err_beta: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
+        0.8, description="share of the old error in the moving average; the new error has the rest"
+    )
+    reset_T: Count = Field(1024, description="steps after which the averaged error is set to zero")
 
 
 class ZeroPlusPlusGate(_Section):
     """Whether quantised and hierarchical communication pays, said when the model is sharded."""
 
     mode: Literal["report", "auto", "off"] = Field(
-        "report", description="report: one line says whether it pays; auto: what does not pay is left out; off: neither"
+        "report",
+        description=(
+            "report: log whether it saves time; auto: switch off what does not save time; off: do not measure"
+        ),
     )
     inside_nodes_gb_per_s: Annotated[float, Field(gt=0.0)] | None = Field(
-        None, description="10^9 bytes per second that a rank sends inside its node; null: measured"
+        None, description="10^9 bytes per second that a rank can send to ranks of its node; null: dsx measures it"
     )
     between_nodes_gb_per_s: Annotated[float, Field(gt=0.0)] | None = Field(
-        None, description="the same between nodes, where all ranks of a node send; null: measured"
+        None,
+        description=(
+            "10^9 bytes per second that a rank can send to another node while all ranks of its node send;"
+            " null: dsx measures it"
+        ),
     )
 
 
 class LeafModules(_Section):
     """Modules that are fetched and freed as a whole."""
 
-    classes: tuple[str, ...] | list[str] = Field((), description="class names")
+    classes: tuple[str, ...] | list[str] = Field((), description="names of classes; their modules are leaf modules")
     names: tuple[str, ...] | list[str] = Field((), description="full module names")
-    name_suffixes: tuple[str, ...] | list[str] = Field((), description="ends of module names")
+    name_suffixes: tuple[str, ...] | list[str] = Field((), description="suffixes of module names")
 
 
 SECOND_NAMES: dict[str, str] = {
@@ -164,7 +190,7 @@ NO_EFFECT: dict[str, str] = {
     "contiguous_gradients": "gradients are always in one buffer per unit",
     "cpu_offload": "it is an old name, read as offload_optimizer with device cpu; write that",
     "cpu_offload_params": "it is an old name, read as offload_param with device cpu; write that",
-    "cpu_offload_use_pin_memory": "it is an old name, read as pin_memory of what those two mean",
+    "cpu_offload_use_pin_memory": "it is an old name, read as pin_memory of offload_optimizer and offload_param",
     "elastic_checkpoint": "every checkpoint loads at every world size and stage",
     "enable_sanity_checks": "writes to partitioned parameters always work or raise",
     "grad_hooks": "gradients are always reduced from backward hooks",
@@ -187,7 +213,10 @@ class ZeroConfig(_Section):
     """How optimizer states, gradients and parameters are divided among the ranks. Sizes are in elements."""
 
     stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_no_boolean)] = Field(
-        0, description="0: nothing; 1: optimizer states; 2: and gradients; 3: and parameters"
+        0,
+        description=(
+            "what is divided among the ranks: 0: nothing; 1: optimizer states; 2: also gradients; 3: also parameters"
+        ),
     )
     keep_full_gradients: bool = Field(
         False,
@@ -197,79 +226,118 @@ class ZeroConfig(_Section):
         ),
     )
 
-    allgather_partitions: bool = Field(True, description="gather updated parameters by all-gather (always so here)")
-    allgather_bucket_size: Count = Field(500_000_000, description="greatest message of an all-gather")
-    overlap_comm: bool | None = Field(None, description="reduce while backward goes on; null: yes")
-    reduce_scatter: bool = Field(True, description="reduce-scatter rather than all-reduce (always so from stage 1 on)")
-    use_multi_rank_bucket_allreduce: bool = Field(True, description="upstream: buckets over several ranks")
-    reduce_bucket_size: Count | Auto = Field(500_000_000, description="greatest message of a gradient reduction")
-    contiguous_gradients: bool = Field(True, description="gradients in one buffer (always so here)")
-    load_from_fp32_weights: bool = Field(True, description="load masters from stored masters, not from parameters")
-    grad_hooks: bool = Field(True, description="reduce gradients from backward hooks (always so here)")
-    round_robin_gradients: bool = Field(False, description="upstream: another order of parameters in partitions")
-    elastic_checkpoint: bool = Field(False, description="upstream: checkpoints for other world sizes (always so here)")
-    ignore_unused_parameters: bool = Field(
-        True, description="false: a trainable parameter without a gradient on some rank is an error at the step"
+    allgather_partitions: bool = Field(
+        True, description="gather updated parameters with all-gather, as dsx always does"
     )
-    legacy_stage1: bool = Field(False, description="the first implementation of stage 1; gone")
+    allgather_bucket_size: Count = Field(500_000_000, description="most elements in one all-gather")
+    overlap_comm: bool | None = Field(None, description="reduce gradients while backward runs; null: true")
+    reduce_scatter: bool = Field(
+        True,
+        description="reduce gradients with reduce-scatter instead of all-reduce, as dsx always does from stage 1 on",
+    )
+    use_multi_rank_bucket_allreduce: bool = Field(
+        True, description="DeepSpeed: put gradients of several ranks into one bucket"
+    )
+    reduce_bucket_size: Count | Auto = Field(500_000_000, description="most elements in one reduction of gradients")
+    contiguous_gradients: bool = Field(True, description="copy gradients into one buffer, as dsx always does")
+    load_from_fp32_weights: bool = Field(
+        True, description="load masters from the masters in a checkpoint, not from its parameters"
+    )
+    grad_hooks: bool = Field(True, description="reduce gradients from backward hooks, as dsx always does")
+    round_robin_gradients: bool = Field(False, description="DeepSpeed: another order of parameters in the partitions")
+    elastic_checkpoint: bool = Field(
+        False, description="DeepSpeed: write checkpoints that load at other world sizes, as those of dsx always do"
+    )
+    ignore_unused_parameters: bool = Field(
+        True, description="false: the step raises if a trainable parameter has no gradient on some rank"
+    )
+    legacy_stage1: bool = Field(
+        False, description="DeepSpeed's first implementation of stage 1; dsx does not have it, and true is an error"
+    )
     offload_param: OffloadParam | None = Field(None, description="where parameters live between uses")
     offload_optimizer: OffloadOptimizer | None = Field(None, description="where optimizer states live")
     cpu_offload: bool = Field(False, description="old name of offload_optimizer.device = cpu")
     cpu_offload_params: bool = Field(False, description="old name of offload_param.device = cpu")
     cpu_offload_use_pin_memory: bool = Field(False, description="old name of pin_memory")
     sub_group_size: Count = Field(
-        1_000_000_000_000, description="elements of this rank's masters that are stepped at a time"
+        1_000_000_000_000, description="elements of this rank's masters that the optimizer updates at a time"
     )
 
-    stage3_max_live_parameters: Size = Field(1_000_000_000, description="gathered parameters at any moment")
-    stage3_max_reuse_distance: Size = Field(1_000_000_000, description="keep what is used again within this distance")
-    stage3_prefetch_bucket_size: Size | Auto = Field(500_000_000, description="gathered ahead of their use")
-    stage3_param_persistence_threshold: Size | Auto = Field(100_000, description="smaller parameters stay gathered")
-    stage3_model_persistence_threshold: Size = Field(2**63 - 1, description="greatest sum of those that stay gathered")
-    stage3_gather_16bit_weights_on_model_save: bool = Field(False, description="save_16bit_model gathers whole weights")
-    stage3_module_granularity_threshold: Size = Field(
-        0, description="fetch modules with at most this many parameters per layer as a whole"
+    stage3_max_live_parameters: Size = Field(
+        1_000_000_000, description="most elements of parameters that are gathered at any moment"
     )
-    stage3_use_all_reduce_for_fetch_params: bool = Field(False, description="gather parameters by all-reduce")
-    stage3_allgather_sequential: bool = Field(False, description="one gather at a time")
+    stage3_max_reuse_distance: Size = Field(
+        1_000_000_000,
+        description="keep parameters gathered if at most this many elements are gathered until their next use",
+    )
+    stage3_prefetch_bucket_size: Size | Auto = Field(
+        500_000_000, description="most elements that are gathered ahead of their use"
+    )
+    stage3_param_persistence_threshold: Size | Auto = Field(
+        100_000, description="parameters with fewer elements stay gathered"
+    )
+    stage3_model_persistence_threshold: Size = Field(
+        2**63 - 1, description="most elements of all parameters that stay gathered because they are small"
+    )
+    stage3_gather_16bit_weights_on_model_save: bool = Field(
+        False, description="save_16bit_model gathers the weights and writes complete tensors"
+    )
+    stage3_module_granularity_threshold: Size = Field(
+        0, description="gather modules with at most this many elements per layer as one unit"
+    )
+    stage3_use_all_reduce_for_fetch_params: bool = Field(False, description="gather parameters with all-reduce")
+    stage3_allgather_sequential: bool = Field(False, description="run one gather at a time")
 
     zero_hpz_partition_size: Count = Field(
-        1, description="stage 3: neighbouring ranks that share a second copy of the parameters, for backward"
+        1,
+        description=(
+            "stage 3: number of neighbouring ranks that share a second copy of the parameters, which"
+            " backward gathers; 1: none"
+        ),
     )
     zero_quantized_weights: bool = Field(False, description="stage 3: gather parameters as integers")
     zero_quantized_weights_bits: Literal[8, 4, 2] = Field(
-        8, description="bits of such an integer; trained parameters in 4 and 2 need zero_hpz_partition_size"
+        8, description="bits of these integers; for trained parameters 4 and 2 need zero_hpz_partition_size"
     )
-    zero_quantized_nontrainable_weights: bool = Field(False, description="the same for frozen parameters only")
+    zero_quantized_nontrainable_weights: bool = Field(
+        False, description="stage 3: gather frozen parameters only as integers"
+    )
     zero_quantized_gradients: bool = Field(False, description="stages 1-3: reduce gradients as integers, in two hops")
-    zero_quantized_gradients_bits: Literal[8, 4, 2] = Field(4, description="bits of such an integer")
+    zero_quantized_gradients_bits: Literal[8, 4, 2] = Field(4, description="bits of these integers")
     zero_quantized_gradients_block_size: Annotated[int, Field(ge=4, multiple_of=4)] = Field(
-        GRADIENT_BLOCK, description="gradients that share a scale of 4 bytes"
+        GRADIENT_BLOCK, description="elements of quantised gradients that share a scale of 4 bytes"
     )
     zero_quantized_error_feedback: bool = Field(
-        False, description="what quantised gradients leave out is added to the next ones"
+        False, description="add the error of quantised gradients to the gradients of the next reduction"
     )
-    zeropp_loco_param: LoCo | None = Field(None, description="a moving average of errors for quantised gradients")
+    zeropp_loco_param: LoCo | None = Field(
+        None, description="add a moving average of earlier errors to quantised gradients"
+    )
     zeropp_gate: ZeroPlusPlusGate = Field(
         default_factory=lambda: ZeroPlusPlusGate.model_validate({}),
-        description="whether quantised and hierarchical communication pays on these links",
+        description="check whether quantised and hierarchical communication saves time on these links",
     )
     mics_shard_size: Annotated[int, Field(ge=-1)] = Field(
-        -1, description="stages 1-3: neighbouring ranks that divide a copy of the states; -1: all ranks divide one"
+        -1,
+        description=(
+            "stages 1-3: number of neighbouring ranks that divide one copy of the states; -1: all ranks divide one copy"
+        ),
     )
     mics_hierarchical_params_gather: bool = Field(
         False, description="stage 3: gather parameters between nodes first, then inside them"
     )
 
-    memory_efficient_linear: bool = Field(True, description="do not keep gathered weights for backward")
-    pipeline_loading_checkpoint: bool = Field(False, description="upstream: ranks load one after the other")
-    override_module_apply: bool = Field(True, description="upstream: zero.Init replaces Module.apply")
-    log_trace_cache_warnings: bool = Field(False, description="upstream: warn when the order of modules changes")
-    enable_sanity_checks: bool = Field(False, description="upstream: errors for writes to partitioned parameters")
-    leaf_module: LeafModules | None = Field(None, description="modules fetched as a whole")
-    zenflow: dict[str, Any] | None = Field(None, description="stall-free offload")
+    memory_efficient_linear: bool = Field(True, description="DeepSpeed: do not keep gathered weights for backward")
+    pipeline_loading_checkpoint: bool = Field(False, description="DeepSpeed: ranks load one after the other")
+    override_module_apply: bool = Field(True, description="DeepSpeed: zero.Init replaces Module.apply")
+    log_trace_cache_warnings: bool = Field(False, description="DeepSpeed: warn when the order of modules changes")
+    enable_sanity_checks: bool = Field(False, description="DeepSpeed: raise for writes to partitioned parameters")
+    leaf_module: LeafModules | None = Field(None, description="modules that are gathered as one unit")
+    zenflow: dict[str, Any] | None = Field(
+        None, description="DeepSpeed's ZenFlow: offload that updates important gradients first"
+    )
     save_muon_momentum_buffer_in_memory: bool = Field(
-        False, description="offload to disk: optimizer states (Muon's momentum) stay in host memory"
+        False, description="with offload to disk: optimizer states (Muon's momentum) stay in host memory"
     )
 
     @model_validator(mode="before")

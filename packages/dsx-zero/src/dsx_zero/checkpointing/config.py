@@ -25,11 +25,15 @@ class ActivationCheckpointing(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", protected_namespaces=())
 
-    partition_activations: bool = Field(False, description="divide kept inputs among the model-parallel ranks")
+    partition_activations: bool = Field(False, description="divide the kept inputs among the model-parallel ranks")
     cpu_checkpointing: bool = Field(False, description="keep inputs in host memory")
-    contiguous_memory_optimization: bool = Field(False, description="copy slices into buffers that are made once")
-    number_checkpoints: Count | None = Field(None, description="checkpoints these buffers have room for")
-    synchronize_checkpoint_boundary: bool = Field(False, description="wait for the device at every boundary")
+    contiguous_memory_optimization: bool = Field(
+        False, description="partition_activations: copy the slices into buffers that are allocated once"
+    )
+    number_checkpoints: Count | None = Field(None, description="number of checkpoints that these buffers have room for")
+    synchronize_checkpoint_boundary: bool = Field(
+        False, description="wait for the device before and after every checkpoint"
+    )
     profile: bool = Field(False, description="log the time of every checkpoint")
     memory_budget: int | float | None = Field(
         None,

@@ -31,22 +31,26 @@ class Autotuning(Toggle):
     """Search for the fastest ZeRO stage, micro-batch size and other settings: `dsx launch --autotuning tune|run`."""
 
     results_dir: str | None = Field(
-        "autotuning_results", description="folder of the results and the journal; null is the default folder"
+        "autotuning_results", description="folder of the results and the journal; null: autotuning_results"
     )
     exps_dir: str | None = Field(
-        "autotuning_exps", description="folder with one folder per experiment; null is the default folder"
+        "autotuning_exps", description="folder with one folder per experiment; null: autotuning_exps"
     )
-    overwrite: bool = Field(False, description="run experiments again whose results exist")
+    overwrite: bool = Field(False, description="run experiments again although their results exist")
     metric: Literal["throughput", "latency", "FLOPS", "flops"] = Field(
         "throughput",
         description=(
-            "samples per second (largest), seconds per update (smallest), or operations per second and device (largest)"
+            "what is optimised: most samples per second, fewest seconds per update (latency), or most"
+            " floating-point operations per second and device"
         ),
     )
-    start_profile_step: Count = Field(3, description="first measured update")
-    end_profile_step: Count = Field(5, description="last measured update")
+    start_profile_step: Count = Field(3, description="first update that is measured, counted from 1")
+    end_profile_step: Count = Field(5, description="last update that is measured")
     fast: bool = Field(
-        True, description="leave alone the buckets and overlap_comm; lists in the configuration are tried all the same"
+        True,
+        description=(
+            "do not try other bucket sizes and overlap_comm; lists in the configuration are tried in any case"
+        ),
     )
     max_train_batch_size: Count | None = Field(None, description="largest global batch")
     min_train_batch_size: Count = Field(1, description="smallest global batch")
@@ -54,30 +58,44 @@ class Autotuning(Toggle):
     min_train_micro_batch_size_per_gpu: Count = Field(1, description="smallest micro-batch")
     mp_size: Count = Field(1, description="ranks that share one copy of the model; they get the same samples")
     num_tuning_micro_batch_sizes: Count = Field(
-        3, description="micro-batch sizes to try per group of other settings: the largest that fit"
+        3, description="how many micro-batch sizes are tried with the same other settings: the largest ones that fit"
     )
     tuner_type: Literal["model_based", "gridsearch", "random"] = Field(
-        "model_based", description="order of the search: by prediction and what was measured, in order, or at random"
+        "model_based",
+        description=(
+            "order of the experiments: model_based: by predictions and measurements; gridsearch: in"
+            " order; random: at random"
+        ),
     )
-    tuner_early_stopping: Size = Field(5, description="experiments without progress before it stops; 0: never")
+    tuner_early_stopping: Size = Field(
+        5, description="the search stops after this many experiments without progress; 0: never"
+    )
     tuner_num_trials: Count = Field(50, description="largest number of experiments per ZeRO stage")
     arg_mappings: dict[str, str] | None = Field(
-        None, description="configuration key to the command-line option of the script that must have the same value"
+        None,
+        description=("maps a configuration key to the command-line option of the script that must have the same value"),
     )
-    num_nodes: Count | None = Field(None, description="hosts to tune on: the first so many; null: all of the command")
-    num_gpus: Count | None = Field(None, description="devices per host to tune on; null: all of the command")
+    num_nodes: Count | None = Field(
+        None, description="number of hosts to tune on, the first ones; null: all hosts of the command"
+    )
+    num_gpus: Count | None = Field(
+        None, description="number of devices per host to tune on; null: all devices of the command"
+    )
     model_info: ModelInfo | None = Field(None, description="known facts about the model")
-    model_info_path: str | None = Field(None, description="file the model facts are written to")
-    metric_path: str | None = Field(None, description="file the metric is written to")
+    model_info_path: str | None = Field(None, description="file to which facts about the model are written")
+    metric_path: str | None = Field(None, description="file to which the metric is written")
     max_memory_per_gpu: Count | None = Field(
         None,
         description=(
-            "bytes a rank may use in an experiment, on its device or, without one, on the host; null: 0.95 of the"
-            " device, or this rank's share of 0.9 of what the host has free"
+            "bytes that a rank may use in an experiment, on its device or, without one, on the host; null: 0.95 of the"
+            " device's memory, or this rank's share of 0.9 of the host's free memory"
         ),
     )
     trial_timeout: Ratio | None = Field(
-        None, description="seconds after which an experiment is ended; null: by the first one's time, at least 120"
+        None,
+        description=(
+            "seconds after which an experiment is ended; null: derived from the first experiment's time, at least 120"
+        ),
     )
 
     @property

@@ -48,7 +48,7 @@ REFUSED: dict[str, str] = {
 }
 """Features that dsx will not have: path -> why, and what to do instead (decision 0020)."""
 
-_APEX = "an argument of apex; torch.amp has no such switch"
+_APEX = "it is an argument of apex; torch.amp has no such switch"
 _ALWAYS = "dsx always does it"
 _GRAPH_PASS = "it belongs to compile.deepcompile, which dsx does not have"
 
@@ -92,16 +92,14 @@ MEANINGLESS: dict[str, str] = {
     "cuda_visible_devices": "choose devices with `dsx launch --include` or the variable CUDA_VISIBLE_DEVICES",
     "data_efficiency.data_routing.random_ltd.global_batch_size": "the engine knows it",
     "data_efficiency.data_routing.random_ltd.micro_batch_size": "the engine knows it",
-    "disable_allgather": "nothing reads it upstream either",
+    "disable_allgather": "DeepSpeed does not read it either",
     **{f"expert_parallel.{name}": reason for name, reason in expert_section.MEANINGLESS.items()},
     "flops_profiler.recompute_fwd_factor": "recomputation is counted as it runs",
     "optimizer.legacy_fusion": "there is one fp16 path",
-    "seq_parallel_communication_data_type": "there is no sequence parallelism to reduce for",
+    "seq_parallel_communication_data_type": "dsx has no sequence-parallel groups whose gradients are reduced apart",
     "timers.throughput.synchronized": "the clock is read between steps; the device is never waited for",
-    "vocabulary_size": "nothing reads it upstream either",
-    "zero_allow_untested_optimizer": (
-        "any optimizer that can work on slices may be used, the others are refused by name"
-    ),
+    "vocabulary_size": "DeepSpeed does not read it either",
+    "zero_allow_untested_optimizer": ("every optimizer that can work on slices is accepted; others are refused"),
     "zero_force_ds_cpu_optimizer": "any torch optimizer may be used",
     **{f"zero_optimization.{name}": reason for name, reason in zero_section.NO_EFFECT.items()},
 }

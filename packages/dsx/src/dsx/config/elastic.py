@@ -24,15 +24,20 @@ class Elasticity(Toggle):
     micro_batch_sizes: list[Count] = Field([2, 4, 6], description="micro-batch sizes to consider")
     min_gpus: Count = Field(1, description="smallest world size")
     max_gpus: Count = Field(10000, description="largest world size")
-    min_time: Size = Field(0, description="minutes between two changes of scale")
-    prefer_large_batch: bool = Field(True, description="prefer the larger batch; prefer_larger_batch is the same")
-    version: float = Field(0.2, description="algorithm: 0.1 or 0.2")
-    ignore_non_elastic_batch_info: bool = Field(False, description="ignore the ordinary batch sizes")
-    num_gpus_per_node: Count = Field(1, description="devices per node (0.2)")
-    model_parallel_size: Count = Field(1, description="model-parallel size (0.2)")
+    min_time: Size = Field(0, description="minutes between two changes of the number of ranks")
+    prefer_large_batch: bool = Field(True, description="prefer the larger batch; prefer_larger_batch is another name")
+    version: float = Field(0.2, description="version of the algorithm: 0.1 or 0.2")
+    ignore_non_elastic_batch_info: bool = Field(
+        False, description="ignore batch sizes outside of this section, instead of raising"
+    )
+    num_gpus_per_node: Count = Field(1, description="devices per node (version 0.2)")
+    model_parallel_size: Count = Field(1, description="model-parallel size (version 0.2)")
     replace_stragglers: Size = Field(
         0,
-        description="a rank that so many comparisons in a row name (section straggler) ends its node's agent; 0: none",
+        description=(
+            "when this many comparisons in a row (section straggler) name the same rank, the agent of its"
+            " node ends; 0: never"
+        ),
     )
 
 

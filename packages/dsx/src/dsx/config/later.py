@@ -1,7 +1,7 @@
-"""Sections of features that do not exist yet. They are checked now, so that a configuration with them can be read.
+"""Sections of features that dsx does not have, and the section `compile`, of which dsx has a part.
 
-A section that is switched off is accepted; one that is switched on is refused with an explanation (see
-``availability.py``). When a feature is implemented, its model moves to the package that owns it.
+They are checked so that a configuration with them can be read. A section of a feature that dsx does not have is accepted
+if it is switched off, and refused with an explanation if it is switched on (see ``availability.py``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = [
 class HybridEngine(Toggle):
     """Training and generation in one engine."""
 
-    max_out_tokens: Count = Field(512, description="longest generation")
+    max_out_tokens: Count = Field(512, description="most tokens of a generation")
     inference_tp_size: Count = Field(1, description="tensor-parallel size of generation")
     release_inference_cache: bool = Field(False, description="free the cache after generation")
     pin_parameters: bool = Field(True, description="keep gathered parameters pinned")
@@ -31,11 +31,11 @@ class HybridEngine(Toggle):
 class Nebula(Toggle):
     """Checkpoints through a cloud service."""
 
-    persistent_storage_path: str | None = Field(None, description="where checkpoints end up")
+    persistent_storage_path: str | None = Field(None, description="folder of the checkpoints")
     persistent_time_interval: Count = Field(100, description="seconds between two checkpoints")
-    num_of_version_in_retention: Count = Field(2, description="checkpoints kept")
-    enable_nebula_load: bool = Field(True, description="load through the service")
-    load_path: str | None = Field(None, description="where to load from")
+    num_of_version_in_retention: Count = Field(2, description="number of checkpoints that are kept")
+    enable_nebula_load: bool = Field(True, description="load checkpoints through the service")
+    load_path: str | None = Field(None, description="folder to load from")
 
 
 class CompileSection(Section):
@@ -46,7 +46,7 @@ class CompileSection(Section):
     kwargs: dict[str, Any] = Field(
         {}, description="further arguments of torch.compile: mode, dynamic, fullgraph, options"
     )
-    deepcompile: bool = Field(False, description="rewrite the compiled graph")
+    deepcompile: bool = Field(False, description="DeepSpeed: rewrite the compiled graph")
     free_activation: bool = Field(False, description="free activations early")
     offload_activation: bool = Field(False, description="keep activations in host memory")
     offload_opt_states: bool = Field(False, description="keep optimizer states in host memory")

@@ -9,14 +9,14 @@ ALWAYS_SHOWN = frozenset({"gradient_clipping"})
 
 NOTES: dict[str, str] = {
     "gradient_clipping": (
-        "Gradients are clipped to norm 1.0 by default; 0 switches it off. Optimizers that average in one bit: exact"
-        " steps are clipped so; in the others each rank clips its own gradient by its own norm."
+        "Gradients are clipped to norm 1.0 by default; 0 switches it off. 1-bit optimizers do so only in steps"
+        " without compression; in the other steps each rank clips its own gradient by its own norm."
     ),
-    "steps_per_print": "10, as documented; upstream prints nothing unless it is set.",
+    "steps_per_print": "10, as documented; DeepSpeed prints nothing unless it is set.",
     "communication_data_type": "A name, not a boolean.",
     "fp16.initial_scale_power": "16; one older page says 32.",
     "fp16.min_loss_scale": "1; one older page says 1000.",
-    "comms_logger.enabled": "False means off; upstream's logger is on as soon as the block exists.",
+    "comms_logger.enabled": "False means off; DeepSpeed's logger is on as soon as the block exists.",
     "autotuning.overwrite": "False, as documented.",
     "autotuning.tuner_type": "model_based, as documented.",
     "elasticity.prefer_large_batch": "The documented name; prefer_larger_batch is read too.",

@@ -73,20 +73,30 @@ class Root(Section):
     # - update
     optimizer: Optimizer | None = Field(None, description="optimizer; null: the one given to initialize")
     scheduler: Scheduler | None = Field(None, description="learning-rate schedule; null: the one given to initialize")
-    gradient_clipping: Real = Field(1.0, description="greatest global gradient norm; 0 switches clipping off")
+    gradient_clipping: Real = Field(
+        1.0, description="largest global gradient norm; larger gradients are scaled down to it; 0: no clipping"
+    )
 
     # - gradient reduction
     communication_data_type: ShortDtype | None = Field(
         None, description="data type of reductions; null: that of the precision mode"
     )
-    seq_parallel_communication_data_type: ShortDtype = Field("fp32", description="reductions of sequence parallelism")
-    prescale_gradients: bool = Field(False, description="divide by the number of ranks before the sum")
-    gradient_predivide_factor: Ratio = Field(1.0, description="divide by this before the sum, by the rest after it")
-    gradient_allreduce_op: Literal["mean", "sum"] = Field("mean", description="average gradients, or only sum them")
-    sparse_gradients: bool = Field(
-        False, description="stage 0: of embeddings with sparse=True only rows that have a gradient are sent"
+    seq_parallel_communication_data_type: ShortDtype = Field(
+        "fp32", description="data type of the reductions of sequence parallelism"
     )
-    disable_allgather: bool = Field(False, description="upstream parses it and never reads it")
+    prescale_gradients: bool = Field(
+        False, description="divide gradients by the number of ranks before the sum, not after it"
+    )
+    gradient_predivide_factor: Ratio = Field(
+        1.0, description="divide gradients by this before the sum, and by the rest of the number of ranks after it"
+    )
+    gradient_allreduce_op: Literal["mean", "sum"] = Field(
+        "mean", description="mean: average gradients over the ranks; sum: add them up"
+    )
+    sparse_gradients: bool = Field(
+        False, description="stage 0: of embeddings with sparse=True, send only the rows that have a gradient"
+    )
+    disable_allgather: bool = Field(False, description="DeepSpeed parses it and never reads it")
 
     # - precision
     fp16: Fp16 = nested(Fp16, "fp16 training with a loss scale")
@@ -100,52 +110,60 @@ class Root(Section):
     zero_allow_untested_optimizer: bool = Field(
         False, description="accept optimizers that are not tested with partitioning"
     )
-    zero_force_ds_cpu_optimizer: bool = Field(True, description="upstream: insist on its CPU Adam under offload")
+    zero_force_ds_cpu_optimizer: bool = Field(True, description="DeepSpeed: with offload, allow only its own CPU Adam")
 
     # - engine
-    steps_per_print: Size | None = Field(10, description="optimizer steps between progress lines; 0 or null: none")
+    steps_per_print: Size | None = Field(
+        10, description="optimizer steps between two progress lines; 0 or null: no progress lines"
+    )
     wall_clock_breakdown: bool = Field(False, description="time forward, backward and step")
-    memory_breakdown: bool = Field(False, description="log memory at the phases of a step")
+    memory_breakdown: bool = Field(False, description="log the memory in use at each phase of a step")
     dump_state: bool = Field(False, description="log the engine's state when it is built")
-    log_level: str | None = Field(None, description="level of dsx's logger")
-    dataloader_drop_last: bool = Field(False, description="drop the last incomplete batch")
-    managed_gradient_accumulation: bool = Field(True, description="the engine decides which micro-batch ends a step")
-    disable_python_gc: bool = Field(False, description="collect garbage only between steps")
+    log_level: str | None = Field(None, description="level of dsx's logger, such as info; null: unchanged")
+    dataloader_drop_last: bool = Field(False, description="drop the last batch of an epoch if it is incomplete")
+    managed_gradient_accumulation: bool = Field(
+        True, description="the engine counts micro-batches and decides which one ends a step"
+    )
+    disable_python_gc: bool = Field(False, description="run Python's garbage collector only between steps")
     timers: Timers = nested(Timers, "timers of the engine")
     checkpoint: Checkpoint = nested(Checkpoint, "how checkpoints are written and read")
-    cuda_visible_devices: int | str | None = Field(None, description="devices of an older launcher's script")
-    vocabulary_size: Count | None = Field(None, description="upstream parses it and never reads it")
-    use_data_before_expert_parallelism: bool = Field(False, description="order of data and expert groups")
-    graph_harvesting: bool = Field(False, description="replay the step as a device graph")
+    cuda_visible_devices: int | str | None = Field(None, description="devices of a node, as older launchers chose them")
+    vocabulary_size: Count | None = Field(None, description="DeepSpeed parses it and never reads it")
+    use_data_before_expert_parallelism: bool = Field(
+        False, description="neighbouring ranks hold the same experts, instead of different ones"
+    )
+    graph_harvesting: bool = Field(False, description="DeepSpeed: capture the step as a device graph and replay it")
 
-    # - watching
+    # - monitoring
     tensorboard: TensorBoardConfig = nested(TensorBoardConfig, "events to TensorBoard")
     wandb: WandbConfig = nested(WandbConfig, "events to Weights & Biases")
     csv_monitor: CSVConfig = nested(CSVConfig, "events to CSV files")
-    jsonl: JSONLConfig = nested(JSONLConfig, "events to one file of JSON lines; what the HTML report reads")
+    jsonl: JSONLConfig = nested(JSONLConfig, "events to one file of JSON lines, which the HTML report reads")
     comet: CometConfig = nested(CometConfig, "events to Comet")
     flops_profiler: FlopsProfilerConfig = nested(FlopsProfilerConfig, "floating-point operations per module")
     comms_logger: CommsLoggerConfig = nested(CommsLoggerConfig, "log of communication")
     timeline: TimelineConfig = nested(TimelineConfig, "trace of some steps on every rank")
-    straggler: StragglerConfig = nested(StragglerConfig, "names the rank that holds the others up")
-    eigenvalue: EigenvalueConfig = nested(EigenvalueConfig, "curvature of blocks")
-    gradient_noise_scale: GradientNoiseConfig = nested(GradientNoiseConfig, "batch size that is worth its cost")
+    straggler: StragglerConfig = nested(StragglerConfig, "name the rank that delays the others")
+    eigenvalue: EigenvalueConfig = nested(EigenvalueConfig, "largest curvature of each block")
+    gradient_noise_scale: GradientNoiseConfig = nested(GradientNoiseConfig, "estimate of the largest useful batch size")
 
     # - the model
     activation_checkpointing: ActivationCheckpointing = nested(
-        ActivationCheckpointing, "where the inputs of recomputed parts are kept"
+        ActivationCheckpointing, "where the inputs of recomputed layers are kept"
     )
     sparse_attention: SparseAttentionConfig | None = Field(None, description="block-sparse attention")
     expert_parallel: ExpertParallelConfig = nested(ExpertParallelConfig, "automatic expert parallelism")
     compression_training: CompressionTraining = nested(CompressionTraining, "quantisation and pruning")
-    quantize_training: QuantizeTraining = nested(QuantizeTraining, "quantisation bit by bit (legacy)")
+    quantize_training: QuantizeTraining = nested(
+        QuantizeTraining, "Mixture of Quantisation: weights lose their bits one by one (legacy)"
+    )
 
     # - data
     data_efficiency: DataEfficiency = nested(DataEfficiency, "data sampling and routing")
     curriculum_learning: CurriculumLearning = nested(CurriculumLearning, "sequence-length curriculum (legacy)")
     progressive_layer_drop: ProgressiveLayerDrop = nested(ProgressiveLayerDrop, "stochastic depth")
 
-    # - not there yet
+    # - the other sections
     pipeline: Pipeline = nested(Pipeline, "pipeline parallelism")
     aio: AioConfig = nested(AioConfig, "file I/O for offload to disk")
     autotuning: Autotuning = nested(Autotuning, "search for fast settings")
@@ -153,5 +171,7 @@ class Root(Section):
     hybrid_engine: HybridEngine = nested(HybridEngine, "training and generation in one engine")
     nebula: Nebula = nested(Nebula, "checkpoints through a cloud service")
     tensor_parallel: TensorParallel = nested(TensorParallel, "automatic tensor parallelism")
-    compile: CompileSection = nested(CompileSection, "graph passes over the compiled model")
-    datastates_ckpt: dict[str, Any] | None = Field(None, description="third-party asynchronous checkpoints")
+    compile: CompileSection = nested(CompileSection, "torch.compile of the model's blocks")
+    datastates_ckpt: dict[str, Any] | None = Field(
+        None, description="DeepSpeed: asynchronous checkpoints of a third party"
+    )

@@ -22,7 +22,7 @@ class Optimizer(Section):
     params: dict[str, Any] = Field(
         default_factory=dict, description="arguments of the optimizer; names must match its constructor"
     )
-    legacy_fusion: bool = Field(False, description="choice between two upstream fp16 wrappers")
+    legacy_fusion: bool = Field(False, description="DeepSpeed: choice between its two fp16 wrappers")
 
 
 class Scheduler(Section):
@@ -44,10 +44,12 @@ class Fp16(Toggle):
     auto_cast: bool = Field(False, description="cast floating-point inputs of the model to fp16")
     loss_scale: Real = Field(0.0, description="static loss scale; 0 chooses dynamic scaling")
     initial_scale_power: Size = Field(16, le=64, description="the dynamic scale starts at 2 to this power")
-    loss_scale_window: Count = Field(1000, description="good steps between two doublings of the scale")
+    loss_scale_window: Count = Field(1000, description="steps without overflow between two doublings of the scale")
     hysteresis: Count = Field(2, description="overflows tolerated before the scale is halved")
-    consecutive_hysteresis: bool = Field(False, description="refill the tolerance at every good step")
-    min_loss_scale: Ratio = Field(1.0, description="the scale is never lower; an overflow there is an error")
+    consecutive_hysteresis: bool = Field(
+        False, description="every step without overflow restores the tolerance of hysteresis"
+    )
+    min_loss_scale: Ratio = Field(1.0, description="lowest loss scale; an overflow at this scale is an error")
     fp16_master_weights_and_grads: bool = Field(False, description="keep master weights and gradients in fp16")
 
 
@@ -64,7 +66,7 @@ class Amp(Toggle):
     """Apex-style mixed precision, done with torch.amp: fp32 parameters, fp16 inside safe operations, a loss scale."""
 
     opt_level: Literal["O0", "O1", "O2", "O3"] = Field("O1", description="O0 is plain fp32, O1 is autocast")
-    loss_scale: Ratio | Literal["dynamic"] = Field("dynamic", description="static loss scale, or dynamic")
+    loss_scale: Ratio | Literal["dynamic"] = Field("dynamic", description='static loss scale, or "dynamic"')
     min_loss_scale: Ratio = Field(1.0, description="lower bound of the dynamic scale")
     max_loss_scale: Ratio = Field(16777216.0, description="upper bound of the dynamic scale in apex")
     cast_model_type: str | None = Field(None, description="apex: data type of the model's parameters")
@@ -72,7 +74,7 @@ class Amp(Toggle):
     patch_torch_functions: bool = Field(True, description="apex: patch torch functions with casts")
     keep_batchnorm_fp32: bool | None = Field(None, description="apex: keep batch norms in fp32")
     master_weights: bool | None = Field(None, description="apex: keep fp32 master weights")
-    num_losses: Count = Field(1, description="apex: number of losses with a scale of their own")
+    num_losses: Count = Field(1, description="apex: number of losses, each with its own scale")
     verbosity: Size = Field(1, description="apex: how much it prints")
 
 
@@ -93,24 +95,30 @@ class TorchAutocast(Toggle):
 class DataTypes(Section):
     """Data types that differ from what the precision mode implies."""
 
-    grad_accum_dtype: ShortDtype | None = Field(None, description="gradient accumulation; null: that of the parameters")
-    param_dtype: ShortDtype | None = Field(None, description="parameters; null: that of the precision mode")
-    buffer_dtype: ShortDtype | None = Field(None, description="floating-point buffers; null: each keeps its own")
+    grad_accum_dtype: ShortDtype | None = Field(
+        None, description="data type of gradient accumulation; null: that of the parameters"
+    )
+    param_dtype: ShortDtype | None = Field(
+        None, description="data type of the parameters; null: that of the precision mode"
+    )
+    buffer_dtype: ShortDtype | None = Field(
+        None, description="data type of floating-point buffers; null: each buffer keeps its own"
+    )
 
 
 class ParallelWrite(Section):
     """How the ranks share the writing of a checkpoint."""
 
     pipeline_stage: bool = Field(
-        False, description="every data-parallel replica writes some of a pipeline stage's layers"
+        False, description="each data-parallel replica writes some of the layers of a pipeline stage"
     )
 
 
 class CheckpointWriter(Section):
-    """Upstream's choice of file writers."""
+    """DeepSpeed's choice of file writers."""
 
     type: str | None = Field(None, description="writer class")
-    decoupled: bool = Field(False, description="write from a process of its own")
+    decoupled: bool = Field(False, description="write from a separate process")
     io_buffer_size: Int | None = Field(None, description="bytes of the write buffer")
     io_buffer_double: bool = Field(True, description="two write buffers")
     show_statistics: bool = Field(False, description="print throughput")
@@ -122,31 +130,36 @@ class Checkpoint(Section):
     """How checkpoints are written and read."""
 
     tag_validation: Literal["Ignore", "Warn", "Fail"] = Field(
-        "Warn", description="what happens when ranks save under different tags; case does not matter"
+        "Warn", description="what happens when ranks save with different tags; case does not matter"
     )
     load_universal: bool = Field(False, description="read a converted checkpoint at another world size")
     use_node_local_storage: bool = Field(
-        False, description="each node saves to its own disk, and a copy of what no other has to the next node's"
+        False,
+        description="each node saves to its own disk; what only one node has is also copied to the next node's disk",
     )
-    checkpoint_serialization: bool = Field(True, description="upstream's serialisation switch")
-    asynchronous: bool = Field(False, description="save_checkpoint copies to host memory and writes behind training")
-    max_in_flight: Count = Field(1, description="asynchronous saves that are not on disk yet; the next one waits")
+    checkpoint_serialization: bool = Field(True, description="DeepSpeed: how checkpoints are serialised")
+    asynchronous: bool = Field(
+        False, description="save_checkpoint copies to host memory and returns; the files are written during training"
+    )
+    max_in_flight: Count = Field(1, description="most asynchronous saves that are not on disk yet; the next save waits")
     keep_last: Count | None = Field(
         None,
-        description="checkpoints kept, the newest ones; null: all. Those saved with save_latest=False are not counted",
+        description=(
+            "number of newest checkpoints that are kept; null: all. Those saved with save_latest=False are not counted"
+        ),
     )
     keep_every: Count | None = Field(
-        None, description="with keep_last: also keep those whose number of updates is a multiple of this"
+        None, description="with keep_last: also keep checkpoints whose number of updates is a multiple of this"
     )
-    parallel_write: ParallelWrite = nested(ParallelWrite, "sharing of the writing")
-    writer: CheckpointWriter | None = Field(None, description="upstream's file writers")
+    parallel_write: ParallelWrite = nested(ParallelWrite, "how the ranks share the writing")
+    writer: CheckpointWriter | None = Field(None, description="DeepSpeed: choice of the file writer")
 
 
 class ThroughputTimer(Section):
     """Samples per second in the progress line."""
 
     enabled: bool = Field(True, description="measure throughput")
-    synchronized: bool = Field(True, description="wait for the device before the clock is read")
+    synchronized: bool = Field(True, description="wait for the device before reading the clock")
 
 
 class Timers(Section):
