@@ -99,7 +99,9 @@ MEANINGLESS: dict[str, str] = {
     "seq_parallel_communication_data_type": "dsx has no sequence-parallel groups whose gradients are reduced apart",
     "timers.throughput.synchronized": "the clock is read between steps; the device is never waited for",
     "vocabulary_size": "DeepSpeed does not read it either",
-    "zero_allow_untested_optimizer": ("every optimizer that can work on slices is accepted; others are refused"),
+    "zero_allow_untested_optimizer": (
+        "every optimizer that can work on slices may be used; the others are refused by name"
+    ),
     "zero_force_ds_cpu_optimizer": "any torch optimizer may be used",
     **{f"zero_optimization.{name}": reason for name, reason in zero_section.NO_EFFECT.items()},
 }
