@@ -20,7 +20,7 @@ from .timers import BACKWARD, FORWARD, OUTSIDE, STEP, WAITING
 __all__ = ["PHASES", "Straggler", "StragglerMonitor", "StragglerReport", "judge_stragglers"]
 
 PHASES = (OUTSIDE, FORWARD, BACKWARD, STEP)
-_SHOWN = {OUTSIDE: "data loading and the training loop"}
+_PHASE_LABELS = {OUTSIDE: "data loading and the training loop"}
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Straggler:
 
     def __str__(self) -> str:
         return (
-            f"rank {self.rank} holds the others up in {_SHOWN.get(self.phase, self.phase)}: {self.own:.1f} ms of own "
-            f"work per step, the median of the other ranks is {self.middle:.1f} ms"
+            f"rank {self.rank} holds the others up in {_PHASE_LABELS.get(self.phase, self.phase)}: {self.own:.1f} ms of"
+            f" own work per step, the median of the other ranks is {self.middle:.1f} ms"
         )
 
 

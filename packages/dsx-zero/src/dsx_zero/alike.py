@@ -23,7 +23,7 @@ from .errors import ZeroError
 
 __all__ = ["RanksDifferError", "agree", "hash_of", "model_facts", "optimizer_facts", "telling"]
 
-_SHOWN = 5
+_MAX_NAMED = 5
 
 
 class RanksDifferError(ZeroError, ValueError):
@@ -96,8 +96,8 @@ def _differences(by_rank: list[dict[str, str]]) -> str:
             ranks.setdefault(facts.get(key, "nothing"), []).append(str(rank))
         if len(ranks) > 1:
             found.append(f"{key} ({'; '.join(f'rank {_some(who)}: {value}' for value, who in ranks.items())})")
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return ", ".join(found[:_SHOWN]) + more
+    more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
+    return ", ".join(found[:_MAX_NAMED]) + more
 
 
 def _some(ranks: list[str]) -> str:

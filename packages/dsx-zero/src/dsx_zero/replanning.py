@@ -325,7 +325,7 @@ class Prepared:
                 if group not in self.kept.groups:
                     _let_go(group)
         if had:
-            runtime.gradients.begin_anew(_GONE)
+            runtime.gradients.refuse_until_clear(_GONE)
         return new
 
     def _end_old(self) -> None:

@@ -36,7 +36,7 @@ __all__ = ["LoadReport", "load"]
 
 _AT_ONCE = 1 << 22
 """Elements that are read at once."""
-_SHOWN = 5
+_MAX_NAMED = 5
 
 Put = Callable[[int, torch.Tensor], None]
 """Takes elements of a parameter from a start on."""
@@ -238,12 +238,12 @@ def _check_forms(files: WeightFiles, sources: Sequence[tuple[_Target, str]]) -> 
                 " model.to_empty first"
             )
     if problems:
-        more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise ZeroLoadError(f"{files.path}: {'; '.join(problems[:_SHOWN])}{more}. It belongs to another model")
+        more = f" and {len(problems) - _MAX_NAMED} more" if len(problems) > _MAX_NAMED else ""
+        raise ZeroLoadError(f"{files.path}: {'; '.join(problems[:_MAX_NAMED])}{more}. It belongs to another model")
 
 
 def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    return ", ".join(names[:_MAX_NAMED]) + (f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else "")
 
 
 def _optimizer(model: nn.Module) -> ZeroOptimizer | None:

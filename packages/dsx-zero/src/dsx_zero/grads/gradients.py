@@ -150,7 +150,7 @@ class Gradients(Protocol):
         """Are there gradients that another object for gradients would not know, stepped or not?"""
         ...
 
-    def begin_anew(self, why: str) -> None:
+    def refuse_until_clear(self, why: str) -> None:
         """Gradients that were here are gone: until `clear` refuse backwards, which would add to them, with this
         text.
         """
@@ -469,8 +469,8 @@ class ReducedGradients:
         """See `Gradients.has_any`."""
         return any(buffers.has_any() for buffers in self._groups)
 
-    def begin_anew(self, why: str) -> None:
-        """See `Gradients.begin_anew`."""
+    def refuse_until_clear(self, why: str) -> None:
+        """See `Gradients.refuse_until_clear`."""
         self._gone = why
 
     def tensors(self) -> list[torch.Tensor]:
@@ -634,7 +634,7 @@ class LocalGradients:
         """None that would be lost."""
         return False
 
-    def begin_anew(self, why: str) -> None:
+    def refuse_until_clear(self, why: str) -> None:
         """Nothing is gone."""
 
     def clear(self) -> None:

@@ -19,7 +19,7 @@ from ..params.flat import Unit
 
 __all__ = ["IgnoreUnused", "UnusedParameters"]
 
-_SHOWN = 8
+_MAX_NAMED = 8
 
 
 class IgnoreUnused:
@@ -73,10 +73,10 @@ class UnusedParameters:
             if (ranks := _missing(by_rank, index, name))
         ]
         if missing:
-            more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+            more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
             raise ZeroStateError(
-                f"no gradient since the last step for {'; '.join(missing[:_SHOWN])}{more}. Use them in the loss, freeze"
-                " them (requires_grad=False), or let them count as zeros (ignore_unused_parameters: true)"
+                f"no gradient since the last step for {'; '.join(missing[:_MAX_NAMED])}{more}. Use them in the loss,"
+                " freeze them (requires_grad=False), or let them count as zeros (ignore_unused_parameters: true)"
             )
 
     def remove_hooks(self) -> None:

@@ -7,5 +7,5 @@
 * numbers over ranks: `norm` (the global norm), `segments` (norms per tensor), `nonfinite` (a warning);
 * what the user changed since the last step: `edits` (values), `frozen` (`requires_grad`), `model_check` (modules);
 * at other times: `during_backward` steps units while backward runs, `late` applies an update one step later; both use
-  `worker` (a thread) and `telling` (a failure of one rank is raised on all).
+  `worker` (a thread) and `failures` (a failure of one rank is raised on all ranks).
 """

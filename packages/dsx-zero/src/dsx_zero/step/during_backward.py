@@ -32,10 +32,10 @@ from ..order.channel import Answer, Asks
 from ..params.flat import FlatGroup, Part
 from ..runtime import Runtime
 from .edits import Edits
+from .failures import raise_on_all_ranks
 from .inner import InnerStep, Settings, same_settings, settings_of
 from .parts import has_step_hooks
 from .runner import StepRunner
-from .telling import raise_on_all_ranks
 from .worker import Worker
 
 __all__ = ["DuringBackward", "NotDuringBackward", "StepDuringBackward"]

@@ -31,7 +31,7 @@ __all__ = ["EditAgreement", "Edits", "MemorySums"]
 
 _ROW = 64  # words of 8 bytes
 _CHUNK = 1 << 9  # rows that stay in the cache of a core between the two sums
-_SHOWN = 5
+_MAX_NAMED = 5
 
 
 class MemorySums:
@@ -206,7 +206,9 @@ class EditAgreement:
         by_rank: list[Any] = [None] * self._ranks.size
         dsx_comm.all_gather_object(by_rank, self._edited(), group=self._ranks.group)
         names = [name for name in self._names if self._differs(name, [edits.get(name) for edits in by_rank])]
-        shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+        shown = ", ".join(names[:_MAX_NAMED]) + (
+            f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+        )
         writers = [str(rank) for rank, edits in enumerate(by_rank) if any(name in edits for name in names)]
         raise ZeroStateError(
             f"parameters were written since the last step, and not alike on all ranks: {shown} (written on rank"

@@ -21,7 +21,7 @@ from .masters import Master
 
 __all__ = ["Frozen"]
 
-_SHOWN = 5
+_MAX_NAMED = 5
 
 
 class Frozen:
@@ -89,5 +89,5 @@ class Frozen:
 
 
 def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(f"'{name}'" for name in names[:_SHOWN]) + more
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return ", ".join(f"'{name}'" for name in names[:_MAX_NAMED]) + more

@@ -26,9 +26,9 @@ from ..order.channel import Asks
 from ..params.flat import FlatGroup, Part
 from ..runtime import Runtime
 from .edits import Edits
+from .failures import raise_on_all_ranks
 from .inner import settings_of
 from .runner import StepRunner
-from .telling import raise_on_all_ranks
 from .worker import Worker
 
 __all__ = ["Late", "LateUpdate", "NeverLate"]

@@ -19,7 +19,7 @@ from ..params.flat import FlatGroup
 
 __all__ = ["ModelCheck"]
 
-_SHOWN = 5
+_MAX_NAMED = 5
 _REMEDY = (
     "Change values in place (`with torch.no_grad(): p.copy_(value)`, model.load_state_dict(...) without assign=True);"
     " change the model (layers, dtype, device, parametrizations, pruning) before dsx_zero.shard or dsx.initialize, or"
@@ -109,9 +109,9 @@ class ModelCheck:
                 self._modules = list(self._model.modules())
                 self._snapshot = self._take_snapshot()
         if problems:
-            more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+            more = f" and {len(problems) - _MAX_NAMED} more" if len(problems) > _MAX_NAMED else ""
             raise ZeroStateError(
-                f"the model is not the one that was sharded: {'; '.join(problems[:_SHOWN])}{more}. Training and"
+                f"the model is not the one that was sharded: {'; '.join(problems[:_MAX_NAMED])}{more}. Training and"
                 f" checkpoints would go on with the parameters of before. {_REMEDY}",
                 code="DSX306",
             )

@@ -26,7 +26,7 @@ __all__ = ["NonFiniteWarning"]
 
 _log = logging.getLogger(__name__)
 
-_SHOWN = 3
+_MAX_NAMED = 3
 _MOST_PENDING = 16
 """At most so many norms are on their way to the host; if the host runs further ahead of the device, the norms of those
 steps are not looked at.
@@ -101,8 +101,10 @@ class NonFiniteWarning:
         ranks = range(run.ranks.size) if len(by_rank) > 1 else [run.ranks.rank]
         places = [f"'{name}' on rank {rank}" for rank, names in zip(ranks, by_rank) for name in names]
         if places:
-            more = f" and {len(places) - _SHOWN} more" if len(places) > _SHOWN else ""
-            where = f"not finite are {', '.join(places[:_SHOWN])}{more}; with clipping they spread to all parameters"
+            more = f" and {len(places) - _MAX_NAMED} more" if len(places) > _MAX_NAMED else ""
+            where = (
+                f"not finite are {', '.join(places[:_MAX_NAMED])}{more}; with clipping they spread to all parameters"
+            )
         else:
             where = "every gradient is finite, but their squares are beyond fp32: with clipping all become zero"
         _log.warning(

@@ -26,7 +26,7 @@ from typing import Any
 
 from .errors import CheckpointError
 
-_SHOWN = 50  # differences, unless all are asked for
+_MAX_LISTED = 50  # differences, unless all are asked for
 
 
 def main(argv: Sequence[str]) -> int:
@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("other", nargs="?", help="the other folder; without it the same one, with --tag2")
     diff.add_argument("--tag1", dest="tag", help="checkpoint in the first folder")
     diff.add_argument("--tag2", help="checkpoint in the second folder")
-    diff.add_argument("--all", action="store_true", help=f"show more than {_SHOWN} differences")
+    diff.add_argument("--all", action="store_true", help=f"show more than {_MAX_LISTED} differences")
     export = command("export", _export, "write the weights for other programs")
     export.add_argument("target", help="a folder that is made; with --to torch a file")
     export.add_argument("--to", choices=("safetensors", "torch", "dcp"), default="safetensors")
@@ -160,7 +160,7 @@ def _diff(given: Any) -> int:
     _, first = open_index(Path(given.folder), given.tag)
     _, second = open_index(Path(given.other or given.folder), given.tag2)
     found = differences(first, second)
-    shown = list(found if given.all else itertools.islice(found, _SHOWN))
+    shown = list(found if given.all else itertools.islice(found, _MAX_LISTED))
     sys.stdout.writelines(f"{difference}\n" for difference in shown)
     left = sum(1 for _ in found)
     if left:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..errors import DsxError
 
-_SHOWN = 200
+_MAX_CHARACTERS = 200
 
 
 class CheckpointError(DsxError, RuntimeError):
@@ -28,5 +28,9 @@ def nothing_committed(text: str) -> CheckpointError:
 
 def shown(value: object) -> str:
     """`repr` of a value from a file or a caller, cut to a length that fits into an error message."""
-    text = repr(value[: _SHOWN + 1] if isinstance(value, (str, bytes)) else value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(value) if isinstance(value, str) else 'long'})"
+    text = repr(value[: _MAX_CHARACTERS + 1] if isinstance(value, (str, bytes)) else value)
+    return (
+        text
+        if len(text) <= _MAX_CHARACTERS
+        else f"{text[:_MAX_CHARACTERS]}... ({len(value) if isinstance(value, str) else 'long'})"
+    )

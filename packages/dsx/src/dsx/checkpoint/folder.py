@@ -33,7 +33,7 @@ _LOCK_NAME = ".saving"
 _BEING_WRITTEN, _BEING_REPLACED = ".tmp-", ".old-"
 _LEFTOVER = re.compile(r"(?P<mark>\.tmp-|\.old-)(?P<tag>.+)-[0-9a-f]{12}", re.DOTALL)
 _LEFT_FILES = re.compile(rf"\.{LATEST_NAME}\.[0-9]+|\.probe-[0-9a-f]+")
-_SHOWN_TAGS = 20
+_MAX_LISTED_TAGS = 20
 
 
 # - Names
@@ -167,8 +167,8 @@ def find_checkpoint(root: Path, tag: str) -> Path:
 
 
 def _list(tags: list[str]) -> str:
-    more = f" and {len(tags) - _SHOWN_TAGS} more" if len(tags) > _SHOWN_TAGS else ""
-    return (", ".join(tags[-_SHOWN_TAGS:]) or "none") + more
+    more = f" and {len(tags) - _MAX_LISTED_TAGS} more" if len(tags) > _MAX_LISTED_TAGS else ""
+    return (", ".join(tags[-_MAX_LISTED_TAGS:]) or "none") + more
 
 
 _DEEPSPEED = re.compile(

@@ -53,8 +53,8 @@ _OWNERS = (
     ("dsx_ops.optim", "states"),
     ("dsx_pipe.runtime.messages", "activations"),
 )
-_ON_THE_WAY = ("dsx_zero.homes", "dsx_zero.params.memory")
-"""Files that make memory for others."""
+_ALLOCATOR_MODULES = ("dsx_zero.homes", "dsx_zero.params.memory")
+"""Modules that allocate memory on behalf of their callers: the caller decides the class of that memory."""
 
 _SMALL_MESSAGE = 1 << 16
 
@@ -340,7 +340,7 @@ def _who_asked() -> tuple[str | None, bool]:
     frame, on_host = sys._getframe(2), False
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if module.startswith(_ON_THE_WAY):
+        if module.startswith(_ALLOCATOR_MODULES):
             on_host = on_host or (module == "dsx_zero.homes.home" and frame.f_code.co_name == "__init__")
             on_host = on_host or module == "dsx_zero.homes.stored"
         elif module.startswith(("dsx_zero.", "dsx_comm.", "dsx_ops.", "dsx_pipe.runtime.messages")):
