@@ -256,6 +256,24 @@ def test_between_sliced_layers_each_rank_has_its_part_of_the_sequence():
     run_ranks(lengths, 2, backend="dsx")
 
 
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.num_heads, self.up, self.down = 3, nn.Linear(4, 12), nn.Linear(12, 4)
+
+
+def heads_that_do_not_divide(rank, world):
+    model = Heads()
+    specs = [{"patterns": ["up"], "partition_type": "column"}, {"patterns": ["down"], "partition_type": "row"}]
+    with pytest.raises(TensorSliceError, match=r"Heads\.num_heads: got 3, expected a multiple of the 2 ranks"):
+        slice_model(model, config={"layer_specs": specs})
+    assert type(model.up) is nn.Linear and model.up.weight.shape == (12, 4) and model.num_heads == 3
+
+
+def test_a_model_that_cannot_be_sliced_is_not_changed():
+    run_ranks(heads_that_do_not_divide, 2)
+
+
 class Own(nn.Module):
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The layers of one stage, run one after the other, with recomputation of some in the backward."""
+"""The layers of one stage, run one after the other. Some of them may be recomputed in the backward."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Recomputation:
     """Which layers are recomputed.
 
     Attributes:
-        interval: that many layers together form one recomputed block; 0 is none.
-        function: (run, *tensors) -> tensors; as `torch.utils.checkpoint.checkpoint`.
+        interval: number of layers that form one recomputed block; 0: nothing is recomputed.
+        function: (run, *tensors) -> tensors, with the meaning of `torch.utils.checkpoint.checkpoint`.
         classes: names of the classes that may be recomputed; None: every block that has parameters.
     """
 
@@ -30,8 +30,8 @@ class Recomputation:
     function: Callable[..., Any] = recompute
     classes: frozenset[str] | None = None
 
-    def takes(self, block: Sequence[tuple[str, Any]], value: Any) -> bool:
-        """True if a block is to be recomputed for this input."""
+    def applies_to(self, block: Sequence[tuple[str, Any]], value: Any) -> bool:
+        """True if a block of (class name, layer) pairs is recomputed for this input."""
         if not self.interval or not torch.is_grad_enabled() or not any(t.requires_grad for t in flatten(value)[1]):
             return False
         if self.classes is not None:
@@ -43,45 +43,45 @@ class Chunk(nn.Module):
     """One stage.
 
     Args:
-        steps: (name, what to call) per layer. Modules are registered under these names.
+        layers: (name, module or function) per layer. Modules are registered under these names.
         classes: class name per layer.
         recomputation: which layers are recomputed.
     """
 
-    def __init__(self, steps: Sequence[tuple[str, Any]], classes: Sequence[str], recomputation: Recomputation) -> None:
+    def __init__(self, layers: Sequence[tuple[str, Any]], classes: Sequence[str], recomputation: Recomputation) -> None:
         super().__init__()
-        self._steps, self._classes = [call for _, call in steps], list(classes)
+        self._layers, self._classes = [call for _, call in layers], list(classes)
         self.recomputation = recomputation
-        for name, call in steps:
+        for name, call in layers:
             if isinstance(call, nn.Module):
                 self.add_module(name, call)
 
     def forward(self, value: Any) -> Any:
-        """The output of the last layer."""
-        block = self.recomputation.interval or len(self._steps) or 1
-        for start in range(0, len(self._steps), block):
-            calls = self._steps[start : start + block]
+        """Run all layers, each on the output of the previous one, and return the output of the last."""
+        block = self.recomputation.interval or len(self._layers) or 1
+        for start in range(0, len(self._layers), block):
+            calls = self._layers[start : start + block]
             named = list(zip(self._classes[start : start + block], calls))
-            if self.recomputation.takes(named, value):
-                value = _recomputed(self.recomputation.function, calls, value)
+            if self.recomputation.applies_to(named, value):
+                value = _run_recomputed(self.recomputation.function, calls, value)
             else:
-                value = _run(calls, value)
+                value = _run_layers(calls, value)
         return value
 
 
-def _run(calls: Sequence[Any], value: Any) -> Any:
+def _run_layers(calls: Sequence[Any], value: Any) -> Any:
     for call in calls:
         value = call(value)
     return value
 
 
-def _recomputed(function: Callable[..., Any], calls: Sequence[Any], value: Any) -> Any:
-    """Run through a checkpoint function, which sees tensors only: containers are taken apart on both sides."""
+def _run_recomputed(function: Callable[..., Any], calls: Sequence[Any], value: Any) -> Any:
+    """Run layers through a checkpoint function. It takes and returns tensors only, so containers are flattened."""
     structure, tensors, others = flatten(value)
     made: list[tuple[Structure, list[Any]]] = []
 
     def run(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        out, found, rest = flatten(_run(calls, unflatten(structure, list(given), others)))
+        out, found, rest = flatten(_run_layers(calls, unflatten(structure, list(given), others)))
         made.append((out, rest))
         return tuple(found)
 

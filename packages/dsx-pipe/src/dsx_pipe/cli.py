@@ -33,7 +33,7 @@ _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return 0, or 2 with one line on stderr if something was wrong."""
+    """Run the command line. Return 0, or 2 after one line on stderr if something was wrong."""
     arguments = _parser().parse_args(argv)
     try:
         return arguments.run(arguments)
@@ -80,15 +80,15 @@ def _show(arguments: argparse.Namespace) -> int:
     if arguments.timeline:
         timeline = load_timeline(arguments.timeline)
     else:
-        timeline = _planned(arguments)
+        timeline = _simulate_schedule(arguments)
     share = f"{timeline.bubble_share:.1%}"
-    _say(f"{timeline.name}: {timeline.ranks} ranks, step {timeline.length:.6g}, bubble {share}")
+    _print_line(f"{timeline.name}: {timeline.ranks} ranks, step {timeline.length:.6g}, bubble {share}")
     if arguments.out:
         save_chart(timeline, arguments.out)
     return 0
 
 
-def _planned(arguments: argparse.Namespace) -> Timeline:
+def _simulate_schedule(arguments: argparse.Namespace) -> Timeline:
     if arguments.file:
         schedule = Schedule.parse(Path(arguments.file).read_text())
     else:
@@ -99,7 +99,7 @@ def _planned(arguments: argparse.Namespace) -> Timeline:
         check(schedule)
     if arguments.text:
         sys.stdout.write(str(schedule))
-    _say(f"activations kept per rank: {' '.join(map(str, live_activations(schedule)))}")
+    _print_line(f"activations kept per rank: {' '.join(map(str, live_activations(schedule)))}")
     share = schedule.ranks / schedule.stages
     weight = arguments.backward * arguments.weight_share
     times = StageTimes(share * arguments.forward, share * (arguments.backward - weight), share * weight)
@@ -109,7 +109,7 @@ def _planned(arguments: argparse.Namespace) -> Timeline:
 def _plan(arguments: argparse.Namespace) -> int:
     found = candidates(
         load_costs(arguments.costs), arguments.ranks, arguments.batch,
-        memory=_bytes(arguments.memory), latency=arguments.latency,
+        memory=_parse_bytes(arguments.memory), latency=arguments.latency,
     )  # fmt: skip
     rows = [("schedule", "chunks", "micro", "seconds", "bubble", "MiB/rank", "stages begin at")]
     for c in found[: arguments.top]:
@@ -117,17 +117,17 @@ def _plan(arguments: argparse.Namespace) -> int:
         numbers = (str(c.chunks), str(c.micro_batches), f"{c.seconds:.4g}", f"{c.bubble_share:.1%}", f"{most:.0f}")
         rows.append((c.schedule, *numbers, starts))
     for name, *numbers, starts in rows:
-        _say(f"{name:<12} {' '.join(f'{n:>9}' for n in numbers)}  {starts}")
+        _print_line(f"{name:<12} {' '.join(f'{n:>9}' for n in numbers)}  {starts}")
     if arguments.save:
         Path(arguments.save).write_text(str(found[0].build(arguments.ranks)))
     return 0
 
 
-def _say(text: str) -> None:
+def _print_line(text: str) -> None:
     sys.stdout.write(f"{text}\n")
 
 
-def _bytes(text: str | None) -> int | None:
+def _parse_bytes(text: str | None) -> int | None:
     if text is None:
         return None
     number, unit = (text[:-1], text[-1].upper()) if text and text[-1].upper() in _UNITS else (text, "")

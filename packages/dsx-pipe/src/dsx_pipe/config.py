@@ -1,9 +1,9 @@
 """The `pipeline` and `tensor_parallel` sections of a configuration (needs pydantic; imported only by code that loads
 one).
 
-Every key takes effect: `stages`, `partition`, `seed_layers`, `activation_checkpoint_interval` and `use_reentrant` give
-the arguments of `PipelineModule` if the script does not (`module_options`), `pipe_partitioned` and
-`grad_partitioned` those of the runtime; `tensor_parallel` those of `tensor.slice_model`.
+Every key takes effect. `stages`, `partition`, `seed_layers`, `activation_checkpoint_interval` and `use_reentrant` are
+arguments of `PipelineModule` that the script did not give (`module_options`). `pipe_partitioned` and `grad_partitioned`
+are arguments of the runtime. The keys of `tensor_parallel` are arguments of `tensor.slice_model`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 from .tensor.rules import rules_of
 
 
-def _whole(value: Any) -> Any:
-    """Let 4e0 through as 4; the strict check judges the rest."""
+def _without_fraction(value: Any) -> Any:
+    """Turn 4e0 into 4. The strict check of pydantic accepts or refuses everything else."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Size = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
-Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
+Size = Annotated[int, BeforeValidator(_without_fraction), Field(ge=0)]
+Count = Annotated[int, BeforeValidator(_without_fraction), Field(ge=1)]
 
 
 class _Section(BaseModel):
@@ -48,7 +48,7 @@ class Pipeline(_Section):
     use_reentrant: bool = Field(True, description="use_reentrant of torch.utils.checkpoint")
 
     def module_options(self) -> dict[str, Any]:
-        """Arguments of `PipelineModule` that were set here (`stages` "auto" and unset keys are left to the script)."""
+        """Arguments of `PipelineModule` that the configuration sets; the script decides about "auto" and unset keys."""
         given = self.model_fields_set
         found: dict[str, Any] = {}
         if self.stages != "auto":
@@ -79,8 +79,8 @@ class TensorParallel(_Section):
 
     @field_validator("partition_config")
     @classmethod
-    def _judged(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        """`tensor.rules` knows the keys; what it refuses is refused here, before anything is built."""
+    def _check_partition_config(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Let `tensor.rules` check the keys now, before any model is built."""
         if value is not None:
             rules_of(value)
         return value

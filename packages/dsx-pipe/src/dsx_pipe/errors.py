@@ -2,19 +2,19 @@
 
 
 class PipelineError(RuntimeError):
-    """The pipeline was used in a way it does not work in: the message says why, and what works instead."""
+    """The pipeline was used in a way that does not work. The message says why, and what works instead."""
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot be built, read or carried out; the message lists what is wrong with it."""
+    """A schedule cannot be built, read or executed. The message lists what is wrong with it."""
 
 
 class PartitionError(ValueError):
-    """Layers that cannot be divided over the stages as asked."""
+    """Layers cannot be divided over the stages in the requested way."""
 
 
 class TensorSliceError(ValueError):
-    """A layer or a tensor that cannot be sliced over the ranks as asked."""
+    """A layer or a tensor cannot be sliced over the ranks in the requested way."""
 
 
 class StageError(PipelineError):

@@ -1,7 +1,7 @@
-"""The places of ranks in a grid of pipe x data x model ranks, under DeepSpeed's names.
+"""Coordinates and groups of ranks in a grid of pipe x data x model ranks, under DeepSpeed's names.
 
 `ProcessTopology`, `PipeDataParallelTopology` and `PipeModelDataParallelTopology` are dsx_comm's. `PipelineParallelGrid`
-makes this rank's groups over one of them and is an `mpu`: engines and Megatron-style models ask it for groups.
+makes this rank's groups over one of them. It is also an `mpu`: engines and Megatron-style models ask it for groups.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ __all__ = [
 
 
 def topology_for(num_stages: int | None, topology: ProcessTopology | None) -> ProcessTopology:
-    """The grid that `num_stages` or `topology` asks for; exactly one of them is given.
+    """The grid for `num_stages` or `topology`, of which exactly one is given.
 
     Raises:
         PipelineError: both or none are given, or there is no process group yet.
-        TopologyError: the world size is no multiple of the stages, or not the size of the topology.
+        TopologyError: the world size is not a multiple of the stages, or not the size of the topology.
     """
     if (num_stages is None) == (topology is None):
-        raise PipelineError("got both of num_stages and topology or none of them, expected exactly one")
+        raise PipelineError("got both num_stages and topology, or neither of them; expected exactly one")
     if not dsx_comm.is_initialized():
         raise PipelineError("a pipeline needs a process group: call dsx_comm.init_distributed() first")
     world = dsx_comm.get_world_size()
@@ -55,17 +55,17 @@ def topology_for(num_stages: int | None, topology: ProcessTopology | None) -> Pr
 
 
 class PipelineParallelGrid:
-    """This rank's place and groups. All ranks of the world construct it together.
+    """This rank's coordinates and groups. All ranks of the world construct it together.
 
     Args:
-        topology: the grid; default: all ranks data-parallel.
+        topology: the grid; default: one stage, all ranks data-parallel.
         process_group: the world that the grid covers; only the default group is supported.
 
     Attributes:
-        pipe: ranks of this pipeline, one per stage.
-        data: ranks that hold the same stage and slice.
-        model: ranks that share the slices of one stage ("slice parallel").
-        p2p_groups: global ranks of each pair of stages next to each other, the last and the first as well.
+        pipe: group of the ranks of this pipeline, one per stage.
+        data: group of the ranks that hold the same stage and slice.
+        model: group of the ranks that share the slices of one stage ("slice parallel").
+        p2p_groups: global ranks of each pair of neighbouring stages; the last and the first stage are a pair too.
     """
 
     def __init__(self, topology: ProcessTopology | None = None, process_group: Any = None) -> None:
@@ -75,7 +75,7 @@ class PipelineParallelGrid:
         registry = GroupRegistry(self._topo)
         self.registry = registry
         self.pipe, self.data, self.model = (registry.axis(name) for name in ("pipe", "data", "model"))
-        # what Megatron calls the model-parallel group: all ranks that hold parts of one copy of the model
+        # Megatron calls this the model-parallel group: all ranks that hold parts of one copy of the model
         self.whole_model = registry.axis("pipe", "model")
         self.global_rank, self.world_size = dsx_comm.get_rank(), dsx_comm.get_world_size()
         self.pipe_parallel_size = self._topo.get_dim("pipe")
@@ -93,7 +93,7 @@ class PipelineParallelGrid:
         return self._topo
 
     def stage_to_global(self, stage_id: int, **coordinates: int) -> int:
-        """Global rank of a stage of this pipeline; other coordinates (data=, model=) pick another pipeline."""
+        """Global rank of a stage of this pipeline. Other coordinates (data=, model=) choose another pipeline."""
         place = self._topo.get_coord(self.global_rank)._asdict()
         return self._topo.get_rank(**{**place, "pipe": stage_id, **coordinates})
 

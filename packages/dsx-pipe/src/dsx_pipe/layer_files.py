@@ -1,10 +1,10 @@
 """DeepSpeed's checkpoint of a pipeline's weights: one file per layer, for any number of stages.
 
     layer_03-model_states.pt              the state dict of layer 3
-    layer_03-model_01-model_states.pt     ... of slice 1 of it, under tensor slicing
+    layer_03-model_01-model_states.pt     the state dict of slice 1 of layer 3, under tensor slicing
 
 The names in a file are those inside the layer. Shared layers are in the file of their first use. Files with another
-number of slices can be read: the marks of sliced parameters say how pieces are joined and cut.
+number of slices can be read: the attributes of sliced parameters say how slices are joined and cut.
 
 Files are read without running pickled code (`weights_only`). Left out: optimizer states, and everything that is not a
 weight or a buffer; checkpoints of `dsx` have them, and need no file per layer.
@@ -31,9 +31,9 @@ class LayerFile:
     """The file of one layer, as this rank sees it.
 
     Attributes:
-        index: of the layer in the whole list.
-        names: by key in the file, the name in the `PipelineModule`.
-        is_written: False where the weights are a copy of a layer that another file holds.
+        index: place of the layer in the whole list.
+        names: key in the file -> name in the `PipelineModule`.
+        is_written: False if the weights are a shared layer's, which the file of its first use holds.
     """
 
     index: int
@@ -42,28 +42,28 @@ class LayerFile:
 
 
 class TorchFiles:
-    """Writes and reads with torch; what a checkpoint engine of the caller's own has to offer."""
+    """Writes and reads files with torch. A checkpoint engine of the caller must have the same two methods."""
 
     def save(self, state_dict: dict[str, torch.Tensor], path: str) -> None:
-        """Write a file that appears whole or not at all."""
+        """Write a file. It is renamed into place when it is complete, so no half-written file is ever read."""
         part = f"{path}.part"
         torch.save(state_dict, part)
         os.replace(part, path)
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Read tensors."""
+        """Read the tensors of a file, without running pickled code."""
         return torch.load(path, map_location=map_location, weights_only=True)
 
 
 def write_layers(
     module: nn.Module, files: Sequence[LayerFile], path_of: Any, engine: Any, exclude_frozen: bool
 ) -> None:
-    """Write this rank's layers, and meet the other ranks; all ranks call it.
+    """Write this rank's layers and wait for the other ranks (collective).
 
     Raises:
-        PipelineError: on every rank, if one of them could not write.
+        PipelineError: on every rank, if one of them could not write its files.
     """
-    said = None
+    error_text = None
     try:
         tensors = module.state_dict(keep_vars=True)
         for file in files:
@@ -76,43 +76,43 @@ def write_layers(
             path = Path(path_of(file.index))
             path.parent.mkdir(parents=True, exist_ok=True)
             engine.save(state, str(path))
-    except Exception as error:  # noqa: BLE001  (the other ranks wait, so they have to hear of it)
-        said = f"{type(error).__name__}: {error}"
-    _agree("written", said)
+    except Exception as error:  # noqa: BLE001  (the other ranks wait: they must be told)
+        error_text = f"{type(error).__name__}: {error}"
+    _raise_on_all_ranks("written", error_text)
 
 
 def read_layers(
     module: nn.Module, files: Sequence[LayerFile], paths_of: Any, engine: Any, strict: bool, place: tuple[int, int]
 ) -> None:
-    """Give this rank's layers the values of their files; all ranks call it.
+    """Load this rank's layers from their files (collective).
 
     Nothing is changed on any rank if one of them finds a file that does not fit.
 
     Args:
-        paths_of: index -> the files of all slices of a layer, in order.
+        paths_of: index of a layer -> paths of the files of all its slices, in the order of the slices.
         strict: every weight must be in its file, and every entry of a file must be one.
-        place: (rank, number of ranks) of this rank among those that slice the layers.
+        place: (this rank's index, number of ranks) in the group over which layers are sliced.
 
     Raises:
         PipelineError: on every rank, if a file is missing, or names or shapes do not fit.
     """
     ready: list[tuple[torch.Tensor, torch.Tensor]] = []
-    said = None
+    error_text = None
     try:
         for file in files:
             ready += _read_layer(module, file, paths_of(file.index), engine, strict, place)
-    except Exception as error:  # noqa: BLE001  (the other ranks must not take what this one cannot)
-        said = str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}"
-    _agree("read", said)
+    except Exception as error:  # noqa: BLE001  (no rank may load if one of them cannot)
+        error_text = str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}"
+    _raise_on_all_ranks("read", error_text)
     with torch.no_grad():
         for target, value in ready:
             target.copy_(value)
 
 
-def _agree(what: str, said: str | None) -> None:
-    """Raise on every rank what one of them could not do."""
+def _raise_on_all_ranks(what: str, error_text: str | None) -> None:
+    """Raise on every rank if one of them has an error text (collective)."""
     rows: list[Any] = [None] * dsx_comm.get_world_size()
-    dsx_comm.all_gather_object(rows, said)
+    dsx_comm.all_gather_object(rows, error_text)
     failed = [f"rank {rank}: {text}" for rank, text in enumerate(rows) if text is not None]
     if failed:
         raise PipelineError(f"the layers could not be {what}: {'; '.join(failed)}")
@@ -121,7 +121,7 @@ def _agree(what: str, said: str | None) -> None:
 def _read_layer(
     module: nn.Module, file: LayerFile, paths: list[str], engine: Any, strict: bool, place: tuple[int, int]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(weight, its new value) of one layer."""
+    """(parameter or buffer, its new value) for each entry of one layer."""
     if not paths:
         raise PipelineError(f"layer {file.index}: there is no file of it in the folder")
     tensors = module.state_dict(keep_vars=True)
@@ -136,7 +136,7 @@ def _read_layer(
     found = []
     for key, name in file.names.items():
         if key in states[0]:
-            value = _fitting(tensors[name], [state[key] for state in states], place)
+            value = _value_for_rank(tensors[name], [state[key] for state in states], place)
             if value.shape != tensors[name].shape:
                 raise PipelineError(
                     f"{paths[0]}: {key} has the shape {list(value.shape)}, expected {list(tensors[name].shape)}"
@@ -145,8 +145,8 @@ def _read_layer(
     return found
 
 
-def _fitting(target: torch.Tensor, pieces: list[torch.Tensor], place: tuple[int, int]) -> torch.Tensor:
-    """This rank's piece of a tensor of which all slices were read, or the only value that was."""
+def _value_for_rank(target: torch.Tensor, pieces: list[torch.Tensor], place: tuple[int, int]) -> torch.Tensor:
+    """The value that this rank loads: its slice of the joined pieces, or the piece itself if there is only one."""
     if len(pieces) == 1 or not is_sliced(target):
         whole = pieces[0]
         if len(pieces) == 1 and is_sliced(target) and whole.shape != target.shape:

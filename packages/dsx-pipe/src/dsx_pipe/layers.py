@@ -25,14 +25,14 @@ class LayerSpec:
     def __init__(self, typename: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         if not callable(typename) or isinstance(typename, nn.Module):
             raise PartitionError(
-                f"LayerSpec: got {_named(typename)}, expected a class (or function) that builds the layer; a module "
-                "that is built already goes into the list of layers as it is"
+                f"LayerSpec: got {_short_text(typename)}, expected a class (or function) that builds the layer; "
+                "a module that is built already goes into the list of layers as it is"
             )
         self.typename, self.module_args, self.module_kwargs = typename, args, kwargs
 
     @property
     def name(self) -> str:
-        """Name of the class."""
+        """Name of the class or function."""
         return getattr(self.typename, "__name__", type(self.typename).__name__)
 
     def __repr__(self) -> str:
@@ -50,13 +50,13 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer that shares weights with all others of the same key.
+    """A layer that shares weights with all other `TiedLayerSpec`s of the same key.
 
     Args:
         key: name of what is shared.
         typename: class of the layer.
-        forward_fn: (module, input) -> output, called in place of the module; for uses that differ from the first, such
-            as an embedding used as the output projection.
+        forward_fn: (module, input) -> output, called instead of the module. It is for a place that uses the weights in
+            another way, such as an embedding that is also the output projection.
         tied_weight_attr: names of the shared parameters, "weight" or a list; dots reach into submodules.
     """
 
@@ -75,7 +75,7 @@ class TiedLayerSpec(LayerSpec):
 
 
 class Unit(nn.Module):
-    """Modules of a larger model that are always on one stage; counted and named as one layer, never called."""
+    """Modules of a larger model that stay together on one stage. They count as one layer; a unit is never called."""
 
     def __init__(self, label: str, modules: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Unit(nn.Module):
 
 
 def flatten_layers(layers: Any) -> list[Any]:
-    """A flat list from an iterable of layers, specs, functions and nested sequences of them.
+    """Flatten an iterable of layers, specs, functions and nested sequences of them into one list.
 
     Raises:
         PartitionError: an entry is none of these, or there are no layers.
@@ -96,7 +96,7 @@ def flatten_layers(layers: Any) -> list[Any]:
             found.append(entry)
         else:
             raise PartitionError(
-                f"layer {len(found)}: got {_named(entry)}, expected an nn.Module, a LayerSpec or a function"
+                f"layer {len(found)}: got {_short_text(entry)}, expected an nn.Module, a LayerSpec or a function"
             )
     if not found:
         raise PartitionError("layers: got none, expected at least one")
@@ -115,7 +115,7 @@ def class_name(layer: Any) -> str:
 
 
 def count_parameters(layer: Any) -> int:
-    """Number of trainable elements. A spec is built on the meta device for it, which takes no memory."""
+    """Number of trainable elements. A spec is built on the meta device to count them, which takes no memory."""
     if isinstance(layer, LayerSpec):
         with torch.device("meta"):
             layer = layer.build()
@@ -138,5 +138,5 @@ def parameter_at(module: nn.Module, path: str) -> nn.Parameter:
     return owner
 
 
-def _named(value: Any) -> str:
+def _short_text(value: Any) -> str:
     return f"{type(value).__name__} {value!r}"[:80]

@@ -27,12 +27,12 @@ from .runtime.structure import flatten
 def measure_layers(
     layers: Any, inputs: Any, *, repeats: int = 3, state_bytes_per_parameter: int = 16
 ) -> list[LayerCost]:
-    """What each layer costs for one sample, on this process alone.
+    """Measure what each layer costs for one sample, in this process alone.
 
     Args:
-        layers: as for `PipelineModule`; specs are built one at a time, and dropped.
+        layers: as for `PipelineModule`; each spec is built, measured and dropped before the next one.
         inputs: a batch for the first layer, of at least two samples along the first dimension of its tensors.
-        repeats: timed runs, of which the median counts.
+        repeats: number of timed runs; their median is taken.
         state_bytes_per_parameter: bytes of parameter, gradient and optimizer states per element; 16 is Adam in fp32.
 
     Raises:
@@ -58,13 +58,13 @@ def measure_layers(
 
 
 def _measure(module: Any, value: Any, repeats: int) -> tuple[list[float], int, Any]:
-    """(median seconds of forward, input and weight backward; bytes kept; the output as an input)."""
+    """(median seconds of forward, input and weight backward; bytes that autograd keeps; the next layer's input)."""
     rows: list[list[float]] = []
     kept, output = 0, None
     for _ in range(repeats + 1):  # the first run warms up
         seen: dict[int, int] = {}
-        leaf_input = _differentiable(value)
-        hooks = torch.autograd.graph.saved_tensors_hooks(_counter(seen, module), lambda t: t)
+        leaf_input = _as_differentiable_input(value)
+        hooks = torch.autograd.graph.saved_tensors_hooks(_byte_counter(seen, module), lambda t: t)
         start = _now()
         with hooks:
             output = module(leaf_input)
@@ -81,20 +81,20 @@ def _measure(module: Any, value: Any, repeats: int) -> tuple[list[float], int, A
     return [median(column) for column in zip(*rows[1:])], kept, as_input(output)
 
 
-def _counter(seen: dict[int, int], module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+def _byte_counter(seen: dict[int, int], module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     own = {p.untyped_storage().data_ptr() for p in module.parameters()} if isinstance(module, nn.Module) else set()
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:  # parameters are there anyway
+        if storage.data_ptr() not in own:  # parameters take no additional memory
             seen[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     return pack
 
 
-def _differentiable(value: Any) -> Any:
-    """The value as the input of a later stage: floating tensors carry a gradient."""
+def _as_differentiable_input(value: Any) -> Any:
+    """The value as the input of a later stage: floating-point tensors require a gradient."""
     fresh = as_input(value)
     for tensor in flatten(fresh)[1]:
         if tensor.is_floating_point():

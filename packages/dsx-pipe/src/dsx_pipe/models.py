@@ -28,30 +28,30 @@ from .tensor.sequence import set_borders
 
 
 class Skipped(nn.Module):
-    """Stands for a block of another stage: gives the hidden state on."""
+    """Replaces a block of another stage: returns the hidden state unchanged."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.attention_type = getattr(block, "attention_type", None)  # some models choose a mask by it
 
     def forward(self, hidden_states: Any, *_: Any, **__: Any) -> Any:
-        """The first argument."""
+        """Return the first argument."""
         return hidden_states
 
 
 class NoPositions(nn.Module):
-    """Stands for position embeddings that an earlier stage has added: a zero."""
+    """Replaces position embeddings, which the first stage has added already: gives zero."""
 
     def forward(self, *_: Any, **__: Any) -> torch.Tensor:
-        """A zero without dimensions, which does not change dtypes."""
+        """Return a 0-D zero. Adding it changes neither shapes nor dtypes."""
         return torch.zeros(())
 
 
 class KeepEmbeds(nn.Module):
-    """Stands for BERT's embeddings: `inputs_embeds` are the hidden state already."""
+    """Replaces BERT's embeddings on later stages, where `inputs_embeds` is the hidden state already."""
 
     def forward(self, *_: Any, inputs_embeds: Any = None, **__: Any) -> Any:
-        """The hidden state."""
+        """Return the hidden state."""
         return inputs_embeds
 
 
@@ -61,9 +61,9 @@ class Rule:
 
     Attributes:
         blocks: path of the list of blocks.
-        before: path of each module before the blocks, and its replacement on other stages.
-        after: path of each module behind the blocks, and the same.
-        only_first: inputs that the embeddings alone use.
+        before: path of each module before the blocks -> function that makes its replacement on other stages.
+        after: path of each module after the blocks -> function that makes its replacement on other stages.
+        only_first: names of inputs that only the embeddings use.
     """
 
     blocks: str
@@ -80,31 +80,35 @@ RULES = (
 
 
 class ModelParts:
-    """A model seen as units.
+    """A model divided into units: embeddings, one unit per block, head.
 
     Attributes:
-        units: one module per unit; the first holds the embeddings, the last norm and head.
-        loss: cross-entropy of the model's task.
+        units: one module per unit; the first holds the embeddings, the last the final norm and the head.
+        loss: (logits, labels) -> cross-entropy of the model's task, a scalar.
     """
 
     def __init__(self, model: nn.Module, rule: Rule) -> None:
         self.model, self.rule = model, rule
         self.base_name = str(getattr(model, "base_model_prefix", ""))
-        base = _at(model, self.base_name)
-        self.blocks = _at(base, rule.blocks)
-        before = [m for m in (_at(base, path) for path in rule.before) if m is not None]
-        after = [m for m in (_at(base, path) for path in rule.after) if m is not None]
+        base = _submodule_at(model, self.base_name)
+        self.blocks = _submodule_at(base, rule.blocks)
+        before = [m for m in (_submodule_at(base, path) for path in rule.before) if m is not None]
+        after = [m for m in (_submodule_at(base, path) for path in rule.after) if m is not None]
         self.heads = [name for name, _ in model.named_children() if name != self.base_name]
-        after += [_at(model, name) for name in self.heads]
+        after += [_submodule_at(model, name) for name in self.heads]
         self.units = [
             Unit("Embeddings", before),
             *(Unit(type(b).__name__, [b]) for b in self.blocks),
             Unit("Head", after),
         ]
-        self.loss = _causal_loss if type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")) else _plain_loss
+        self.loss = (
+            _next_token_cross_entropy
+            if type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+            else _cross_entropy
+        )
 
     def keep(self, units: set[int]) -> nn.Module:
-        """A copy of the model's outline in which only these units remain; modules and parameters are not copied."""
+        """A shallow copy of the model with only the units of these indices. Modules and parameters are not copied."""
         model = _outline(self.model)
         base = self._outline_at(model, self.base_name)
         if 0 not in units:
@@ -122,10 +126,10 @@ class ModelParts:
         return model
 
     def stage(self, units: set[int], recomputation: Recomputation) -> nn.Module:
-        """The stage that runs these units."""
+        """The stage that runs the units of these indices."""
         first, last = 0 in units, len(self.units) - 1 in units
         model = self.keep(units)
-        blocks = _at(_at(model, self.base_name), self.rule.blocks)
+        blocks = _submodule_at(_submodule_at(model, self.base_name), self.rule.blocks)
         set_borders(blocks)
         if recomputation.interval:
             for name, block in list(blocks._modules.items()):
@@ -134,7 +138,7 @@ class ModelParts:
         return ModelStage(model, self.base_name, self.rule.only_first, first, last)
 
     def _outline_at(self, owner: nn.Module, path: str) -> nn.Module:
-        """Copy the outlines on the way to a module, and return the last."""
+        """Replace every module on a path by a shallow copy, and return the last one."""
         for name in path.split(".") if path else ():
             owner._modules[name] = _outline(owner._modules[name])  # type: ignore[arg-type]
             owner = owner._modules[name]  # type: ignore[assignment]
@@ -147,7 +151,7 @@ class ModelParts:
 
 
 class _RecomputedBlock(nn.Module):
-    """A block whose activations are computed again in the backward."""
+    """A block whose activations are recomputed in the backward."""
 
     def __init__(self, block: nn.Module, recomputation: Recomputation) -> None:
         super().__init__()
@@ -164,8 +168,7 @@ class _RecomputedBlock(nn.Module):
 class ModelStage(nn.Module):
     """One stage of a Hugging Face model.
 
-    The first takes input ids, or a dict of the model's inputs; the last returns logits (or the last hidden state of a
-    model without head).
+    The first stage takes input ids [batch, tokens], or a dict of the model's inputs. The last stage returns the logits.
     """
 
     def __init__(self, model: nn.Module, base_name: str, only_first: tuple[str, ...], first: bool, last: bool) -> None:
@@ -182,27 +185,29 @@ class ModelStage(nn.Module):
             extra = value["extra"]
             inputs = {"inputs_embeds": value["hidden"], **extra}
         if self._last:
-            out = self.model(**inputs, **self._switches(self.model))
+            out = self.model(**inputs, **self._output_flags(self.model))
             return out.logits if getattr(out, "logits", None) is not None else out.last_hidden_state
-        base = _at(self.model, self._base_name)
-        return {"hidden": base(**inputs, **self._switches(base)).last_hidden_state, "extra": extra}
+        base = _submodule_at(self.model, self._base_name)
+        return {"hidden": base(**inputs, **self._output_flags(base)).last_hidden_state, "extra": extra}
 
     @staticmethod
-    def _switches(model: nn.Module) -> dict[str, Any]:
+    def _output_flags(model: nn.Module) -> dict[str, Any]:
         decoder = hasattr(getattr(model, "config", None), "use_cache") and not hasattr(model, "encoder")
         return {"use_cache": False, "return_dict": True} if decoder else {"return_dict": True}
 
 
 def parts_of_model(model: nn.Module) -> ModelParts:
-    """See a Hugging Face model as units.
+    """Divide a Hugging Face model into units.
 
     Raises:
-        PartitionError: its layout is none of the known ones; the message says which are, and what to do.
+        PartitionError: the layout is unknown, or the model has no head. The message lists the known layouts.
     """
     prefix = str(getattr(model, "base_model_prefix", ""))
-    base = _at(model, prefix)
+    base = _submodule_at(model, prefix)
     for rule in RULES:
-        if isinstance(_at(base, rule.blocks), nn.ModuleList) and all(_at(base, p) is not None for p in rule.before):
+        if isinstance(_submodule_at(base, rule.blocks), nn.ModuleList) and all(
+            _submodule_at(base, p) is not None for p in rule.before
+        ):
             if base is model:
                 raise PartitionError(
                     f"{type(model).__name__} has no head; split the model with a head, or pass its layers"
@@ -215,24 +220,24 @@ def parts_of_model(model: nn.Module) -> ModelParts:
     )
 
 
-def _at(module: Any, path: str) -> Any:
+def _submodule_at(module: Any, path: str) -> Any:
     for name in path.split(".") if path else ():
         module = getattr(module, name, None)
     return module
 
 
 def _outline(module: nn.Module) -> nn.Module:
-    """A shallow copy with a table of submodules of its own."""
+    """A shallow copy whose submodules can be replaced without changing the original."""
     found = copy.copy(module)
     found.__dict__["_modules"] = dict(module._modules)
     return found
 
 
-def _causal_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy of each position's logits with the next label; labels of -100 do not count."""
-    return _plain_loss(logits[..., :-1, :], labels[..., 1:])
+def _next_token_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy of each position's logits with the label of the next position; labels of -100 do not count."""
+    return _cross_entropy(logits[..., :-1, :], labels[..., 1:])
 
 
-def _plain_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Mean cross-entropy; labels of -100 do not count."""
     return nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]).float(), labels.reshape(-1))

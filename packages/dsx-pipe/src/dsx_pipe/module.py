@@ -37,28 +37,37 @@ class PipelineModule(nn.Module):
     Args:
         layers: modules, `LayerSpec`s, `TiedLayerSpec`s, functions, and nested sequences of them; or an `nn.Sequential`;
             or a Hugging Face model. Each layer takes the output of the previous one as its only argument.
-        num_stages: ranks of the pipeline; the rest of the world is data-parallel. Or give
-        topology: a grid with an axis "pipe".
+        num_stages: number of ranks of the pipeline; the world is divided into data-parallel copies of it.
+        topology: a grid with an axis "pipe", instead of `num_stages`.
         loss_fn: (output, labels) -> scalar; None: the last layer's output is the loss.
         seed_layers: build layer i under the seed `base_seed + i`, whichever rank builds it.
-        seed_fn: called with that seed in place of `torch.manual_seed`.
-        base_seed: see `seed_layers`.
+        seed_fn: called with that seed instead of `torch.manual_seed`.
+        base_seed: seed of layer 0; see `seed_layers`.
         partition_method: "uniform", "parameters" (or "best"), "type:<regex>" or "time"; see `partition.py`.
-        activation_checkpoint_interval: that many layers are recomputed together in the backward; 0 is none.
-        activation_checkpoint_func: as `torch.utils.checkpoint.checkpoint`; default: that, without re-entering autograd.
-        checkpointable_layers: class names; only blocks of these are recomputed. Default: every block with parameters.
+        activation_checkpoint_interval: number of layers that are recomputed together in the backward; 0: none.
+        activation_checkpoint_func: (function, *tensors) -> tensors; default: `torch.utils.checkpoint.checkpoint` with
+            `use_reentrant=False`.
+        checkpointable_layers: class names; only blocks of these classes are recomputed. Default: every block with
+            parameters.
         dynamic_shape: shapes may differ between micro-batches.
-        schedule: the schedule that will run, or its name: it decides which rank has which stages.
+        schedule: the schedule that will run, or its name. It decides which rank has which stages.
         chunks: stages per rank, for "interleaved".
         layer_times: seconds per layer (or `LayerCost`s), for partition_method="time".
 
     Attributes:
-        parts: first layer of every stage, and the number of layers.
+        parts: first layer of every stage, followed by the number of layers.
         schedule: as given.
-        stage_id: this rank's place in the pipeline.
-        stage_ranks: for every stage, its place in the pipeline.
-        stage_modules: this rank's stages, to be run by `Pipeline` or an engine.
-        ties: shared weights.
+        stage_id: this rank's index in the pipeline.
+        stage_ranks: for every stage, the index in the pipeline of the rank that holds it.
+        stage_modules: this rank's stages, which `Pipeline` or an engine runs.
+        ties: the weights that this rank shares with other ranks.
+
+    Raises:
+        PipelineError: both or neither of `num_stages` and `topology` are given, there is no process group, the schedule
+            has another number of ranks, or the ranks have different layers.
+        TopologyError: the world does not fit `num_stages` or `topology`.
+        PartitionError: the layers cannot be divided in the requested way.
+        ScheduleError: there is no schedule of this name, or it does not take these sizes.
     """
 
     def __init__(
@@ -94,30 +103,33 @@ class PipelineModule(nn.Module):
             self._specs = flatten_layers(layers)
         self.loss_fn = loss_fn
         self.schedule = schedule
-        self.stage_ranks = _places(schedule, self._grid.pipe_parallel_size, chunks)
-        times = None if layer_times is None else [_seconds(t) for t in layer_times]
+        self.stage_ranks = _stage_ranks_of(schedule, self._grid.pipe_parallel_size, chunks)
+        times = None if layer_times is None else [_seconds_of(t) for t in layer_times]
         self.parts = bounds_of(
             partition_method, len(self.stage_ranks), [class_name(s) for s in self._specs],
             lambda: [count_parameters(s) for s in self._specs],
             None if times is None else lambda: times,
         )  # fmt: skip
-        self._agree()
+        self._check_same_layers()
         self.recomputation = Recomputation(
             activation_checkpoint_interval,
             activation_checkpoint_func or recompute,
             None if checkpointable_layers is None else frozenset(checkpointable_layers),
         )
         self.tied_modules = nn.ModuleDict()
-        self.stage_modules: list[nn.Module] = [self._build(s) for s in self.local_stages()]
+        self.stage_modules: list[nn.Module] = [self._build_stage(s) for s in self.local_stages()]
         self.ties = Ties(self._make_ties())
         self.ties.synchronize()
         self._files = self._layer_files()
-        del self._specs, self._model  # what other ranks hold is not kept
+        del self._specs, self._model  # they hold layers of other ranks, whose memory is freed here
 
     # - building
 
-    def _agree(self) -> None:
-        """All ranks must have the same layers; they take the first rank's split (counts of slices may differ)."""
+    def _check_same_layers(self) -> None:
+        """Check that all ranks have the same layers, and take the split of rank 0.
+
+        Ranks may compute different splits, because slices of a layer may have different numbers of parameters.
+        """
         mine = ([class_name(s) for s in self._specs], self.parts)
         rows: list[Any] = [None] * self._grid.world_size
         dsx_comm.all_gather_object(rows, mine)
@@ -136,31 +148,31 @@ class PipelineModule(nn.Module):
         """The stages of this rank."""
         return [s for s, rank in enumerate(self.stage_ranks) if rank == self.stage_id]
 
-    def _build(self, stage: int) -> nn.Module:
+    def _build_stage(self, stage: int) -> nn.Module:
         mine = range(self.parts[stage], self.parts[stage + 1])
         if self._model is not None:
             tree = self._model.keep({i for s in self.local_stages() for i in range(self.parts[s], self.parts[s + 1])})
             for name, child in tree.named_children():
-                if name not in self._modules:  # the model's own names; one tree holds all stages of this rank
+                if name not in self._modules:  # `tree` holds all stages of this rank under the model's own names
                     self.add_module(name, child)
             return self._model.stage(set(mine), self.recomputation)
-        steps = [(str(i), self._layer(i)) for i in mine]
+        steps = [(str(i), self._build_layer(i)) for i in mine]
         return Chunk(steps, [class_name(self._specs[i]) for i in mine], self.recomputation)
 
-    def _layer(self, index: int) -> Any:
+    def _build_layer(self, index: int) -> Any:
         """Build layer `index` and register it under its index."""
         spec = self._specs[index]
         if isinstance(spec, TiedLayerSpec):
             if spec.key not in self.tied_modules:
-                self.tied_modules[spec.key] = self._seeded(index, spec)
+                self.tied_modules[spec.key] = self._build_seeded(index, spec)
             module = self.tied_modules[spec.key]
             return module if spec.forward_fn is None else partial(spec.forward_fn, module)
-        layer = self._seeded(index, spec) if isinstance(spec, LayerSpec) else spec
+        layer = self._build_seeded(index, spec) if isinstance(spec, LayerSpec) else spec
         if isinstance(layer, nn.Module):
             self.add_module(str(index), layer)
         return layer
 
-    def _seeded(self, index: int, spec: LayerSpec) -> Any:
+    def _build_seeded(self, index: int, spec: LayerSpec) -> Any:
         if not self.seed_layers:
             return spec.build()
         with torch.random.fork_rng():
@@ -179,7 +191,7 @@ class PipelineModule(nn.Module):
         ]  # fmt: skip
 
     def _shared_weights(self) -> dict[str, tuple[set[int], list[tuple[str, nn.Parameter]]]]:
-        """Per shared weight: the pipeline ranks that use it, and its parameters on this rank."""
+        """Per shared weight: indices of the pipeline ranks that use it, and its (name, parameter) on this rank."""
         place = {i: self.stage_ranks[s] for s in range(len(self.stage_ranks)) for i in range(*self.parts[s : s + 2])}
         found: dict[str, tuple[set[int], list[tuple[str, nn.Parameter]]]] = {}
         for index, spec in enumerate(self._specs):
@@ -209,12 +221,12 @@ class PipelineModule(nn.Module):
         """Run this rank's layers on one micro-batch.
 
         Args:
-            value: the output of the stage before, or the model's input.
-            stage: which of this rank's stages, where it holds several.
+            value: the output of the previous stage, or the model's input.
+            stage: index of one of this rank's stages; needed if the rank holds several.
 
         Raises:
-            PipelineError: this rank does not hold the stage, or holds several (which do not follow each other) and none
-                is named.
+            PipelineError: this rank does not hold the stage, or it holds several stages and `stage` is None. Several
+                stages of a rank do not follow each other, so they cannot run as one.
         """
         mine = self.local_stages()
         if stage is None and len(mine) == 1:
@@ -226,11 +238,11 @@ class PipelineModule(nn.Module):
         return self.stage_modules[mine.index(stage)](value)
 
     def set_checkpoint_interval(self, interval: int) -> None:
-        """Recompute that many layers together from now on; 0 is none."""
+        """From now on recompute blocks of this many layers; 0: none."""
         self._set_recomputation(dataclasses.replace(self.recomputation, interval=interval))
 
     def set_checkpoint_function(self, function: Callable[..., Any]) -> None:
-        """Recompute by this function from now on, as `torch.utils.checkpoint.checkpoint`."""
+        """From now on recompute with this function, called as `torch.utils.checkpoint.checkpoint` is."""
         self._set_recomputation(dataclasses.replace(self.recomputation, function=function))
 
     def _set_recomputation(self, recomputation: Recomputation) -> None:
@@ -239,15 +251,15 @@ class PipelineModule(nn.Module):
             stage.recomputation = self.recomputation  # type: ignore[assignment]
 
     def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
-        """Losses beside the main one, by name; None if there are none. Override it."""
+        """Losses in addition to the main one, by name; None if there are none. Subclasses override it."""
         return None
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile this rank's stages, each for itself (`torch.nn.Module.compile`)."""
+        """Compile each of this rank's stages separately (`torch.nn.Module.compile`)."""
         for stage in self.stage_modules:
             stage.compile(*args, **kwargs)
 
-    # - who is where
+    # - the grid of ranks
 
     @property
     def grid(self) -> PipelineParallelGrid:
@@ -272,8 +284,10 @@ class PipelineModule(nn.Module):
         return self._grid.pipe_parallel_size
 
     def stage_owner(self, layer_idx: int) -> int:
-        """Place in the pipeline of the rank that holds a layer, both counted from 0. Raises `PipelineError` for a layer
-        that there is not.
+        """Index in the pipeline of the rank that holds layer `layer_idx`, both counted from 0.
+
+        Raises:
+            PipelineError: there is no such layer.
         """
         for stage, rank in enumerate(self.stage_ranks):
             if self.parts[stage] <= layer_idx < self.parts[stage + 1]:
@@ -283,7 +297,7 @@ class PipelineModule(nn.Module):
     # - shared weights
 
     def allreduce_tied_weight_gradients(self) -> None:
-        """Add up the gradients of shared weights over the stages that use them."""
+        """Sum the gradients of shared weights over the stages that use them (collective over these stages)."""
         self.ties.reduce_gradients()
 
     def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
@@ -293,11 +307,14 @@ class PipelineModule(nn.Module):
     # - one file per layer
 
     def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
-        """DeepSpeed's file name of a layer: layer_<index>-<place on the other axes>-model_states.pt."""
+        """DeepSpeed's file name of this rank's `local_layer_idx`-th layer: layer_<index>-<coordinates>-model_states.pt.
+
+        The coordinates are those on the axes other than pipe and data; without such axes they are left out.
+        """
         return self._layer_path(ckpt_dir, self._local_layers()[local_layer_idx])
 
     def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
-        """The files of a layer that are there, of all slices."""
+        """Paths of the existing files of this rank's `local_layer_idx`-th layer, for all slices."""
         return self._layer_paths(ckpt_dir, self._local_layers()[local_layer_idx])
 
     def save_state_dict(
@@ -311,16 +328,15 @@ class PipelineModule(nn.Module):
         """Write DeepSpeed's files of this module's weights, one per layer. All ranks call it.
 
         Args:
-            save_dir: made if it is not there.
-            checkpoint_engine: writes in place of torch: `save(state_dict, path)`.
+            save_dir: the folder; it is made if it does not exist.
+            checkpoint_engine: an object whose `save(state_dict, path)` writes instead of torch.
             exclude_frozen_params: leave out parameters that are not trained.
-            parallel_write: the layers are divided among the data-parallel ranks; else the first rank writes all.
+            parallel_write: the data-parallel ranks divide the layers among them; False: the first of them writes all.
 
-        Parameters that ZeRO stage 3 has partitioned are to be gathered around the call
-        (`dsx.zero.GatheredParameters`).
+        Call it inside `dsx.zero.GatheredParameters` if ZeRO stage 3 has partitioned the parameters.
 
         Raises:
-            PipelineError: on every rank, if one of them could not write.
+            PipelineError: on every rank, if one of them could not write its files.
         """
         data = self._grid.data
         mine = [f for f in self._files if f.is_written and data.rank == (f.index % data.size if parallel_write else 0)]
@@ -333,17 +349,17 @@ class PipelineModule(nn.Module):
         )
 
     def load_state_dir(self, load_dir: str | Path, checkpoint_engine: Any = None, strict: bool = True) -> None:
-        """Take the weights of this rank's layers from DeepSpeed's files, written with any number of stages and slices.
+        """Load the weights of this rank's layers from DeepSpeed's files. All ranks call it.
 
-        All ranks call it.
+        The files may have been written with any number of stages and slices.
 
         Args:
             load_dir: the folder with `layer_*-model_states.pt`.
-            checkpoint_engine: reads in place of torch: `load(path, map_location=...)`.
+            checkpoint_engine: an object whose `load(path, map_location=...)` reads instead of torch.
             strict: every weight must be in its file, and every entry of a file must be a weight.
 
         Raises:
-            PipelineError: on every rank, if a file is missing, or names or shapes do not fit; nothing is changed then.
+            PipelineError: on every rank, if a file is missing, or names or shapes do not fit. Nothing is changed then.
         """
         model = self._grid.model
         read_layers(
@@ -371,23 +387,23 @@ class PipelineModule(nn.Module):
         found: dict[int, LayerFile] = {}
         for index in self._local_layers():
             spec = self._specs[index]
-            if self._model is not None:  # a unit has no names of its own: the file has the model's names
+            if self._model is not None:  # a unit has no parameter names of its own: the file has the model's names
                 held = [f"{paths[id(part)]}.{key}" for part in spec.parts for key in part.state_dict()]
                 found[index] = LayerFile(index, {name: name for name in held})
             elif isinstance(spec, TiedLayerSpec):
                 first = uses.index(spec.key)
-                found.setdefault(first, _file_of(first, self.tied_modules[spec.key], names, index == first))
+                found.setdefault(first, _layer_file_of(first, self.tied_modules[spec.key], names, index == first))
             elif str(index) in self._modules:
-                found[index] = _file_of(index, self._modules[str(index)], names, True)
+                found[index] = _layer_file_of(index, self._modules[str(index)], names, True)
         return [file for _, file in sorted(found.items()) if file.names]
 
 
-def _file_of(index: int, layer: Any, names: dict[int, str], is_written: bool) -> LayerFile:
+def _layer_file_of(index: int, layer: Any, names: dict[int, str], is_written: bool) -> LayerFile:
     held = layer.state_dict(keep_vars=True)
     return LayerFile(index, {key: names[id(tensor)] for key, tensor in held.items()}, is_written)
 
 
-def _places(schedule: Schedule | str, ranks: int, chunks: int | None) -> tuple[int, ...]:
+def _stage_ranks_of(schedule: Schedule | str, ranks: int, chunks: int | None) -> tuple[int, ...]:
     if isinstance(schedule, Schedule):
         if schedule.ranks != ranks:
             raise PipelineError(f"schedule {schedule.name!r} has {schedule.ranks} ranks, the pipeline has {ranks}")
@@ -395,7 +411,7 @@ def _places(schedule: Schedule | str, ranks: int, chunks: int | None) -> tuple[i
     return build(schedule, ranks, ranks, chunks).stage_ranks
 
 
-def _seconds(cost: float | LayerCost) -> float:
+def _seconds_of(cost: float | LayerCost) -> float:
     if isinstance(cost, LayerCost):
         return cost.forward + cost.input_backward + cost.weight_backward
     return float(cost)

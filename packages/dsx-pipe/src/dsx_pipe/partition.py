@@ -1,11 +1,11 @@
 """Dividing a list of layers over stages.
 
-Two rules. DeepSpeed's (`partition_uniform`, `partition_balanced`) are kept exactly, because splits are visible to users
-and in their checkpoints: `partition_balanced` minimises the largest minus the smallest part. `split_by_weights`
-minimises the largest part, which determines the length of a step; partition methods by measured time and the
-planner use it.
+`partition_uniform` and `partition_balanced` give exactly the splits of DeepSpeed, because splits are visible to users
+and in their checkpoints. `partition_balanced` minimises the difference between the largest and the smallest part.
+`split_by_weights` minimises the largest part, which determines the length of a step. The partition method "time" and
+the planner use it.
 
-All return the bounds of the parts: part i is [bounds[i], bounds[i + 1]).
+All functions return the bounds of the parts: part i is [bounds[i], bounds[i + 1]).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
 
         partition_uniform(10, 4)      # [0, 3, 6, 8, 10]
 
-    With no more items than parts every item is a part, and the parts behind are empty.
+    If there are no more items than parts, every item is a part of its own and the last parts are empty.
     """
-    _positive(num_parts)
+    _check_num_parts(num_parts)
     if num_items <= num_parts:
         return [min(i, num_items) for i in range(num_parts + 1)]
     chunk, rest = divmod(num_items, num_parts)
@@ -36,10 +36,11 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
 
         partition_balanced([1, 1, 1, 1, 5, 1, 1, 1], 4)      # [0, 2, 4, 5, 8]
 
-    Dynamic programming over prefixes: the best division of each prefix is extended by one part; of equal divisions the
-    one whose last part begins latest. With no more items than parts the result is that of `partition_uniform`.
+    Dynamic programming over prefixes: the best division of each prefix is extended by one part. Among equally good
+    divisions the one whose last part begins latest is taken. If there are no more items than parts, the result is that
+    of `partition_uniform`.
     """
-    _positive(num_parts)
+    _check_num_parts(num_parts)
     n = len(weights)
     if n <= num_parts:
         return partition_uniform(n, num_parts)
@@ -66,12 +67,15 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
 
 
 def split_by_weights(weights: Sequence[float], num_parts: int) -> list[int]:
-    """Contiguous, non-empty parts with the least largest part; the same for every suffix that is left.
+    """Contiguous, non-empty parts whose largest weight is as small as possible.
+
+    The remaining items are divided by the same rule after each part is fixed. The sum of squares breaks ties, so equal
+    largest parts give the more even division.
 
     Raises:
-        PartitionError: fewer items than parts.
+        PartitionError: there are fewer items than parts.
     """
-    _positive(num_parts)
+    _check_num_parts(num_parts)
     n = len(weights)
     if n < num_parts:
         raise PartitionError(f"got {n} layers for {num_parts} stages, expected at least one layer per stage")
@@ -81,7 +85,7 @@ def split_by_weights(weights: Sequence[float], num_parts: int) -> list[int]:
 
     @cache
     def best(start: int, parts: int) -> tuple[tuple[float, float], int]:
-        """((largest part, sum of squares), end of the first part) for the items from `start`; squares break ties."""
+        """((largest part, sum of squares), end of the first part) for the items from `start` on."""
         if parts == 1:
             last = sums[n] - sums[start]
             return (last, last * last), n
@@ -112,15 +116,16 @@ def bounds_of(
     """The bounds of the parts under a partition method.
 
     Args:
-        method: uniform, parameters (or best), type:<regex> or time (upper case counts as lower case, except in the
-            regex, which is searched without regard to case in the layers' class names).
+        method: uniform, parameters (or best), type:<regex> or time (or profile), in upper or lower case. The regex is
+            searched in the layers' class names, without regard to case.
         num_parts: number of stages.
         names: class name of every layer.
-        parameters: gives the number of trainable elements of every layer.
-        seconds: gives measured seconds of every layer, for `time`.
+        parameters: returns the number of trainable elements of every layer.
+        seconds: returns the measured seconds of every layer, for `time`.
 
     Raises:
-        PartitionError: an unknown method, no layer matches the regex, or there are fewer layers than stages.
+        PartitionError: the method is unknown, `time` has no measured times, no layer matches the regex, or there are
+            fewer layers than stages.
     """
     if len(names) < num_parts:
         raise PartitionError(
@@ -134,7 +139,7 @@ def bounds_of(
     if kind in ("parameters", "best"):
         return partition_balanced(list(parameters()), num_parts)
     if kind == "type":
-        return partition_balanced(_matches(pattern, names), num_parts)
+        return partition_balanced(_weights_by_match(pattern, names), num_parts)
     if kind in ("time", "profile"):
         if seconds is None:
             raise PartitionError(
@@ -146,7 +151,7 @@ def bounds_of(
     )
 
 
-def _matches(pattern: str, names: Sequence[str]) -> list[int]:
+def _weights_by_match(pattern: str, names: Sequence[str]) -> list[int]:
     try:
         regex = re.compile(pattern, re.IGNORECASE)
     except re.error as error:
@@ -159,6 +164,6 @@ def _matches(pattern: str, names: Sequence[str]) -> list[int]:
     return weights
 
 
-def _positive(num_parts: int) -> None:
+def _check_num_parts(num_parts: int) -> None:
     if num_parts < 1:
         raise PartitionError(f"number of parts: got {num_parts}, expected at least 1")

@@ -1,10 +1,10 @@
 """Choosing schedule, split and number of micro-batches from measured layer costs and a memory cap.
 
 The planner simulates every candidate (`schedule.simulate`) with the measured times and returns the fastest one that
-fits. Nothing is run; measuring the layers takes one pass over them (`measure.py`).
+fits. It runs no model; the layer costs are measured before, in one pass over the layers (`measure.py`).
 
 The memory of a candidate on rank r is the bytes of the states of its layers' parameters, plus those of the activations
-that the schedule keeps at one time. Left out: buffers of the communication library and of the allocator.
+that the schedule keeps at one time. Buffers of the communication library and of the allocator are not counted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LayerCost:
         weight_backward: seconds of the gradients of its parameters.
         activation_bytes: bytes that autograd keeps from forward to backward.
         parameter_bytes: bytes of parameters, gradients and optimizer states together.
-        overhead: seconds of a forward and backward that do not depend on the number of samples.
+        overhead: seconds of one forward and backward together that do not depend on the number of samples.
     """
 
     forward: float
@@ -45,16 +45,16 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run the step, with what it would cost.
+    """One way to run the step, with its predicted cost.
 
     Attributes:
         schedule: name of the schedule.
         chunks: stages per rank.
         micro_batches: number of micro-batches.
-        parts: first layer of every stage, and the number of layers at the end.
+        parts: first layer of every stage, followed by the number of layers.
         seconds: simulated length of the step.
-        bytes_per_rank: parameters' states and kept activations.
-        bubble_share: idle share of the ranks' time.
+        bytes_per_rank: for each rank, bytes of parameter states and kept activations.
+        bubble_share: idle share of all ranks' time, from 0 to 1.
     """
 
     schedule: str
@@ -71,12 +71,12 @@ class Candidate:
 
 
 def stage_times(layers: Sequence[LayerCost], parts: Sequence[int], samples: float) -> tuple[StageTimes, ...]:
-    """Seconds per stage for a micro-batch of `samples` samples, forward and the two halves of backward apart.
+    """Seconds per stage for a micro-batch of `samples` samples: forward, input backward and weight backward.
 
     Args:
         layers: measured costs, in the model's order (`measure_layers`).
-        parts: where stages begin, and the end: [0, 3, 6] are two stages of three layers.
-        samples: per micro-batch.
+        parts: first layer of every stage, followed by the number of layers: [0, 3, 6] are two stages of three layers.
+        samples: number of samples of a micro-batch.
     """
     found = []
     for first, end in itertools.pairwise(parts):
@@ -103,20 +103,21 @@ def candidates(
     max_chunks: int = 4,
     latency: float = 0.0,
 ) -> list[Candidate]:
-    """All ways that fit, fastest first.
+    """All candidates that fit into the memory, fastest first.
 
     Args:
         layers: cost of every layer for one sample.
         ranks: number of ranks of the pipeline.
-        batch: samples of a step over all micro-batches of this pipeline.
-        memory: bytes that a rank may use; None is no limit.
-        schedules: names to consider.
-        micro_batches: numbers to consider; default: all divisors of `batch`.
-        max_chunks: most stages per rank for the interleaved schedule.
-        latency: seconds of a message between two ranks.
+        batch: number of samples of a step, over all micro-batches of this pipeline.
+        memory: bytes that a rank may use; None: no limit.
+        schedules: names of the schedules to consider.
+        micro_batches: numbers of micro-batches to consider; default: all divisors of `batch`.
+        max_chunks: largest number of stages per rank for the interleaved schedule.
+        latency: seconds that a message between two ranks takes.
 
     Raises:
-        ScheduleError: nothing fits; the message says which candidate needs least memory and how much.
+        ScheduleError: a size is below 1, a name is unknown, or no candidate fits. The message then says which candidate
+            needs the least memory, and how much.
     """
     if ranks < 1 or batch < 1 or not layers:
         raise ScheduleError(f"got {len(layers)} layers, {ranks} ranks, a batch of {batch}: expected at least 1 of each")
@@ -141,16 +142,16 @@ def candidates(
 
 
 def plan(layers: Sequence[LayerCost], ranks: int, batch: int, **options: object) -> Candidate:
-    """The fastest candidate.
+    """The fastest candidate that fits into the memory.
 
     Args:
         layers: measured costs, in the model's order (`measure_layers`).
-        ranks: of the pipeline.
-        batch: samples of an update, over all micro-batches.
-        options: those of `candidates`, such as a limit of memory in bytes per rank.
+        ranks: number of ranks of the pipeline.
+        batch: number of samples of a step, over all micro-batches.
+        options: keyword arguments of `candidates`, such as `memory` in bytes per rank.
 
     Raises:
-        ScheduleError: nothing fits; the text says what the least needs.
+        ScheduleError: as for `candidates`.
     """
     return candidates(layers, ranks, batch, **options)[0]  # type: ignore[arg-type]
 
@@ -183,7 +184,7 @@ def _cost(
 
 
 def _kept_bytes(schedule: Schedule, per_stage: Sequence[float]) -> list[float]:
-    """Most bytes of activations that each rank keeps at one time."""
+    """For each rank, the largest number of bytes of activations that it keeps at one time."""
     found = []
     for row in schedule.actions:
         live = most = 0.0
@@ -206,7 +207,7 @@ def load_costs(path: str | Path) -> list[LayerCost]:
     """Read what `save_costs` wrote.
 
     Raises:
-        ScheduleError: the file is no list of layer costs; the message names the entry.
+        ScheduleError: the file is not a list of layer costs; the message names the entry that is wrong.
     """
     try:
         entries = json.loads(Path(path).read_text())

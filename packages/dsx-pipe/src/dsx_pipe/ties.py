@@ -24,7 +24,7 @@ class Tie:
         name: name of the parameter on this rank.
         parameter: this rank's copy.
         group: process group of the ranks that hold a copy.
-        ranks: their global ranks; the first one's copy is the one that counts in norms and checkpoints.
+        ranks: global ranks of this group; only the copy of the first one counts in norms and checkpoints.
     """
 
     key: str
@@ -35,7 +35,7 @@ class Tie:
 
     @property
     def owned(self) -> bool:
-        """True on the rank whose copy counts."""
+        """True on the rank whose copy counts in norms and checkpoints."""
         return dsx_comm.get_rank() == self.ranks[0]
 
 
@@ -49,7 +49,7 @@ class Ties:
         return bool(self.ties)
 
     def synchronize(self) -> None:
-        """Give every copy the values of the first rank's."""
+        """Set every copy to the values of the first rank's copy (collective)."""
         for tie in self.ties:
             with torch.no_grad():
                 value = tie.parameter.detach().contiguous()
@@ -57,7 +57,7 @@ class Ties:
                 tie.parameter.copy_(value)
 
     def reduce_gradients(self) -> None:
-        """Add up the copies' gradients; a copy without one counts as zeros. All ranks with a copy take part."""
+        """Sum the gradients of all copies; a copy without a gradient counts as zeros (collective over the copies)."""
         for tie in self.ties:
             gradient = tie.parameter.grad
             if gradient is None:
@@ -68,10 +68,10 @@ class Ties:
 
 
 def make_groups(holders: dict[str, list[list[int]]]) -> dict[str, tuple[Any, tuple[int, ...]]]:
-    """Groups of the ranks that share each weight; every rank of the world calls it with the same argument.
+    """Make the groups of ranks that share each weight. Every rank of the world calls it with the same argument.
 
     Args:
-        holders: for every key, one list of global ranks per copy of the model.
+        holders: for every key, one list of global ranks per pipeline (copy of the model).
 
     Returns:
         For every key that this rank shares with others: the group and its ranks.

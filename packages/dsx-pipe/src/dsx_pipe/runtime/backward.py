@@ -1,4 +1,4 @@
-"""Backward of one stage, whole or in two parts: gradient of the input first, gradients of the parameters later.
+"""Backward of one stage, whole or in two parts: first the gradient of the input, later those of the parameters.
 
 The parts of zero-bubble schedules are found in autograd's graph, so any module can be split. A *junction* is a node on
 a path from the output to the stage's input that also has an edge into a *branch*, which leads only to parameters (the
@@ -27,14 +27,17 @@ Grads = Sequence["torch.Tensor | None"]
 
 
 class DeferredWeights:
-    """What the weight part needs: per junction the gradients that reached it and the edges into its branches."""
+    """What the weight part needs: for each junction the gradients that reached it and the edges into its branches.
+
+    If the whole backward was deferred, `whole` has the outputs and their gradients.
+    """
 
     def __init__(self) -> None:
         self.junctions: list[tuple[Any, list[torch.Tensor | None], list[GradientEdge]]] = []
         self.whole: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
 
     def run(self) -> None:
-        """Compute the gradients and add them to the parameters' `.grad`; frees the graph."""
+        """Compute the deferred gradients, add them to the parameters' `.grad` and free the graph."""
         whole, self.whole = self.whole, None
         if whole is not None:
             torch.autograd.backward(*whole)
@@ -57,22 +60,25 @@ class DeferredWeights:
 
 
 def whole_backward(outputs: Sequence[torch.Tensor], grads: Grads) -> None:
-    """Gradients of everything, added to `.grad` of inputs and parameters."""
-    used, filled = _used(outputs, grads)
+    """Compute all gradients and add them to `.grad` of inputs and parameters.
+
+    `grads` are the gradients of the outputs, as in `input_backward`.
+    """
+    used, filled = _outputs_with_gradients(outputs, grads)
     if used:
         torch.autograd.backward(used, filled)
 
 
 def input_backward(outputs: Sequence[torch.Tensor], grads: Grads, inputs: Sequence[torch.Tensor]) -> DeferredWeights:
-    """Gradients of the inputs, added to their `.grad`; what is left for the parameters is returned.
+    """Compute the gradients of the inputs and add them to their `.grad`. Return the deferred work for the parameters.
 
     Args:
         outputs: outputs of the stage.
-        grads: their gradients; None for an output that was not used, or for a scalar loss (then 1).
-        inputs: leaves that need a gradient.
+        grads: gradients of the outputs; None for an output that was not used, or for a scalar loss (then 1).
+        inputs: the stage's input tensors that need a gradient; they are leaves of the graph.
     """
     deferred = DeferredWeights()
-    used, filled = _used(outputs, grads)
+    used, filled = _outputs_with_gradients(outputs, grads)
     if not used:
         return deferred
     graph = _Graph([get_gradient_edge(o).node for o in used], [get_gradient_edge(i).node for i in inputs])
@@ -82,14 +88,14 @@ def input_backward(outputs: Sequence[torch.Tensor], grads: Grads, inputs: Sequen
     if graph.reentrant:
         torch.autograd.backward(used, filled)
         return deferred
-    branches, early = graph.branches()
+    branches, shared = graph.branches()
     recorded: dict[Any, list[torch.Tensor | None]] = {}
-    handles = [node.register_prehook(_note(recorded, node)) for node in branches]
-    # outputs that do not depend on the input have nothing to wait for
-    toward = [get_gradient_edge(o).node in graph.on_path for o in used]
+    handles = [node.register_prehook(_record_gradients(recorded, node)) for node in branches]
+    # an output that does not depend on the input has no input part: its whole backward runs below
+    on_path = [get_gradient_edge(o).node in graph.on_path for o in used]
     try:
-        roots, gradients = zip(*((o, g) for o, g, way in zip(used, filled, toward) if way))
-        ends: Any = (*inputs, *early)  # torch takes tensors and edges together; its annotation does not say so
+        roots, gradients = zip(*((o, g) for o, g, reaches in zip(used, filled, on_path) if reaches))
+        ends: Any = (*inputs, *shared)  # torch takes tensors and edges together; its annotation does not say so
         found = torch.autograd.grad(roots, ends, gradients, retain_graph=True, allow_unused=True)
     finally:
         for handle in handles:
@@ -97,19 +103,21 @@ def input_backward(outputs: Sequence[torch.Tensor], grads: Grads, inputs: Sequen
     for leaf, gradient in zip(inputs, found):
         if gradient is not None:
             leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
-    now = [(e, g) for e, g in zip(early, found[len(inputs) :]) if g is not None]
-    now += [(get_gradient_edge(o), g) for o, g, way in zip(used, filled, toward) if not way]
-    if now:
-        starts: Any = [edge for edge, _ in now]
-        torch.autograd.backward(starts, [g for _, g in now], retain_graph=True)
+    not_deferred = [(e, g) for e, g in zip(shared, found[len(inputs) :]) if g is not None]
+    not_deferred += [(get_gradient_edge(o), g) for o, g, reaches in zip(used, filled, on_path) if not reaches]
+    if not_deferred:
+        starts: Any = [edge for edge, _ in not_deferred]
+        torch.autograd.backward(starts, [g for _, g in not_deferred], retain_graph=True)
     deferred.junctions = [
         (node, recorded[node], edges) for node, edges in branches.items() if node in recorded and edges
     ]
     return deferred
 
 
-def _used(outputs: Sequence[torch.Tensor], grads: Grads) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The outputs that need a backward, with their gradients written out."""
+def _outputs_with_gradients(
+    outputs: Sequence[torch.Tensor], grads: Grads
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(outputs that need a backward, their gradients). A missing gradient of a scalar is 1."""
     used, filled = [], []
     for output, gradient in zip(outputs, grads):
         if not output.requires_grad or (gradient is None and output.numel() != 1):
@@ -119,7 +127,7 @@ def _used(outputs: Sequence[torch.Tensor], grads: Grads) -> tuple[list[torch.Ten
     return used, filled
 
 
-def _note(recorded: dict[Any, list[torch.Tensor | None]], node: Any) -> Any:
+def _record_gradients(recorded: dict[Any, list[torch.Tensor | None]], node: Any) -> Any:
     def hook(gradients: tuple[torch.Tensor | None, ...]) -> None:
         recorded[node] = list(gradients)
 
@@ -127,7 +135,13 @@ def _note(recorded: dict[Any, list[torch.Tensor | None]], node: Any) -> Any:
 
 
 class _Graph:
-    """Autograd's graph behind some outputs, seen from the stage's inputs."""
+    """Autograd's graph from some outputs (`roots`) to the stage's inputs (`ends`).
+
+    Attributes:
+        order: all nodes, children before parents.
+        reentrant: whether the graph has a reentrant checkpoint.
+        on_path: the nodes from which an input can be reached.
+    """
 
     def __init__(self, roots: list[Any], ends: list[Any]) -> None:
         self.order = _post_order(roots)
@@ -139,7 +153,10 @@ class _Graph:
                 self.on_path.add(node)
 
     def branches(self) -> tuple[dict[Any, list[GradientEdge]], list[GradientEdge]]:
-        """Per junction the edges into branches of its own, and the parameters that several junctions lead to."""
+        """(edges into the branches of each junction, parameters that several junctions lead to).
+
+        A branch that leads to such a parameter is left out, so each parameter belongs to one junction or to none.
+        """
         leaves: dict[tuple[Any, int], set[Any]] = {}
         owned: dict[Any, list[tuple[Any, int]]] = {}
         count: Counter[Any] = Counter()
@@ -153,7 +170,7 @@ class _Graph:
             owned[node] = [edge for edge in edges if leaves[edge]]
             count.update(set().union(*(leaves[edge] for edge in edges)))
         several = {leaf for leaf, n in count.items() if n > 1}
-        while True:  # a branch with one such parameter is taken whole
+        while True:  # all parameters of a branch with such a parameter are treated alike
             more = set().union(*(found for found in leaves.values() if found & several)) - several
             if not more:
                 break
@@ -165,7 +182,7 @@ class _Graph:
 
 
 def _post_order(roots: list[Any]) -> list[Any]:
-    """All nodes behind the roots, children before parents."""
+    """All nodes that can be reached from the roots, children before parents."""
     seen: set[Any] = set()
     found: list[Any] = []
     stack: list[tuple[Any, bool]] = [(root, False) for root in roots if root is not None]

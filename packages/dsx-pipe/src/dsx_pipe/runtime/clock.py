@@ -1,4 +1,4 @@
-"""When computations begin and end: by the host's clock, or by the device's if the host only issues them."""
+"""Measures when computations begin and end: on the host's clock, or on the device's if the host only issues them."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from ..schedule import Action
 
 
 class Clock(Protocol):
-    """Takes marks while a step runs, and turns them into seconds behind it."""
+    """Takes marks while a step runs, and turns them into seconds after the step."""
 
     def mark(self, action: Action | None = None) -> Any:
-        """This moment: an action begins, or, the second time, it has ended."""
+        """Mark this moment. `action` is given when it begins; the mark of its end has none."""
         ...
 
     def seconds(self, mark: Any) -> float:
-        """The moment of a mark on the host's clock (`time.perf_counter`)."""
+        """The time of a mark in seconds on the host's clock (`time.perf_counter`)."""
         ...
 
 
 class HostClock:
-    """For computations that are done when their call returns."""
+    """For computations that have ended when their call returns."""
 
     def mark(self, action: Action | None = None) -> float:
-        """This moment."""
+        """The current time in seconds."""
         return time.perf_counter()
 
     def seconds(self, mark: float) -> float:
-        """The mark itself."""
+        """The mark itself, which is a time already."""
         return mark
 
 
 class DeviceClock:
-    """For CUDA: a mark is an event in the current stream, which nothing waits for until `seconds` is asked."""
+    """For CUDA. A mark is an event in the current stream; nothing waits for it until `seconds` is called."""
 
     def __init__(self) -> None:
         self._first, self._host = self.mark(), time.perf_counter()
 
     def mark(self, action: Action | None = None) -> Any:
-        """This place in the current stream."""
+        """Record an event in the current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def seconds(self, mark: Any) -> float:
-        """When the device came to it; waits for the device."""
+        """The time at which the device reached the event, in seconds. Waits for the device."""
         mark.synchronize()
         return self._host + self._first.elapsed_time(mark) / 1e3
 

@@ -12,17 +12,17 @@ from .structure import describe, flatten, unflatten
 
 
 class DataError(PipelineError):
-    """The data of a step: it ended, cannot be divided, or is no pair of inputs and labels."""
+    """The data of a step ended, cannot be divided, or is not a pair of inputs and labels."""
 
 
 class MicroBatches:
     """The micro-batches of one step, read in order and on demand.
 
     Args:
-        source: iterator over (inputs, labels); None on ranks that need no data.
+        source: iterator over (inputs, labels), or over what `batch_fn` takes; None on ranks that need no data.
         count: number of micro-batches of the step.
         device: where tensors go.
-        batch_fn: applied to every item first.
+        batch_fn: makes (inputs, labels) of an item; None: the items are such pairs.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class MicroBatches:
         """(inputs, labels) of a micro-batch, on the device.
 
         Raises:
-            DataError: there is no iterator, it has ended, or an item is no pair.
+            DataError: there is no iterator, it has ended, or an item is not a pair.
         """
         while len(self._read) <= micro_batch:
             self._read.append(self._next(len(self._read)))
@@ -69,10 +69,12 @@ class MicroBatches:
 
 
 def split_batch(inputs: Any, labels: Any, count: int) -> Iterator[tuple[Any, Any]]:
-    """Split a batch along the first dimension of all its tensors; sizes differ by one at most.
+    """Split a batch along the first dimension of all its tensors into `count` micro-batches.
+
+    Their sizes differ by at most one row.
 
     Raises:
-        DataError: fewer rows than micro-batches.
+        DataError: a tensor has fewer rows than there are micro-batches.
     """
     pieces = [_split(part, count) for part in (inputs, labels)]
     yield from zip(*pieces)

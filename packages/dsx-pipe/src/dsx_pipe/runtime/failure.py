@@ -1,4 +1,4 @@
-"""The failure of a stage, as data that is sent to other ranks, and as the error that every rank raises."""
+"""The failure of a stage: data that is sent to the other ranks, from which every rank makes the same error."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ class Failure:
     """Where something failed and why.
 
     Attributes:
-        stage: index of the stage, None if a whole rank failed (its process ended).
+        stage: index of the stage; None if it is not known.
         rank: rank in the pipeline's group.
-        micro_batch: index, None outside a micro-batch.
-        layer: name of the layer, None where it is not known.
-        doing: "forward", "backward", "loading", ...
-        reason: the error's text.
-        nonfinite: True if values were not finite; the ranks then look for the layer where that began.
+        micro_batch: index of the micro-batch; None if it failed outside a micro-batch.
+        layer: name of the layer; None if it is not known.
+        operation: what failed, such as "forward", "backward" or "loading data".
+        reason: text of the error.
+        nonfinite: True if a loss was not finite; the ranks then look for the layer where that began.
     """
 
     stage: int | None
     rank: int
     micro_batch: int | None
     layer: str | None
-    doing: str
+    operation: str
     reason: str
     nonfinite: bool = False
 
@@ -39,24 +39,24 @@ class Failure:
 
     @staticmethod
     def unpack(data: bytes) -> Failure:
-        """What `pack` made."""
+        """The failure from the bytes that `pack` made."""
         return Failure(**json.loads(data))
 
     def error(self) -> StageError:
-        """The error that says this; the same text on every rank."""
+        """The error with this information. Its text is the same on every rank."""
         where = f"stage {self.stage} (rank {self.rank})" if self.stage is not None else f"rank {self.rank}"
         if self.layer is not None:
             where += f", layer {self.layer}"
         if self.micro_batch is not None:
             where += f", micro-batch {self.micro_batch}"
         return StageError(
-            f"{where}: {self.doing} failed: {self.reason}",
+            f"{where}: {self.operation} failed: {self.reason}",
             stage=self.stage, rank=self.rank, micro_batch=self.micro_batch, layer=self.layer,
         )  # fmt: skip
 
 
 def first_of(failures: list[Failure]) -> Failure:
-    """The failure to report of several: the earliest micro-batch, then the earliest stage."""
+    """Choose the failure to report: that of the earliest micro-batch, and among those of the earliest stage."""
 
     def order(failure: Failure) -> tuple[int, int]:
         micro_batch = -1 if failure.micro_batch is None else failure.micro_batch

@@ -37,7 +37,13 @@ DATA, FAILURE, LOST = 0, 1, 2
 
 @dataclass(frozen=True)
 class Key:
-    """What a message is about: the stage that receives it, forward or backward, the micro-batch."""
+    """What a message contains.
+
+    Attributes:
+        stage: the stage that receives it.
+        backward: True for gradients, False for activations.
+        micro_batch: index of the micro-batch.
+    """
 
     stage: int
     backward: bool
@@ -52,7 +58,7 @@ class Spec:
     tensors: tuple[TensorSpec, ...]
 
     def fits(self, other: Spec) -> bool:
-        """Whether structure, shapes and dtypes are the same, with or without gradients."""
+        """Whether structure, shapes and dtypes are the same; `requires_grad` may differ."""
         return self == other or self._without_gradients() == other._without_gradients()
 
     def _without_gradients(self) -> Spec:
@@ -64,7 +70,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Parcel:
-    """A value taken apart, to be sent."""
+    """A value divided into the parts that are sent."""
 
     spec: Spec
     tensors: list[torch.Tensor]
@@ -72,14 +78,20 @@ class Parcel:
 
     @staticmethod
     def of(value: Any) -> Parcel:
-        """The parts of a value."""
+        """Divide a value."""
         structure, tensors, others = flatten(value)
         return Parcel(Spec(structure, tuple(map(TensorSpec.of, tensors))), tensors, others)
 
 
 @dataclass
 class Message:
-    """A received message: a value, or the text of the failure that came in its place."""
+    """A received message: a value, or a packed failure that was sent instead of it.
+
+    Attributes:
+        status: DATA, FAILURE or LOST.
+        value: the value, for DATA.
+        text: the packed failure (`Failure.pack`), for FAILURE and LOST.
+    """
 
     status: int
     value: Any = None
@@ -99,12 +111,12 @@ class WrongRun(PipelineError):
 
 
 class Groups:
-    """The process groups of one pipeline: for headers, and for payloads.
+    """The process groups of one pipeline, for headers and for payloads.
 
     Args:
-        group: ranks of the pipeline.
-        device: where tensors are.
-        batched: send payloads in batches; always so on a device.
+        group: process group of the pipeline's ranks; None: all ranks.
+        device: device of the tensors.
+        batched: send payloads in batches; on a device they always are.
     """
 
     def __init__(self, group: Any, device: torch.device, *, batched: bool = False) -> None:
@@ -123,129 +135,133 @@ class Mailbox:
 
     Args:
         groups: the pipeline's groups.
-        name_of: says what a rank is, for errors ("stage 1 (rank 1)").
-        slicing: for activations and for gradients, the group of ranks that all have the same tensors to send, or None.
-            Each of them then sends its piece, and the receivers gather the pieces among themselves.
+        name_of: rank -> its name in errors, such as "stage 1 (rank 1)".
+        slicing: (group for activations, group for gradients). The ranks of such a group have equal tensors to send. So
+            each of them sends a piece, and the receivers gather the pieces among themselves. None: no such group.
     """
 
     def __init__(self, groups: Groups, name_of: Callable[[int], str], slicing: tuple[Any, Any] = (None, None)) -> None:
         self.groups, self._name_of, self.slicing = groups, name_of, slicing
         self.run = 0
-        self._sent: dict[tuple[int, int, bool], tuple[Spec, bytes]] = {}
-        self._known: dict[tuple[int, int, bool], tuple[Spec, bytes]] = {}
+        self._sent_specs: dict[tuple[int, int, bool], tuple[Spec, bytes]] = {}
+        self._received_specs: dict[tuple[int, int, bool], tuple[Spec, bytes]] = {}
         self._arrived: dict[int, dict[Key, Message]] = {}
-        self._flying: list[tuple[Any, Any]] = []
-        self._leaving: list[tuple[int, torch.Tensor]] = []  # (destination, tensor), until `flush`
+        self._in_flight: list[tuple[Any, Any]] = []
+        self._to_flush: list[tuple[int, torch.Tensor]] = []  # (destination, tensor), until `flush`
 
     def begin_run(self) -> None:
-        """A new step begins; messages of earlier ones are no longer expected."""
+        """Begin a step. Messages of earlier steps are dropped."""
         self.run += 1
         self._arrived.clear()
-        self._leaving.clear()
+        self._to_flush.clear()
 
     def forget_shapes(self) -> None:
-        """Negotiate structure and shapes again with the next messages. Both sides must call it."""
-        self._sent.clear()
-        self._known.clear()
+        """Send structure and shapes again with the next messages. Senders and receivers must call it."""
+        self._sent_specs.clear()
+        self._received_specs.clear()
 
     def send(self, destination: int, key: Key, parcel: Parcel) -> None:
-        """Send a value; returns at once."""
+        """Send a value to a rank of the pipeline. Returns at once."""
         spec, extra = parcel.spec, pickle.dumps(parcel.others) if parcel.others else b""
         channel = (destination, key.stage, key.backward)
-        before = self._sent.get(channel)
+        before = self._sent_specs.get(channel)
         blob_spec = pickle.dumps(spec) if before is None or before[0] != spec else b""
         blob_extra = extra if before is None or before[1] != extra else b""
-        self._sent[channel] = (spec, extra)
-        self._header(destination, key, DATA, len(blob_spec), len(blob_extra), int(bool(extra)))
+        self._sent_specs[channel] = (spec, extra)
+        self._send_header(destination, key, DATA, len(blob_spec), len(blob_extra), int(bool(extra)))
         if blob_spec or blob_extra:
-            self._post(_bytes_tensor(blob_spec + blob_extra), destination, self.groups.host, BLOB)
+            self._send_tensor(_bytes_tensor(blob_spec + blob_extra), destination, self.groups.host, BLOB)
         for tensor in parcel.tensors:
             if tensor.numel():
-                piece = self._piece(tensor.detach().contiguous(), key.backward)
+                piece = self._piece_to_send(tensor.detach().contiguous(), key.backward)
                 if self.groups.batched:
-                    self._leaving.append((destination, piece))
+                    self._to_flush.append((destination, piece))
                 else:
-                    self._post(piece, destination, self.groups.payload, PAYLOAD)
+                    self._send_tensor(piece, destination, self.groups.payload, PAYLOAD)
 
     def last_sent(self, destination: int, stage: int, backward: bool) -> tuple[Spec, bytes] | None:
-        """Spec and pickled other values of what was last sent to a stage of a rank; None before the first message."""
-        return self._sent.get((destination, stage, backward))
+        """(spec, pickled other values) of the last value sent to a stage of a rank; None before the first one."""
+        return self._sent_specs.get((destination, stage, backward))
 
     def send_failure(self, destination: int, key: Key, status: int, text: bytes) -> None:
-        """Send the news of a failure in place of a value."""
-        self._header(destination, key, status, len(text), 0, 0)
-        self._post(_bytes_tensor(text), destination, self.groups.host, BLOB)
+        """Send a packed failure instead of a value."""
+        self._send_header(destination, key, status, len(text), 0, 0)
+        self._send_tensor(_bytes_tensor(text), destination, self.groups.host, BLOB)
 
     def receive(self, source: int, key: Key) -> Message:
-        """Wait for a message.
+        """Wait for the message `key` of a rank. Other messages that arrive before it are kept.
 
         Raises:
-            PeerLost: the other rank is gone, or communication with it failed.
+            PeerLost: the process of the other rank has ended, or communication with it failed.
             WrongRun: the other rank is in another step.
         """
         self.flush()
         waiting = self._arrived.setdefault(source, {})
         while key not in waiting:
-            found, message = self._next(source)
+            found, message = self._receive_next(source)
             waiting[found] = message
         self.reap()
         return waiting.pop(key)
 
     def flush(self) -> None:
-        """Issue the payloads that were given to `send` since the last call as one batch.
+        """Issue the payloads of all calls of `send` since the last flush as one batch.
 
         Raises:
             PeerLost: communication with a rank of the batch failed.
         """
-        leaving, self._leaving = self._leaving, []
-        if leaving:
-            handles = self._issue(dsx_comm.isend, leaving)
-            self._flying += [(handle, (leaving[0][0], leaving)) for handle in handles]
+        to_flush, self._to_flush = self._to_flush, []
+        if to_flush:
+            handles = self._issue(dsx_comm.isend, to_flush)
+            self._in_flight += [(handle, (to_flush[0][0], to_flush)) for handle in handles]
 
     def _issue(self, operation: Any, tensors: list[tuple[int, torch.Tensor]]) -> list[Any]:
-        """Begin a batch of sends or receives: (peer, tensor) each."""
+        """Begin a batch of sends or receives of (peer, tensor) pairs."""
         group = self.groups.payload
         try:
             return dsx_comm.batch_isend_irecv(
                 [dsx_comm.P2POp(operation, tensor, group=group, group_peer=peer) for peer, tensor in tensors]
             )
         except RuntimeError as error:
-            raise self._lost(tensors[0][0], error) from error
+            raise self._peer_lost(tensors[0][0], error) from error
 
     def reap(self) -> None:
-        """Let go of what has been sent."""
-        self._flying = [pair for pair in self._flying if not pair[0].is_completed()]
+        """Free the tensors of completed sends."""
+        self._in_flight = [pair for pair in self._in_flight if not pair[0].is_completed()]
 
     def wait_sent(self, lost: set[int]) -> None:
-        """Wait until everything is sent; sends to lost ranks are given up."""
-        flying, self._flying = self._flying, []
-        for handle, (destination, _) in flying:
+        """Wait until all sends are complete, except those to lost ranks.
+
+        Raises:
+            PeerLost: communication with another rank failed.
+        """
+        in_flight, self._in_flight = self._in_flight, []
+        for handle, (destination, _) in in_flight:
             if destination in lost:
                 continue
             try:
                 handle.wait()
             except RuntimeError as error:
-                raise self._lost(destination, error) from error
+                raise self._peer_lost(destination, error) from error
 
     # - the queue
 
-    def _next(self, source: int) -> tuple[Key, Message]:
+    def _receive_next(self, source: int) -> tuple[Key, Message]:
         header = torch.zeros(8, dtype=torch.int64)
-        self._take(header, source, self.groups.host, HEADER)
-        magic, run, stage, way, micro_batch, status, first, second = header.tolist()
-        keeps, backward = divmod(way, 2)
+        self._receive_tensor(header, source, self.groups.host, HEADER)
+        magic, run, stage, flags, micro_batch, status, first, second = header.tolist()
+        has_others, backward = divmod(flags, 2)
         if magic != _MAGIC:
             raise WrongRun(f"{self._name_of(source)} sent something that is no message of a pipeline: different code?")
         key = Key(stage, bool(backward), micro_batch)
         blob = b""
         if first + second:
             raw = torch.empty(first + second, dtype=torch.uint8)
-            self._take(raw, source, self.groups.host, BLOB)
+            self._receive_tensor(raw, source, self.groups.host, BLOB)
             blob = bytes(raw.tolist()) if first + second < 64 else raw.numpy().tobytes()
         if status != DATA:
             message = Message(status, text=blob)
         else:
-            message = Message(DATA, self._payload(source, key, blob[:first], blob[first:], bool(keeps)))
+            message = Message(DATA, self._receive_value(source, key, blob[:first], blob[first:], bool(has_others)))
         if run != self.run:
             raise WrongRun(
                 f"{self._name_of(source)} is in step {run}, this rank in step {self.run}: every rank of a pipeline "
@@ -253,17 +269,17 @@ class Mailbox:
             )
         return key, message
 
-    def _payload(self, source: int, key: Key, blob_spec: bytes, blob_extra: bytes, has_values: bool) -> Any:
+    def _receive_value(self, source: int, key: Key, blob_spec: bytes, blob_extra: bytes, has_values: bool) -> Any:
         channel = (source, key.stage, key.backward)
-        known = self._known.get(channel)
+        known = self._received_specs.get(channel)
         if known is None and not blob_spec:
             raise WrongRun(f"{self._name_of(source)} sent tensors without saying their shapes: different code?")
         spec = pickle.loads(blob_spec) if blob_spec else known[0]  # type: ignore[index]
         extra = blob_extra if blob_extra else (known[1] if known and has_values else b"")
-        self._known[channel] = (spec, extra)
+        self._received_specs[channel] = (spec, extra)
         tensors = [torch.empty(one.shape, dtype=one.dtype, device=self.groups.device) for one in spec.tensors]
-        pieces = [(tensor, self._piece(tensor, key.backward)) for tensor in tensors if tensor.numel()]
-        self._take_all(source, [piece for _, piece in pieces])
+        pieces = [(tensor, self._piece_to_send(tensor, key.backward)) for tensor in tensors if tensor.numel()]
+        self._receive_payload(source, [piece for _, piece in pieces])
         for tensor, piece in pieces:
             if piece is not tensor:
                 dsx_comm.all_gather_into_tensor(tensor.view(-1), piece, group=self.slicing[key.backward])
@@ -271,45 +287,45 @@ class Mailbox:
             tensor.requires_grad_(one.requires_grad)
         return unflatten(spec.structure, tensors, pickle.loads(extra) if extra else [])
 
-    def _take_all(self, source: int, pieces: list[torch.Tensor]) -> None:
-        """Receive the payload of one message; on a device the stream waits for it, not the host."""
+    def _receive_payload(self, source: int, pieces: list[torch.Tensor]) -> None:
+        """Receive the payload of one message. On a device the current stream waits for it, and the host does not."""
         if not self.groups.batched:
             for piece in pieces:
-                self._take(piece, source, self.groups.payload, PAYLOAD)
+                self._receive_tensor(piece, source, self.groups.payload, PAYLOAD)
         elif pieces:
             try:
                 for handle in self._issue(dsx_comm.irecv, [(source, piece) for piece in pieces]):
                     handle.wait()
             except RuntimeError as error:
-                raise self._lost(source, error) from error
+                raise self._peer_lost(source, error) from error
 
-    def _piece(self, tensor: torch.Tensor, backward: bool) -> torch.Tensor:
-        """The elements of a tensor that are sent: this rank's part, or all if they cannot be divided."""
+    def _piece_to_send(self, tensor: torch.Tensor, backward: bool) -> torch.Tensor:
+        """The elements of a tensor that this rank sends: its piece, or all if they cannot be divided evenly."""
         group = self.slicing[backward]
         size = 1 if group is None else dsx_comm.get_world_size(group)
         if size == 1 or tensor.numel() % size:
             return tensor
         return tensor.view(-1).chunk(size)[dsx_comm.get_rank(group)]
 
-    def _header(self, destination: int, key: Key, status: int, first: int, second: int, keeps: int) -> None:
-        way = 2 * keeps + int(key.backward)
-        numbers = [_MAGIC, self.run, key.stage, way, key.micro_batch, status, first, second]
-        self._post(torch.tensor(numbers, dtype=torch.int64), destination, self.groups.host, HEADER)
+    def _send_header(self, destination: int, key: Key, status: int, first: int, second: int, has_others: int) -> None:
+        flags = 2 * has_others + int(key.backward)
+        numbers = [_MAGIC, self.run, key.stage, flags, key.micro_batch, status, first, second]
+        self._send_tensor(torch.tensor(numbers, dtype=torch.int64), destination, self.groups.host, HEADER)
 
-    def _post(self, tensor: torch.Tensor, destination: int, group: Any, tag: int) -> None:
+    def _send_tensor(self, tensor: torch.Tensor, destination: int, group: Any, tag: int) -> None:
         try:
             handle = dsx_comm.isend(tensor, group=group, tag=tag, group_dst=destination)
         except RuntimeError as error:
-            raise self._lost(destination, error) from error
-        self._flying.append((handle, (destination, tensor)))
+            raise self._peer_lost(destination, error) from error
+        self._in_flight.append((handle, (destination, tensor)))
 
-    def _take(self, tensor: torch.Tensor, source: int, group: Any, tag: int) -> None:
+    def _receive_tensor(self, tensor: torch.Tensor, source: int, group: Any, tag: int) -> None:
         try:
             dsx_comm.recv(tensor, group=group, tag=tag, group_src=source)
         except RuntimeError as error:
-            raise self._lost(source, error) from error
+            raise self._peer_lost(source, error) from error
 
-    def _lost(self, rank: int, error: BaseException) -> PeerLost:
+    def _peer_lost(self, rank: int, error: BaseException) -> PeerLost:
         if isinstance(error, PeerLost):
             return error
         return PeerLost(rank, f"communication with {self._name_of(rank)} failed: {type(error).__name__}: {error}")

@@ -1,8 +1,8 @@
-"""Where values of a stage stop being finite: in which layer, in the forward or in the backward.
+"""Finds the layer of a stage in which values stop being finite, in the forward or in the backward.
 
 A stage that finds a loss or a gradient that is not finite runs again on its kept input. In the forward
 every layer's output is checked. In the backward the gradients of every layer's input and output are computed, and
-`.grad` is not changed. The error began in the layer whose output has a finite gradient and whose input has not.
+`.grad` is not changed. The error began in the layer whose output has a finite gradient and whose input does not.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ def is_finite(value: Any) -> bool:
 
 
 def first_in_forward(module: Any, run: Callable[[], Any]) -> tuple[bool, str | None]:
-    """(whether the output is finite, the first layer whose output is not)."""
+    """Run a forward. Return (whether its output is finite, the first layer whose output is not finite or None)."""
     found: list[str] = []
 
-    def look(name: str, layer: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+    def check_output(name: str, layer: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
         if not found and not is_finite(output):
-            found.append(_named(name, layer))
+            found.append(_layer_label(name, layer))
 
-    with _watched(module, look), torch.no_grad():
+    with _forward_hooks(module, check_output), torch.no_grad():
         output = run()
     return not found and is_finite(output), found[0] if found else None
 
 
 @dataclass
 class _Call:
-    """One call of a layer, with the tensors that carry gradients."""
+    """One call of a layer, with its inputs and outputs that require gradients."""
 
     name: str
     inputs: list[torch.Tensor]
@@ -48,19 +48,20 @@ class _Call:
 
 
 def first_in_backward(module: Any, run: Run, grads: Sequence[torch.Tensor | None]) -> str | None:
-    """The layer in whose backward gradients stop being finite; None if none does, or none can be told.
+    """The layer in whose backward gradients stop being finite; None if there is no such layer, or it is not found.
 
     Args:
-        run: the forward once more, to the tensors that are differentiated.
-        grads: their gradients; None where nothing uses one, or for a scalar (then 1).
+        module: the stage.
+        run: runs its forward again and returns the tensors that are differentiated.
+        grads: gradients of these tensors; None for a tensor that is not used, or for a scalar (then 1).
     """
     calls: list[_Call] = []
 
-    def note(name: str, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def record_call(name: str, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         inputs, outputs = ([t for t in flatten(v)[1] if t.requires_grad] for v in ([*args, *kwargs.values()], output))
-        calls.append(_Call(_named(name, layer), inputs, outputs))
+        calls.append(_Call(_layer_label(name, layer), inputs, outputs))
 
-    with _watched(module, note), torch.enable_grad():
+    with _forward_hooks(module, record_call), torch.enable_grad():
         outputs = run()
     roots, filled = [], []
     for output, gradient in zip(outputs, grads):
@@ -75,7 +76,8 @@ def first_in_backward(module: Any, run: Run, grads: Sequence[torch.Tensor | None
     def begins(call: _Call) -> bool:
         return bool(call.outputs) and not bad & set(map(id, call.outputs)) and bool(bad & set(map(id, call.inputs)))
 
-    # a layer ends behind its parts, so the outermost comes first from the back: then look inside it
+    # A layer's forward ends after those of its sublayers. So in reverse order the outermost layer comes first; its
+    # sublayers are searched next.
     outer = next((call for call in reversed(calls) if begins(call)), None)
     if outer is not None:
         inside = f"{outer.name.partition(' ')[0]}."
@@ -94,11 +96,11 @@ def _first_parameter(module: Any, roots: list[torch.Tensor], filled: list[torch.
 def layer_of_parameter(module: nn.Module, name: str) -> str:
     """The layer that has a parameter, with its class."""
     owner = name.rpartition(".")[0]
-    return _named(owner, module.get_submodule(owner)) if owner else name
+    return _layer_label(owner, module.get_submodule(owner)) if owner else name
 
 
 def _not_finite(roots: list[torch.Tensor], filled: list[torch.Tensor], asked: dict[int, torch.Tensor]) -> set[int]:
-    """Keys of the tensors whose gradient is not finite."""
+    """Of `asked`, the keys of the tensors whose gradient is not finite."""
     if not asked:
         return set()
     found = torch.autograd.grad(roots, list(asked.values()), filled, retain_graph=True, allow_unused=True)
@@ -106,11 +108,11 @@ def _not_finite(roots: list[torch.Tensor], filled: list[torch.Tensor], asked: di
 
 
 def parameters_not_finite(module: Any) -> list[str]:
-    """Names of the parameters whose `.grad` is not finite. One pass over them, and one wait for the device.
+    """Names of the parameters whose `.grad` is not finite. It passes over them once, and waits for the device once.
 
-    A gradient of another class than `torch.Tensor` may have its values on several ranks, and answers for itself with
-    `norm`: dsx-zero's are asked one by one, because a list of them is taken for the sum of `clip_grad_norm_`, which it
-    refuses where ranks hold different slices (test_both_together).
+    A gradient of a subclass of `torch.Tensor` may have its values on several ranks, so its own `norm` is called.
+    dsx-zero's gradients are asked one by one: it takes `_foreach_norm` of a list for the sum of `clip_grad_norm_`, and
+    refuses that where ranks hold different slices (test_both_together).
     """
     held = list(module.named_parameters()) if isinstance(module, nn.Module) else []
     grads = {name: p.grad for name, p in held if p.grad is not None}
@@ -118,7 +120,7 @@ def parameters_not_finite(module: Any) -> list[str]:
     values = {name: g for name, g in values.items() if g.numel()}
     if not values:
         return []
-    order = float("inf")  # the norm is NaN where there is a NaN
+    order = float("inf")  # the maximum norm; it is NaN if a value is NaN
     plain = {name: g for name, g in values.items() if type(g) is torch.Tensor}
     norms = {name: g.norm(order) for name, g in values.items() if name not in plain}
     if plain:
@@ -131,13 +133,13 @@ def parameters_not_finite(module: Any) -> list[str]:
 
 
 @contextmanager
-def _watched(module: Any, look: Callable[..., None]) -> Any:
-    """Call `look(name, layer, args, kwargs, output)` behind every layer's forward."""
+def _forward_hooks(module: Any, callback: Callable[..., None]) -> Any:
+    """Call `callback(name, layer, args, kwargs, output)` after every layer's forward."""
     handles = []
     if isinstance(module, nn.Module):
         for name, part in module.named_modules():
             if name:
-                handles.append(part.register_forward_hook(_hook(name, look), with_kwargs=True))
+                handles.append(part.register_forward_hook(_named_hook(name, callback), with_kwargs=True))
     try:
         yield
     finally:
@@ -145,12 +147,12 @@ def _watched(module: Any, look: Callable[..., None]) -> Any:
             handle.remove()
 
 
-def _hook(name: str, look: Callable[..., None]) -> Callable[..., None]:
+def _named_hook(name: str, callback: Callable[..., None]) -> Callable[..., None]:
     def hook(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        look(name, layer, args, kwargs, output)
+        callback(name, layer, args, kwargs, output)
 
     return hook
 
 
-def _named(name: str, layer: nn.Module) -> str:
+def _layer_label(name: str, layer: nn.Module) -> str:
     return f"{name} ({type(layer).__name__})"

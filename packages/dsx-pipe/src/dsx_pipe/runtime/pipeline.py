@@ -43,35 +43,37 @@ class Pipeline:
     Args:
         stage_module: this rank's stage; a list of them, in the order of the stages, where the schedule gives a rank
             several; or a `PipelineModule`.
-        schedule: a `Schedule`, or the name of one (then with `micro_batches`).
-        group: process group of the pipeline; its ranks are the schedule's. Default: the world, or the pipe axis of a
-            `PipelineModule`.
+        schedule: a `Schedule`, or the name of one, which needs `micro_batches`.
+        group: process group of the pipeline; rank r of the group is rank r of the schedule. Default: the pipe axis of a
+            `PipelineModule`, else the world.
         micro_batches: number of micro-batches, for a schedule given by name.
-        loss_fn: (output, labels) -> scalar on the last stage; None: the output is the loss. Default: the module's.
-        device: where tensors arrive; default: that of the module's parameters, else the CPU.
-        dynamic_shape: shapes may differ between micro-batches and steps. Else a change is an error.
+        loss_fn: (output, labels) -> scalar on the last stage; None: the module's `loss_fn`, and if it has none the
+            output is the loss.
+        device: device of received tensors; default: that of the module's parameters, else the CPU.
+        dynamic_shape: shapes may differ between micro-batches and steps; False: a change is an error. Default: the
+            module's `dynamic_shape`, else False.
         nonfinite: "raise" ends a training step in which a loss or a gradient is not finite with an error on every rank
-            that names where that began; "ignore" goes on (mixed precision that skips such steps).
-        find_layer: with "raise", run a stage once more to find the layer; False where running a stage is collective
+            that names where that began; "ignore" goes on (for mixed precision, which skips such steps).
+        find_layer: with "raise", run a stage once more to find the layer. Pass False if running a stage is collective
             over ranks that have not failed.
-        split_backward: False does the whole backward where a zero-bubble schedule has its input part.
-        callbacks: of an engine.
-        batch_fn: applied to every item of a data iterator.
+        split_backward: False: a zero-bubble schedule computes the whole backward in its input part.
+        callbacks: functions that an engine runs within a step.
+        batch_fn: applied to every item of a data iterator; it returns (inputs, labels).
         slice_group: ranks that slice this stage's layers. Activations and gradients between stages are equal on all of
             them, so each rank sends a piece and the receivers gather. Not for sequence-parallel stages, whose outputs
             differ between the ranks.
         pipe_partitioned: with `slice_group`, send activations in pieces.
         grad_partitioned: with `slice_group`, send gradients in pieces.
-        batched_messages: send payloads in batches, in an order in which sends may wait; always so on a device
-            (`messages.py`).
-        reduce_tied_gradients: add up the gradients of a `PipelineModule`'s shared weights after each step; False leaves
-            that to the engine.
+        batched_messages: send payloads in batches, in an order in which a send may wait for its receive. On a device
+            they are always sent so (`messages.py`).
+        reduce_tied_gradients: sum the gradients of a `PipelineModule`'s shared weights after each step; False: the
+            engine does it.
 
     Attributes:
-        clock: times the computations of the steps that follow; None: the host's or the device's.
-        mailbox: its messages.
-        stands_for: in a rehearsal of fewer micro-batches than a job has: those of the job. Ranks then tell each other
-            as much behind a step as in the job.
+        clock: measures the computations of the next steps; None: the clock of the device.
+        mailbox: this rank's messages.
+        stands_for: for a rehearsal with fewer micro-batches than the job has: the job's number of micro-batches. The
+            messages after a step then have the sizes of the job.
 
     All ranks of the group construct it together.
 
@@ -104,7 +106,7 @@ class Pipeline:
         if nonfinite not in ("raise", "ignore"):
             raise PipelineError(f"nonfinite: got {nonfinite!r}, expected 'raise' or 'ignore'")
         self.module = stage_module
-        parts = _parts_of(stage_module)
+        parts = _stage_modules_of(stage_module)
         if group is None:
             group = getattr(stage_module, "pipe_group", None)
         self.groups = Groups(group, _device_of(parts, device), batched=batched_messages)
@@ -133,15 +135,15 @@ class Pipeline:
         slicing = (slice_group if pipe_partitioned else None, slice_group if grad_partitioned else None)
         self.mailbox = Mailbox(self.groups, self._name_of, slicing)
         self._additional: dict[str, float] = {}
-        self._agreed: dict[tuple[int, int], Spec] = {}
+        self._first_specs: dict[tuple[int, int], Spec] = {}
         self._iterator: Iterator[Any] | None = None
         self._last_step: Step | None = None
         self._evaluations: dict[int, Schedule] = {}
         self._digests: dict[int, tuple[Schedule, int]] = {}
-        self._written: dict[int, tuple[Schedule, Schedule]] = {}
+        self._plans_with_messages: dict[int, tuple[Schedule, Schedule]] = {}
         self._last_schedule = self.schedule
 
-    # - what a user calls
+    # - public interface
 
     @property
     def is_first_stage(self) -> bool:
@@ -155,7 +157,7 @@ class Pipeline:
 
     @property
     def splits_backward(self) -> bool:
-        """True if weights have a backward of their own: the schedule says so, and `split_backward` lets it."""
+        """True if the schedule splits the backward and `split_backward` allows it."""
         return self.schedule.splits_backward and all(stage.split for stage in self.stages.values())
 
     @property
@@ -164,24 +166,28 @@ class Pipeline:
         return self.schedule.micro_batches
 
     def step(self, inputs: Any = None, labels: Any = None) -> torch.Tensor:
-        """Forward and backward of one batch, split along the first dimension into the schedule's micro-batches.
+        """Run forward and backward of one batch, split along the first dimension into the schedule's micro-batches.
+
+        Gradients are added to `.grad`.
 
         Args:
-            inputs: of the first stage; other ranks may leave it out.
+            inputs: inputs of the first stage; other ranks may leave it out.
             labels: for the loss; only the rank of the last stage needs them.
 
         Returns:
-            The mean of the micro-batches' losses, on every rank, as a float32 tensor.
+            The mean of the micro-batches' losses, on every rank, as a 0-D float32 tensor.
 
         Raises:
             StageError: a stage failed; every rank raises it with the same text.
+            PipelineError: the ranks are not about to do the same, or the process of a rank has ended.
         """
         return self.train_batch(split_batch(inputs, labels, self.micro_batches))
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """The same with an iterator over micro-batches, each (inputs, labels); see `set_dataiterator`.
+        """As `step`, with an iterator over micro-batches, each a pair (inputs, labels).
 
-        Only ranks with the first or the last stage read from it, one item per micro-batch.
+        Only ranks with the first or the last stage read from it, one item per micro-batch. Without an iterator the one
+        of `set_dataiterator` is used.
         """
         losses, _ = self._run(self.schedule, Mode(train=True), data_iter, _TRAIN)
         return _mean(losses, self.groups.device)
@@ -198,12 +204,20 @@ class Pipeline:
         """Forward only, in evaluation mode and without gradients.
 
         Args:
-            data_iter: over micro-batches, as for `train_batch`.
+            data_iter: iterator over micro-batches, as for `train_batch`.
             return_logits: return (loss, outputs) instead of the loss; outputs are None except on the last stage.
             compute_loss: False returns the outputs alone.
             reduce_output: "avg" for the mean loss, None for a list with one loss per micro-batch.
-            bcast_loss: give the loss to every rank; else it is None except on the last stage.
-            num_micro_batches: default: as many as in training.
+            bcast_loss: return the loss on every rank; False: it is None except on the last stage.
+            num_micro_batches: number of micro-batches; default: as many as in training.
+
+        Returns:
+            The loss, (loss, outputs) or the outputs, as the arguments say. A mean loss is a 0-D float32 tensor. Outputs
+            are one tensor [rows of all micro-batches, ...] if they fit together, else a list.
+
+        Raises:
+            StageError: a stage failed; every rank raises it with the same text.
+            PipelineError: `reduce_output` is unknown, or the ranks are not about to do the same.
         """
         if reduce_output not in ("avg", None):
             raise PipelineError(f"reduce_output: got {reduce_output!r}, expected 'avg' or None")
@@ -228,11 +242,11 @@ class Pipeline:
         return (loss, outputs) if return_logits else loss
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
-        """The iterator that steps read from when they are given none."""
+        """Set the iterator that steps read from if they are called without one."""
         self._iterator = iterator
 
     def set_dataloader(self, loader: Any) -> None:
-        """Read micro-batches from this loader, one pass over it."""
+        """Read micro-batches from this loader. It is passed over once."""
         self._iterator = iter(loader) if loader is not None else None
 
     def set_batch_fn(self, fn: Callable[[Any], Any] | None) -> None:
@@ -240,36 +254,41 @@ class Pipeline:
         self._batch_fn = fn
 
     def reset_activation_shape(self) -> None:
-        """Negotiate shapes again with the next micro-batch. All ranks call it, between two steps."""
-        self._agreed.clear()
+        """Let shapes change with the next micro-batch. All ranks call it, between two steps."""
+        self._first_specs.clear()
         self.mailbox.forget_shapes()
 
     def most_kept(self) -> dict[int, int]:
-        """For each stage of this rank, the most micro-batches whose activations the last step kept at one time."""
+        """For each stage of this rank, the largest number of micro-batches that the last step kept activations of."""
         return {index: stage.most_kept for index, stage in self.stages.items()}
 
     def spans(self) -> list[Span]:
-        """This rank's computations in the last step, in their order, on the pipeline's clock."""
+        """This rank's computations in the last step, in their order, in seconds of the pipeline's clock."""
         return [] if self._last_step is None else self._last_step.spans
 
     def get_additional_losses(self) -> dict[str, float]:
-        """Further losses of the last step, the means over its micro-batches, by name, on every rank.
+        """Further losses of the last step by name, on every rank. Each is the mean over the micro-batches.
 
-        They come from the module's `get_additional_losses`, which is asked behind every loss on the last stage.
+        They come from the module's `get_additional_losses`, which is called after every loss on the last stage.
         """
         return dict(self._additional)
 
     def report(self) -> StepReport:
-        """What the last step took, measured against its ideal. All ranks call it and get the same."""
+        """The times of the last step, compared with its ideal. All ranks call it and get the same report.
+
+        Raises:
+            PipelineError: there was no step yet.
+        """
         if self._last_step is None:
             raise PipelineError("there is no step to report: call train_batch or eval_batch first")
         rows: list[Any] = [None] * self.groups.size
         step = self._last_step
         mine = [(s.rank, str(s.action), s.start, s.end) for s in step.spans]
         dsx_comm.all_gather_object(rows, (mine, self.most_kept(), step.start, platform.node()), group=self.groups.host)
-        apart = len({row[3] for row in rows}) > 1  # clocks of several hosts: all ranks began the step together
+        # clocks of several hosts cannot be compared, so times count from the step's start, which is common to all ranks
+        clocks_differ = len({row[3] for row in rows}) > 1
         spans = [
-            Span(rank, Action.parse(action), start - apart * began, end - apart * began)
+            Span(rank, Action.parse(action), start - clocks_differ * began, end - clocks_differ * began)
             for row, _, began, _ in rows for rank, action, start, end in row
         ]  # fmt: skip
         kept = {stage: n for row in rows for stage, n in row[1].items()}
@@ -279,90 +298,94 @@ class Pipeline:
 
     def _run(self, plan: Schedule, mode: Mode, data_iter: Iterator[Any] | None, kind: int) -> tuple[list[float], Any]:
         self.mailbox.begin_run()
-        self._agree(plan, kind)
+        self._check_same_step(plan, kind)
         source = data_iter if data_iter is not None else self._iterator
         data = MicroBatches(source, plan.micro_batches, self.groups.device, self._batch_fn)
-        agreed = self._agreed if mode.train and not self.dynamic_shape else None
-        step = Step(self._carried_out(plan), self.rank, self.stages, self.mailbox, data, mode, agreed, self.clock)
+        first_specs = self._first_specs if mode.train and not self.dynamic_shape else None
+        step = Step(
+            self._plan_with_messages(plan), self.rank, self.stages, self.mailbox, data, mode, first_specs, self.clock
+        )
         step.run()
         self._last_step, self._last_schedule = step, plan
         losses = self._finish(step, plan, mode)
-        # after _finish: a rank that does not know yet that another one failed would wait here for it
+        # after _finish: before it a rank may not know that another one failed, and would wait for that rank here
         if mode.train and self._reduces_ties and hasattr(self.module, "allreduce_tied_weight_gradients"):
             self.module.allreduce_tied_weight_gradients()
         outputs = None
         if mode.keep_outputs and self.is_last_stage:
             kept = self.stages[self.schedule.stages - 1].outputs
-            outputs = _joined([kept[m] for m in range(plan.micro_batches)])
+            outputs = _join_outputs([kept[m] for m in range(plan.micro_batches)])
         return losses, outputs
 
-    def _agree(self, plan: Schedule, kind: int) -> None:
-        """All ranks must be about to do the same."""
+    def _check_same_step(self, plan: Schedule, kind: int) -> None:
+        """Raise an error on every rank if the ranks are not about to do the same (collective)."""
         mine = torch.tensor([self._digest_of(plan), kind, int(self.dynamic_shape), self.mailbox.run], dtype=torch.int64)
-        rows = self._gathered(mine)
+        rows = self._gather_rows(mine)
         if all(row == rows[0] for row in rows):
             return
         texts: list[Any] = [None] * self.groups.size
         call = {_TRAIN: "train_batch", _EVAL: "eval_batch"}[kind]
-        said = (
+        description = (
             f"{call}, {plan.name} with {plan.micro_batches} micro-batches over {plan.stages} stages, step "
             f"{self.mailbox.run}{', dynamic shapes' if self.dynamic_shape else ''}"
         )
-        dsx_comm.all_gather_object(texts, said, group=self.groups.host)
+        dsx_comm.all_gather_object(texts, description, group=self.groups.host)
         listed = "\n  ".join(f"{self._name_of(r)}: {text}" for r, text in enumerate(texts))
         raise PipelineError(f"the ranks of the pipeline are not about to do the same:\n  {listed}")
 
     def _digest_of(self, plan: Schedule) -> int:
-        """A number for a plan; the text of a large one takes milliseconds."""
+        """A hash of a plan. It is cached, because hashing a large plan takes milliseconds."""
         found = self._digests.get(id(plan))
         if found is None or found[0] is not plan:
             digest = int.from_bytes(hashlib.sha256(str(plan).encode()).digest()[:7], "big")
             found = self._digests[id(plan)] = (plan, digest)
         return found[1]
 
-    def _carried_out(self, plan: Schedule) -> Schedule:
-        """The plan with its messages, where they have to be written out."""
+    def _plan_with_messages(self, plan: Schedule) -> Schedule:
+        """The plan to execute: with explicit messages if they are sent in batches, else as it is."""
         if not self.groups.batched or plan.communicates or self.groups.size == 1:
             return plan
-        found = self._written.get(id(plan))
+        found = self._plans_with_messages.get(id(plan))
         if found is None or found[0] is not plan:
-            found = self._written[id(plan)] = (plan, with_communication(plan))
+            found = self._plans_with_messages[id(plan)] = (plan, with_communication(plan))
         return found[1]
 
     def _evaluation(self, count: int) -> Schedule:
-        """The plan of an evaluation over so many micro-batches."""
+        """The plan of an evaluation over `count` micro-batches."""
         if count not in self._evaluations:
             self._evaluations[count] = inference_over(self.schedule.stage_ranks, count)
         return self._evaluations[count]
 
     def _finish(self, step: Step, plan: Schedule, mode: Mode) -> list[float]:
-        """Tell every rank the losses, or raise on every rank what failed."""
-        if step.lost or (step.poison and step.poison[0] == LOST):
-            raise self._error_of([Failure.unpack(step.poison[1])] if step.poison else step.failures)
+        """Return the losses of all micro-batches on every rank, or raise the same error on every rank (collective)."""
+        if step.lost or (step.failure_message and step.failure_message[0] == LOST):
+            raise self._end_failed_step(
+                [Failure.unpack(step.failure_message[1])] if step.failure_message else step.failures
+            )
         count = plan.micro_batches if self.stands_for is None else self.stands_for
         row = torch.zeros(2 + count, dtype=torch.float64)  # failed, has further losses, losses
-        row[0] = float(step.poison is not None)
+        row[0] = float(step.failure_message is not None)
         has_loss = self.is_last_stage and mode.loss
-        if has_loss and step.poison is None:
+        if has_loss and step.failure_message is None:
             last = self.stages[self.schedule.stages - 1]
             row[1] = float(bool(last.extras))
             row[2 : 2 + plan.micro_batches] = torch.stack(
                 [last.losses[m].reshape(()).double().cpu() for m in range(plan.micro_batches)]
             )
-        rows = self._gathered(row)
+        rows = self._gather_rows(row)
         if not any(r[0] for r in rows):
             final = rows[self.schedule.stage_ranks[-1]]
-            self._additional = self._shared_extras() if final[1] else {}
+            self._additional = self._broadcast_extras() if final[1] else {}
             return final[2 : 2 + plan.micro_batches]
         gathered: list[Any] = [None] * self.groups.size
         packed = [f.pack().decode() for f in step.failures]
         dsx_comm.all_gather_object(gathered, json.dumps(packed), group=self.groups.host)
         failures = [Failure.unpack(text.encode()) for entry in gathered for text in json.loads(entry)]
         failure = first_of(failures)
-        raise self._error_of([self._located(failure) if failure.nonfinite else failure])
+        raise self._end_failed_step([self._locate_nonfinite(failure) if failure.nonfinite else failure])
 
-    def _shared_extras(self) -> dict[str, float]:
-        """The last stage's further losses, their means over the micro-batches, on every rank."""
+    def _broadcast_extras(self) -> dict[str, float]:
+        """Give every rank the means of the last stage's further losses over the micro-batches (collective)."""
         row: list[Any] = [None]
         if self.is_last_stage:
             extras = self.stages[self.schedule.stages - 1].extras
@@ -371,8 +394,8 @@ class Pipeline:
         dsx_comm.broadcast_object_list(row, src=source, group=self.groups.host)
         return row[0]
 
-    def _located(self, failure: Failure) -> Failure:
-        """Where a loss that is not finite began: the first stage that makes such values from finite ones."""
+    def _locate_nonfinite(self, failure: Failure) -> Failure:
+        """Find where a loss stopped being finite: the first stage whose input is finite and whose output is not."""
         found = None
         for index, stage in sorted(self.stages.items()):
             if failure.micro_batch is None or found is not None:
@@ -392,8 +415,8 @@ class Pipeline:
         reason = f"{failure.reason}; this is the first stage where {what} are not finite"
         return Failure(index, rank, failure.micro_batch, layer, "forward", reason, nonfinite=True)
 
-    def _gathered(self, row: torch.Tensor) -> list[list[Any]]:
-        """Everybody's row."""
+    def _gather_rows(self, row: torch.Tensor) -> list[list[Any]]:
+        """The rows of all ranks, by rank (collective)."""
         table = torch.empty((self.groups.size, row.numel()), dtype=row.dtype)
         try:
             dsx_comm.all_gather_into_tensor(table.view(-1), row, group=self.groups.host)
@@ -401,9 +424,10 @@ class Pipeline:
             raise PipelineError(f"a rank of the pipeline is gone: {type(error).__name__}: {error}") from error
         return table.tolist()
 
-    def _error_of(self, failures: list[Failure]) -> StageError:
+    def _end_failed_step(self, failures: list[Failure]) -> StageError:
+        """Drop everything that the failed step has kept, and return the error to raise."""
         for stage in self.stages.values():
-            stage.begin()  # nothing of a failed step is kept
+            stage.begin()
         return first_of(failures).error()
 
     def _name_of(self, rank: int) -> str:
@@ -411,7 +435,7 @@ class Pipeline:
         return f"stage {stages} (rank {rank})"
 
 
-def _parts_of(stage_module: Any) -> list[Any]:
+def _stage_modules_of(stage_module: Any) -> list[Any]:
     chunks = getattr(stage_module, "stage_modules", None)
     if chunks is not None:
         return list(chunks)
@@ -458,8 +482,8 @@ def _mean(losses: list[float], device: torch.device) -> torch.Tensor:
     return torch.tensor(sum(losses) / max(len(losses), 1), dtype=torch.float32, device=device)
 
 
-def _joined(outputs: list[Any]) -> Any:
-    """Outputs of all micro-batches: one tensor where they are tensors that fit together, else a list."""
+def _join_outputs(outputs: list[Any]) -> Any:
+    """The outputs of all micro-batches: one tensor if they are tensors that can be concatenated, else a list."""
     tensors = [o for o in outputs if isinstance(o, torch.Tensor)]
     fits = (
         len(tensors) == len(outputs)

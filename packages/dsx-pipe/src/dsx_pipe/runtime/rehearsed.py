@@ -1,14 +1,14 @@
 """The messages of a rehearsal: one process is one rank of a pipeline (`dsx_comm.rehearse`), and the others are not
 there.
 
-Ranks of a pipeline are not alike, so a rank needs what its neighbours really send. The idea: they are rehearsed one
-after the other. What a rank sends is written down as letters, word by word, and handed to the rank that receives it
-when that one is rehearsed. A rank that is rehearsed before its neighbour gets letters that are guessed: a gradient
-looks like the activation that it belongs to, and an activation like the first one that this rank has sent. Guesses are
-checked afterwards: when the neighbour has sent something else, the rank is rehearsed again with the true letters.
+Ranks of a pipeline differ, so a rank needs what its neighbours really send. The idea: the ranks are rehearsed one after
+the other. Every tensor that a rank sends is recorded as a `Letter`. The letters are given to the receiving rank when
+that rank is rehearsed. A rank that is rehearsed before its neighbour gets guessed letters: a gradient has the shape of
+its activation, and an activation has the shape of the first one that this rank has sent. Guesses are checked later: if
+the neighbour has sent something else, the rank is rehearsed again with the real letters.
 
-Words (headers, structures) have their contents; tensors have their sizes alone, since their shapes are words. The
-wire's format is that of `messages.py`: guesses are written by its own code.
+A letter of a header or a structure has its contents. A letter of a payload has only its size in bytes; the structure
+that was sent before it says its shape. The message format is that of `messages.py`, whose code also writes the guesses.
 """
 
 from __future__ import annotations
@@ -30,7 +30,13 @@ __all__ = ["Letter", "RehearsedMail"]
 
 @dataclass(frozen=True)
 class Letter:
-    """A tensor on its way: its tag, its size in bytes, and these bytes where they are words; None for data."""
+    """A tensor that is sent.
+
+    Attributes:
+        tag: kind of the message (HEADER, BLOB or PAYLOAD of `messages.py`).
+        size: size of the tensor in bytes.
+        words: the bytes of a header or a structure; None for a payload.
+    """
 
     tag: int
     size: int
@@ -38,7 +44,7 @@ class Letter:
 
     @staticmethod
     def of(tensor: torch.Tensor, tag: int) -> Letter:
-        """What is kept of a tensor that is sent."""
+        """The letter of a tensor that is sent."""
         words = tensor.numpy().tobytes() if tag in (HEADER, BLOB) else None
         return Letter(tag, _nbytes(tensor), words)
 
@@ -47,12 +53,11 @@ class RehearsedMail:
     """Letters from and to one rank of a pipeline.
 
     Args:
-        known: by global rank, the letters that it sends to this rank, in their order; what a rank that is not named
-            sends is guessed.
+        known: global rank -> the letters that it sends to this rank, in order. Letters of other ranks are guessed.
 
     Attributes:
-        sent: by global rank, the letters that this rank has sent to it.
-        given: by global rank, the letters that this rank was given for those of that one.
+        sent: global rank -> the letters that this rank has sent to it.
+        given: global rank -> the letters, known or guessed, that this rank has received from it.
     """
 
     def __init__(self, known: Mapping[int, Sequence[Letter]]) -> None:
@@ -63,21 +68,25 @@ class RehearsedMail:
         self._guessed: dict[int, Iterator[Letter]] = {}
 
     def begin(self, pipe: Any) -> None:
-        """The messages that follow are those of this `Pipeline`."""
+        """Start with the messages of this `Pipeline`; earlier messages are not recorded."""
         self._pipe = pipe
 
     def note(self, tensor: torch.Tensor, destination: int, tag: int) -> None:
-        """This rank sends a tensor to a global rank."""
-        if self._belongs(tag):
+        """Record that this rank sends a tensor to a global rank."""
+        if self._is_pipeline_message(tag):
             self.sent.setdefault(destination, []).append(Letter.of(tensor, tag))
 
     def take(self, tensor: torch.Tensor, source: int, tag: int) -> bool:
-        """Fill a tensor with what a global rank sends next. Returns whether its contents are words.
+        """Receive the next tensor from a global rank.
+
+        Returns:
+            True if the contents of `tensor` were filled in; False if only the size is known, or the message is not one
+            of the pipeline.
 
         Raises:
-            PipelineError: that rank sends something else, or nothing more.
+            PipelineError: that rank sends something else next, or nothing more.
         """
-        if not self._belongs(tag):
+        if not self._is_pipeline_message(tag):
             return False
         if source not in self._known and source not in self._guessed:
             self._guessed[source] = self._guess(source)
@@ -95,23 +104,23 @@ class RehearsedMail:
         tensor.copy_(torch.frombuffer(bytearray(letter.words), dtype=tensor.dtype).view(tensor.shape))
         return True
 
-    def _belongs(self, tag: int) -> bool:
+    def _is_pipeline_message(self, tag: int) -> bool:
         return self._pipe is not None and tag in (HEADER, BLOB, PAYLOAD)
 
     # - guesses
 
     def _guess(self, source: int) -> Iterator[Letter]:
-        """Letters of a rank that was not rehearsed yet, step after step."""
+        """Guess the letters of a rank that was not rehearsed yet, step after step."""
         pipe = self._pipe
         box, here = _Outbox(pipe.mailbox), pipe.groups.ranks.index(source)
         while True:
             box.begin_run()
             for key in keys_between(pipe.schedule, here, pipe.rank):
-                box.send(pipe.rank, key, self._parcel(key, here))
+                box.send(pipe.rank, key, self._guess_parcel(key, here))
                 yield from box.take()
 
-    def _parcel(self, key: Key, source: int) -> Parcel:
-        """What a rank may send about a micro-batch."""
+    def _guess_parcel(self, key: Key, source: int) -> Parcel:
+        """Guess the value of one message."""
         mailbox, schedule = self._pipe.mailbox, self._pipe.schedule
         if key.backward:
             places = [(source, key.stage + 1)]
@@ -119,15 +128,17 @@ class RehearsedMail:
             places = [(schedule.stage_ranks[stage], stage) for stage in range(1, schedule.stages)]
         sent = next((found for rank, stage in places if (found := mailbox.last_sent(rank, stage, False))), None)
         if sent is None:
-            return Parcel.of([])  # a stage of this rank has failed and sends nothing that has a shape
+            return Parcel.of([])  # a stage of this rank has failed, so no shape is known
         spec, extra = sent
         if key.backward:
-            return Parcel.of([_like(one.shape, one.dtype) for one in spec.tensors if one.requires_grad])
-        return Parcel(spec, [_like(one.shape, one.dtype) for one in spec.tensors], pickle.loads(extra) if extra else [])
+            return Parcel.of([_on_meta(one.shape, one.dtype) for one in spec.tensors if one.requires_grad])
+        return Parcel(
+            spec, [_on_meta(one.shape, one.dtype) for one in spec.tensors], pickle.loads(extra) if extra else []
+        )
 
 
 def keys_between(schedule: Schedule, source: int, destination: int) -> Iterator[Key]:
-    """What one rank of a schedule sends to another in a step, in its order."""
+    """Keys of the messages that one rank of a schedule sends to another in a step, in the order of sending."""
     for action in schedule.actions[source]:
         if not action.kind.computes or action.kind is Kind.WEIGHT:
             continue
@@ -138,18 +149,18 @@ def keys_between(schedule: Schedule, source: int, destination: int) -> Iterator[
 
 
 class _Outbox(Mailbox):
-    """Writes what another rank's mailbox would send, and keeps it."""
+    """Stands for the mailbox of another rank: keeps the letters that it would send."""
 
     def __init__(self, like: Mailbox) -> None:
         super().__init__(like.groups, str, like.slicing)
         self._written: list[Letter] = []
 
     def take(self) -> list[Letter]:
-        """What was written since the last call."""
+        """The letters that were written since the last call."""
         written, self._written = self._written, []
         return written
 
-    def _post(self, tensor: torch.Tensor, destination: int, group: Any, tag: int) -> None:
+    def _send_tensor(self, tensor: torch.Tensor, destination: int, group: Any, tag: int) -> None:
         self._written.append(Letter.of(tensor, tag))
 
 
@@ -157,5 +168,5 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _like(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def _on_meta(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(tuple(shape), dtype=dtype, device="meta")

@@ -11,13 +11,13 @@ from ..schedule import Kind, Schedule, Span, StageTimes, Timeline, simulate
 
 @dataclass(frozen=True)
 class StepReport:
-    """A measured step and what the schedule promises for the same stage times.
+    """A measured step, and the ideal step of the schedule for the same stage times.
 
     Attributes:
         stage_times: mean seconds per micro-batch of each stage, measured in this step.
-        measured: when each rank did what.
-        ideal: the same schedule carried out on paper with these stage times and no communication.
-        most_kept: for each stage, the most micro-batches whose activations it kept at one time.
+        measured: start and end of every computation of every rank.
+        ideal: the same schedule simulated with these stage times, without time for messages.
+        most_kept: for each stage, the largest number of micro-batches whose activations it kept at one time.
     """
 
     stage_times: tuple[StageTimes, ...]
@@ -27,7 +27,7 @@ class StepReport:
 
     @property
     def over_ideal(self) -> float:
-        """Measured length over ideal length."""
+        """Measured length divided by ideal length; 1 is ideal."""
         return self.measured.length / self.ideal.length
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""One stage on one rank: forward and backward of single micro-batches, and the values kept between the two."""
+"""One stage on one rank: forward and backward of single micro-batches, and the values kept between them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from .structure import TensorSpec, describe, flatten, unflatten
 
 @dataclass(frozen=True)
 class StageCallbacks:
-    """Where an engine takes part in a step. Each is optional.
+    """Functions that an engine runs within a step. Each is optional.
 
     Attributes:
-        forward: (stage, micro_batch, module, value) -> output; runs the module in place of `module(value)`.
-        scale_loss: what is differentiated in place of loss / micro_batches.
-        before_backward: (stage, micro_batch, last); `last` is True for the stage's last backward of the step.
-        after_backward: the same arguments, behind each backward (with a split one behind the weight part).
+        forward: (stage, micro_batch, module, value) -> output; called instead of `module(value)`.
+        scale_loss: loss -> the scalar that is differentiated instead of loss / micro_batches.
+        before_backward: (stage, micro_batch, last), called before each backward; `last` is True for the stage's last
+            backward of the step.
+        after_backward: (stage, micro_batch, last), called after each backward; after the weight part of a split one.
     """
 
     forward: Callable[[int, int, Any, Any], Any] | None = None
@@ -48,9 +49,9 @@ class NonFiniteGradient(PipelineError):
 
 @dataclass
 class _Kept:
-    """What a micro-batch leaves between forward and backward."""
+    """What is kept of a micro-batch between forward and backward."""
 
-    value: Any  # the input, with leaves that collect gradients
+    value: Any  # the input, whose tensors are leaves of autograd's graph
     leaves: list[torch.Tensor]
     outputs: list[torch.Tensor]
     labels: Any
@@ -63,15 +64,20 @@ class Stage:
     """A stage of the model.
 
     Attributes:
-        index: which stage.
-        module: what computes its output from its input, a single argument.
+        index: index of the stage.
+        module: computes the stage's output from its input, which is a single argument.
         is_last: whether the loss is computed here.
         loss_fn: (output, labels) -> scalar; None if the output is the loss.
-        callbacks: of an engine.
+        callbacks: functions of an engine.
         stop_at_nonfinite: raise NonFiniteLoss when a loss is not finite, NonFiniteGradient when a gradient is not.
         may_rerun: whether the stage may run once more to find the layer.
-        split: whether an input backward leaves the weights for later; if not it does all of it.
-        extra_losses: gives further losses of the micro-batch whose loss was just computed, by name.
+        split: whether an input backward leaves the parameters' gradients for later; False: it computes all gradients.
+        extra_losses: returns further losses, by name, of the micro-batch whose loss was just computed.
+        kept: micro-batch -> what is kept of it until its backward has ended.
+        losses: micro-batch -> its loss, detached (last stage).
+        extras: name -> further losses of the micro-batches (last stage).
+        outputs: micro-batch -> its output, if outputs are kept (last stage).
+        most_kept: largest number of micro-batches in `kept` at one time in this step.
     """
 
     index: int
@@ -88,38 +94,42 @@ class Stage:
     extras: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
     most_kept: int = 0
-    _doubts: dict[int, torch.Tensor] = field(default_factory=dict)  # by micro-batch: is a gradient not finite?
-    _entry: str | None = None  # the layer that ends first, of a stage whose input has no gradient
+    _nonfinite_flags: dict[int, torch.Tensor] = field(default_factory=dict)  # micro-batch -> 0-D bool
+    _first_layer: str | None = None  # of a stage whose input has no gradient: the layer whose forward ends first
 
     def begin(self) -> None:
-        """A step begins: drop everything from the previous one."""
+        """Begin a step: drop everything of the previous one."""
         self.kept.clear()
         self.losses.clear()
         self.extras.clear()
         self.outputs.clear()
-        self._doubts.clear()
+        self._nonfinite_flags.clear()
         self.most_kept = 0
 
     def forward(
         self, micro_batch: int, value: Any, labels: Any, parts: int, *, train: bool, loss: bool, keep_output: bool
     ) -> Any:
-        """Output for the next stage (None on the last one).
+        """Run the forward of a micro-batch. Return the output for the next stage; None on the last stage.
 
         Args:
-            micro_batch: index.
+            micro_batch: index of the micro-batch.
             value: input, from the data or from the previous stage.
-            labels: for the loss, on the last stage.
+            labels: labels for the loss, on the last stage.
             parts: number of micro-batches, by which the loss is divided for the backward.
             train: keep what the backward needs.
             loss: compute the loss (last stage).
             keep_output: keep the output itself (last stage).
+
+        Raises:
+            PipelineError: it trains under `torch.no_grad()`, or the loss is not a tensor with one element.
+            NonFiniteLoss: the loss is not finite and `stop_at_nonfinite` is set.
         """
         if train and not torch.is_grad_enabled():
             raise PipelineError("a training step under torch.no_grad() computes no gradients; use eval_batch")
         leaves = [t for t in flatten(value)[1] if t.requires_grad and t.is_leaf]
-        looks = train and self.stop_at_nonfinite and not leaves
+        watches_first_layer = train and self.stop_at_nonfinite and not leaves
         with nullcontext() if train else torch.no_grad():
-            with self._entry_watched(micro_batch) if looks else nullcontext():
+            with self._watch_first_layer(micro_batch) if watches_first_layer else nullcontext():
                 output = self._run(micro_batch, value)
             outputs = output
             if self.is_last:
@@ -153,17 +163,20 @@ class Stage:
         return scaled.reshape(())
 
     def backward(self, micro_batch: int, grads: list[torch.Tensor | None], *, whole: bool, last: bool) -> list[Any]:
-        """Gradients of the input's leaves, None for a leaf that was not used.
+        """Run the backward of a micro-batch. Return the gradients of the input's leaves; None for an unused leaf.
 
         Args:
-            micro_batch: index.
-            grads: gradient of every output that carries one; [] on the last stage.
-            whole: with the parameters' gradients; if not, `weight` has to follow.
-            last: this is the stage's last backward of the step.
+            micro_batch: index of the micro-batch.
+            grads: gradient of every output that requires one; [] on the last stage.
+            whole: also compute the parameters' gradients; False: `weight` is called for them later.
+            last: whether this is the stage's last backward of the step.
+
+        Raises:
+            NonFiniteGradient: a gradient is not finite and `stop_at_nonfinite` is set.
         """
         kept = self.kept[micro_batch]
-        self._tell(self.callbacks.before_backward, micro_batch, last)
-        outputs, filled = kept.outputs, self._filled(kept, grads)
+        self._call_back(self.callbacks.before_backward, micro_batch, last)
+        outputs, filled = kept.outputs, self._gradient_per_output(kept, grads)
         if whole or not self.split:
             whole_backward(outputs, filled)
             kept.deferred = DeferredWeights()
@@ -173,16 +186,16 @@ class Stage:
         found = [leaf.grad for leaf in kept.leaves]
         if self.stop_at_nonfinite:
             kept.grads = filled
-            self._look_at(found, micro_batch)
-            self._judge(micro_batch, last, with_parameters=last and whole)
-            kept.grads = [] if kept.leaves else filled  # without leaves the weight part brings gradients
+            self._record_nonfinite(found, micro_batch)
+            self._raise_if_nonfinite(micro_batch, last, with_parameters=last and whole)
+            kept.grads = [] if kept.leaves else filled  # without leaves the weight part still has to be checked
         if whole:
             del self.kept[micro_batch]
-            self._tell(self.callbacks.after_backward, micro_batch, last)
+            self._call_back(self.callbacks.after_backward, micro_batch, last)
         return found
 
     def weight(self, micro_batch: int, *, last: bool) -> None:
-        """The parameters' gradients that `backward(whole=False)` has left."""
+        """Compute the parameters' gradients that `backward(whole=False)` has deferred."""
         kept = self.kept[micro_batch]
         if kept.deferred is None:
             raise PipelineError(
@@ -190,27 +203,27 @@ class Stage:
             )
         kept.deferred.run()
         if self.stop_at_nonfinite:
-            self._judge(micro_batch, last, with_parameters=last)
+            self._raise_if_nonfinite(micro_batch, last, with_parameters=last)
         del self.kept[micro_batch]
-        self._tell(self.callbacks.after_backward, micro_batch, last)
+        self._call_back(self.callbacks.after_backward, micro_batch, last)
 
-    def _filled(self, kept: _Kept, grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """One gradient (or None) per output tensor; only those that need one came from the next stage."""
+    def _gradient_per_output(self, kept: _Kept, grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """One gradient or None per output tensor. The next stage sends gradients only of outputs that require one."""
         if self.is_last:
             return [None] * len(kept.outputs)
         waiting = iter(grads)
         return [next(waiting, None) if TensorSpec.of(o).requires_grad else None for o in kept.outputs]
 
-    def _tell(self, callback: Callable[[int, int, bool], None] | None, micro_batch: int, last: bool) -> None:
+    def _call_back(self, callback: Callable[[int, int, bool], None] | None, micro_batch: int, last: bool) -> None:
         if callback is not None:
             callback(self.index, micro_batch, last)
 
     # - values that are not finite
 
     def where_nonfinite(self, micro_batch: int) -> tuple[str, str | None] | None:
-        """(what is not finite, layer) if values of a kept micro-batch stop being finite on this stage, else None.
+        """(what is not finite, layer) if the values of a kept micro-batch stop being finite on this stage, else None.
 
-        The stage runs once more on the input it has kept, with a check behind every layer.
+        The stage runs once more on the input that it has kept, with a check after every layer.
         """
         kept = self.kept.get(micro_batch)
         if kept is None:
@@ -223,11 +236,11 @@ class Stage:
         return None if finite and not self.is_last else ("its values", layer)
 
     @contextmanager
-    def _entry_watched(self, micro_batch: int) -> Iterator[None]:
-        """Look at the gradient of the first layer's output, where the stage's input has none."""
+    def _watch_first_layer(self, micro_batch: int) -> Iterator[None]:
+        """Check the gradient of the first layer's output, if the stage's input has no gradient to check."""
         module = self.module
         parts = dict(module.named_modules()) if isinstance(module, nn.Module) else {}
-        entry = {self._entry: parts[self._entry]} if self._entry in parts else parts
+        entry = {self._first_layer: parts[self._first_layer]} if self._first_layer in parts else parts
         seen: list[str] = []
 
         def watch(name: str | None) -> Callable[..., None]:
@@ -236,7 +249,7 @@ class Stage:
                 if tensors and not seen:
                     seen.append(name or "")
                     for tensor in tensors:
-                        tensor.register_hook(lambda gradient: self._look_at([gradient], micro_batch))
+                        tensor.register_hook(lambda gradient: self._record_nonfinite([gradient], micro_batch))
 
             return hook
 
@@ -246,28 +259,32 @@ class Stage:
         finally:
             for handle in handles:
                 handle.remove()
-        self._entry = seen[0] if seen else None
+        self._first_layer = seen[0] if seen else None
 
-    def _look_at(self, grads: Sequence[torch.Tensor | None], micro_batch: int) -> None:
-        """Note whether gradients are finite. On a device nothing is waited for here."""
+    def _record_nonfinite(self, grads: Sequence[torch.Tensor | None], micro_batch: int) -> None:
+        """Record whether gradients are finite, without waiting for the device."""
         for gradient in grads:
             if gradient is not None:
-                doubt = torch.isfinite(gradient).all().logical_not()
-                known = self._doubts.get(micro_batch)
-                self._doubts[micro_batch] = doubt if known is None else known | doubt
+                flag = torch.isfinite(gradient).all().logical_not()
+                known = self._nonfinite_flags.get(micro_batch)
+                self._nonfinite_flags[micro_batch] = flag if known is None else known | flag
 
-    def _judge(self, micro_batch: int, last: bool, *, with_parameters: bool) -> None:
-        """Raise NonFiniteGradient for what was noted: at once on the host, on a device with the last backward."""
-        on_host = all(doubt.device.type == "cpu" for doubt in self._doubts.values())
+    def _raise_if_nonfinite(self, micro_batch: int, last: bool, *, with_parameters: bool) -> None:
+        """Raise `NonFiniteGradient` if a recorded gradient is not finite.
+
+        On the host this is checked at once. On a device it is checked with the last backward, because reading a flag
+        waits for the device.
+        """
+        on_host = all(flag.device.type == "cpu" for flag in self._nonfinite_flags.values())
         if on_host or last:
-            for index in sorted(self._doubts):
-                if bool(self._doubts[index]):
+            for index in sorted(self._nonfinite_flags):
+                if bool(self._nonfinite_flags[index]):
                     raise NonFiniteGradient(
-                        "gradients stop being finite here: what came into its backward is finite, what goes on is not",
+                        "gradients stop being finite here: its backward received finite ones and computed others",
                         self._layer_of_backward(index),
                         index,
                     )  # fmt: skip
-            self._doubts.clear()
+            self._nonfinite_flags.clear()
         if with_parameters and (names := parameters_not_finite(self.module)):
             raise NonFiniteGradient(
                 f"the gradient of {names[-1]} is not finite, added up over the micro-batches",
@@ -279,20 +296,20 @@ class Stage:
         if kept is None or not self.may_rerun:
             return None
 
-        def again() -> list[torch.Tensor]:
+        def forward_again() -> list[torch.Tensor]:
             output = self._run(micro_batch, kept.value)
             if self.is_last and self.loss_fn is not None:
                 output = self.loss_fn(output, kept.labels)
             return flatten(output)[1]
 
         try:
-            return first_in_backward(self.module, again, kept.grads)
+            return first_in_backward(self.module, forward_again, kept.grads)
         except Exception:  # noqa: BLE001  (the search must not hide the failure that it explains)
             return None
 
 
 def as_input(value: Any) -> Any:
-    """The output of a stage on the same rank as an input: same memory, new leaves."""
+    """The output of a stage as the input of the next stage on the same rank: the same memory, as new leaves."""
     structure, tensors, others = flatten(value)
     leaves = [t.detach().requires_grad_(TensorSpec.of(t).requires_grad) for t in tensors]
     return unflatten(structure, leaves, others)

@@ -13,13 +13,13 @@ import torch
 
 from ..errors import PipelineError
 
-# a structure is nested tuples: ("tensor",), ("value",) or (container, details, (children...))
+# A structure consists of nested tuples: ("tensor",), ("value",) or (container, details, (children...)).
 Structure = tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
-    """What a receiver must know of a tensor before it comes."""
+    """What a receiver must know about a tensor before it arrives."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -27,7 +27,7 @@ class TensorSpec:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorSpec:
-        """The spec of a tensor; only floating and complex tensors carry gradients."""
+        """The spec of a tensor. Only floating-point and complex tensors have gradients."""
         differentiable = tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
         return TensorSpec(tuple(tensor.shape), tensor.dtype, differentiable)
 
@@ -36,10 +36,10 @@ class TensorSpec:
 
 
 def flatten(value: Any) -> tuple[Structure, list[torch.Tensor], list[Any]]:
-    """Take a value apart: (structure, tensors, other values), each in order of appearance.
+    """Divide a value into (structure, tensors, other values), each in order of appearance.
 
     Raises:
-        PipelineError: a dataclass with fields that its constructor does not take.
+        PipelineError: the value has a dataclass with a field that its constructor does not take.
     """
     tensors: list[torch.Tensor] = []
     others: list[Any] = []
@@ -73,7 +73,7 @@ def _visit_fields(item: Any, visit: Any) -> tuple[tuple[str, Structure], ...]:
 
 
 def unflatten(structure: Structure, tensors: list[torch.Tensor], others: list[Any]) -> Any:
-    """Put a value together again from what `flatten` returned."""
+    """Make a value from a structure, tensors and other values. It is the inverse of `flatten`."""
     rest_tensors, rest_others = iter(tensors), iter(others)
 
     def build(part: Structure) -> Any:
@@ -104,7 +104,7 @@ def describe(value: Any) -> str:
 
 
 def describe_parts(structure: Structure, tensors: list[str], others: list[str]) -> str:
-    """The same from a structure and texts for its leaves."""
+    """`describe` for a structure and texts for its tensors and other values."""
     texts, values = iter(tensors), iter(others)
 
     def say(part: Structure) -> str:

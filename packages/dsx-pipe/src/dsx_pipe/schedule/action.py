@@ -14,7 +14,7 @@ from ..errors import ScheduleError
 
 
 class Kind(str, Enum):
-    """What an action does. The value is its text."""
+    """What an action does. The value is its text form."""
 
     FORWARD = "F"  # compute the stage's output
     BACKWARD = "B"  # compute the gradients of the stage's input and of its parameters
@@ -47,7 +47,7 @@ _TEXT = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d+)")
 
 @dataclass(frozen=True)
 class Action:
-    """A stage, what it does, and the micro-batch it does it with."""
+    """One stage doing one kind of work on one micro-batch. Stages and micro-batches are counted from 0."""
 
     stage: int
     kind: Kind
@@ -61,7 +61,7 @@ class Action:
         """The action that prints as `text`.
 
         Raises:
-            ScheduleError: the text is no action.
+            ScheduleError: the text is not an action.
         """
         match = _TEXT.fullmatch(text.strip())
         if match is None:

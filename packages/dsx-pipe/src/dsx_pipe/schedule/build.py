@@ -1,4 +1,4 @@
-"""The known schedules, as functions from sizes to data.
+"""The built-in schedules: functions from sizes to a `Schedule`.
 
 With p ranks, m micro-batches and F, I, W the times of forward, input backward and weight backward, a step of balanced
 stages takes m (F + I + W) plus the bubble:
@@ -24,7 +24,7 @@ from .plan import Schedule
 _F, _B, _I, _W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT
 
 
-def _sizes(ranks: int, micro_batches: int, chunks: int = 1) -> None:
+def _check_sizes(ranks: int, micro_batches: int, chunks: int = 1) -> None:
     for name, value in (("ranks", ranks), ("micro_batches", micro_batches), ("chunks", chunks)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ScheduleError(f"{name}: got {value!r}, expected a whole number of at least 1")
@@ -32,47 +32,47 @@ def _sizes(ranks: int, micro_batches: int, chunks: int = 1) -> None:
 
 def gpipe(ranks: int, micro_batches: int) -> Schedule:
     """All forwards, then all backwards."""
-    _sizes(ranks, micro_batches)
+    _check_sizes(ranks, micro_batches)
     every = range(micro_batches)
     rows = tuple(tuple([Action(r, _F, m) for m in every] + [Action(r, _B, m) for m in every]) for r in range(ranks))
     return Schedule("gpipe", micro_batches, tuple(range(ranks)), rows)
 
 
 def one_f_one_b(ranks: int, micro_batches: int) -> Schedule:
-    """1F1B: rank s does p - s - 1 forwards first, then one forward and one backward in turn, then what is left."""
-    _sizes(ranks, micro_batches)
+    """1F1B: rank s of p does p - s - 1 forwards, then one forward and one backward in turn, then the last backwards."""
+    _check_sizes(ranks, micro_batches)
     rows = tuple(
-        _ahead_then_in_turn(
+        _warm_up_then_alternate(
             [Action(r, _F, m) for m in range(micro_batches)],
             [[Action(r, _B, m)] for m in range(micro_batches)],
-            ahead=ranks - r - 1,
+            warm_up=ranks - r - 1,
         )
         for r in range(ranks)
     )
     return Schedule("1f1b", micro_batches, tuple(range(ranks)), rows)
 
 
-def _ahead_then_in_turn(
-    forwards: Sequence[Action], backwards: Sequence[Sequence[Action]], *, ahead: int
+def _warm_up_then_alternate(
+    forwards: Sequence[Action], backwards: Sequence[Sequence[Action]], *, warm_up: int
 ) -> tuple[Action, ...]:
-    """One rank's list: `ahead` forwards, then a forward and a backward in turn, then backwards only.
+    """One rank's list: `warm_up` forwards, then one forward and one backward in turn, then the remaining backwards.
 
-    `backwards` has as many entries as `forwards`; each is what the rank does for one backward.
+    `backwards` has as many entries as `forwards`. Each entry lists the actions of one backward.
     """
-    row = list(forwards[:ahead])
+    row = list(forwards[:warm_up])
     for k, actions in enumerate(backwards):
-        row += forwards[k + ahead : k + ahead + 1]
+        row += forwards[k + warm_up : k + warm_up + 1]
         row += actions
     return tuple(row)
 
 
 def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> Schedule:
-    """Interleaved 1F1B: rank r holds the stages r, r + p, r + 2p, ...; micro-batches go in groups of p.
+    """Interleaved 1F1B: rank r of p holds the stages r, r + p, r + 2p, ..., and micro-batches go in groups of p.
 
     Raises:
-        ScheduleError: the number of micro-batches is no multiple of the number of ranks.
+        ScheduleError: the number of micro-batches is not a multiple of the number of ranks.
     """
-    _sizes(ranks, micro_batches, chunks)
+    _check_sizes(ranks, micro_batches, chunks)
     if micro_batches % ranks:
         raise ScheduleError(
             f"interleaved: got {micro_batches} micro-batches on {ranks} ranks, expected a multiple of {ranks}; "
@@ -88,10 +88,10 @@ def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> Schedule:
         return Action(rank + chunk * ranks, kind, group * ranks + within % ranks)
 
     rows = tuple(
-        _ahead_then_in_turn(
+        _warm_up_then_alternate(
             [nth(r, k, _F) for k in range(total)],
             [[nth(r, k, _B)] for k in range(total)],
-            ahead=2 * (ranks - r - 1) + (chunks - 1) * ranks,
+            warm_up=2 * (ranks - r - 1) + (chunks - 1) * ranks,
         )
         for r in range(ranks)
     )
@@ -99,16 +99,18 @@ def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> Schedule:
 
 
 def zero_bubble_h1(ranks: int, micro_batches: int) -> Schedule:
-    """ZB-H1: 1F1B with the weight backward apart and done s micro-batches later on rank s.
+    """ZB-H1: 1F1B with a split backward. Rank s does each weight part s micro-batches after its input part.
 
-    Rank s would idle at the start and at the end where 1F1B does; it keeps its weight backwards for the end. It so
-    keeps min(p, m) activations at most, as many as rank 0 of 1F1B.
+    The delayed weight parts fill the time at the end of the step in which rank s of 1F1B idles. Each rank keeps at most
+    min(p, m) activations, as many as rank 0 of 1F1B.
     """
-    _sizes(ranks, micro_batches)
+    _check_sizes(ranks, micro_batches)
     rows = []
     for r in range(ranks):
         backwards = [[Action(r, _I, m)] + ([Action(r, _W, m - r)] if m >= r else []) for m in range(micro_batches)]
-        row = _ahead_then_in_turn([Action(r, _F, m) for m in range(micro_batches)], backwards, ahead=ranks - r - 1)
+        row = _warm_up_then_alternate(
+            [Action(r, _F, m) for m in range(micro_batches)], backwards, warm_up=ranks - r - 1
+        )
         rows.append((*row, *(Action(r, _W, m) for m in range(max(micro_batches - r, 0), micro_batches))))
     return Schedule("zb-h1", micro_batches, tuple(range(ranks)), tuple(rows))
 
@@ -116,18 +118,18 @@ def zero_bubble_h1(ranks: int, micro_batches: int) -> Schedule:
 def zero_bubble_v(ranks: int, micro_batches: int) -> Schedule:
     """ZBV: rank r holds the stages r and 2p - 1 - r, so that the last stage is on the same rank as the first.
 
-    Each rank's list is found by carrying the step out in time units of F = I = W: a rank takes the input backward that
-    has waited longest, else a forward (of its second stage first) while it keeps fewer than 2p activations, else a
-    weight backward. Before each weight backward it looks whether it may still take a forward.
+    The lists are found by simulating the step in time units of F = I = W. In each unit a rank takes the first of these
+    that is ready: the input backward that has waited longest; a forward, of its second stage first, while the rank
+    keeps fewer than 2p activations; the weight backward that has waited longest.
     """
-    _sizes(ranks, micro_batches)
+    _check_sizes(ranks, micro_batches)
     stage_ranks = tuple(range(ranks)) + tuple(reversed(range(ranks)))
-    planner = _VShape(ranks, micro_batches)
+    planner = _VShapePlanner(ranks, micro_batches)
     return Schedule("zbv", micro_batches, stage_ranks, planner.rows())
 
 
-class _VShape:
-    """A step of ZBV carried out in unit time, each rank with the rule of `zero_bubble_v`."""
+class _VShapePlanner:
+    """Simulates a step of ZBV in time units; each rank chooses its actions by the rule of `zero_bubble_v`."""
 
     def __init__(self, ranks: int, micro_batches: int) -> None:
         self.ranks, self.micro_batches, self.last = ranks, micro_batches, 2 * ranks - 1
@@ -136,7 +138,7 @@ class _VShape:
 
     def rows(self) -> tuple[tuple[Action, ...], ...]:
         rows: list[list[Action]] = [[] for _ in range(self.ranks)]
-        total = 6 * self.micro_batches  # two stages, three actions
+        total = 6 * self.micro_batches  # two stages with three actions each
         time = 0
         while any(len(row) < total for row in rows):
             chosen = [(rank, self._choose(rank, time)) for rank in range(self.ranks) if len(rows[rank]) < total]
@@ -152,18 +154,21 @@ class _VShape:
         first, second = rank, self.last - rank
         ready = [a for s in (second, first) if (a := self._ready(s, _I, time)) is not None]
         if ready:
-            return min(ready, key=self._waits_since)
+            return min(ready, key=self._ready_since)
         kept = sum(self.next[s, _F] - self.next[s, _W] for s in (first, second))
         # the second stage's forward frees memory soon; the first stage leaves room for it
-        for stage, limit in ((second, 2 * self.ranks), (first, 2 * self.ranks - (1 if self._owes(rank) else 0))):
+        for stage, limit in (
+            (second, 2 * self.ranks),
+            (first, 2 * self.ranks - (1 if self._second_stage_is_behind(rank) else 0)),
+        ):
             action = self._ready(stage, _F, time)
             if action is not None and kept < limit:
                 return action
         weights = [a for s in (first, second) if (a := self._ready(s, _W, time)) is not None]
-        return min(weights, key=self._waits_since) if weights else None
+        return min(weights, key=self._ready_since) if weights else None
 
-    def _owes(self, rank: int) -> bool:
-        """True while forwards of the second stage are still to come for what the first stage has taken."""
+    def _second_stage_is_behind(self, rank: int) -> bool:
+        """True if the rank's second stage has done fewer forwards than its first stage."""
         return self.next[self.last - rank, _F] < self.next[rank, _F]
 
     def _ready(self, stage: int, kind: Kind, time: int) -> Action | None:
@@ -179,26 +184,30 @@ class _VShape:
             needs = [Action(stage, _I, m)]
         return Action(stage, kind, m) if all(self.done_at.get(a, time + 1) <= time for a in needs) else None
 
-    def _waits_since(self, action: Action) -> tuple[int, int]:
+    def _ready_since(self, action: Action) -> tuple[int, int]:
         before = Action(action.stage, _F if action.kind is _I else _I, action.micro_batch)
         after = Action(action.stage + 1, _I, action.micro_batch)
         return max(self.done_at.get(before, 0), self.done_at.get(after, 0)), -action.stage
 
 
 def inference(ranks: int, micro_batches: int, chunks: int = 1) -> Schedule:
-    """Forward only: `micro_batches` through `ranks` x `chunks` stages. With several stages per rank they lie as in
-    `interleaved`. Raises `ScheduleError` for a number below 1.
+    """Forward only: `micro_batches` micro-batches through `ranks` x `chunks` stages.
+
+    Several stages per rank are placed as in `interleaved`.
+
+    Raises:
+        ScheduleError: a number is below 1.
     """
-    _sizes(ranks, micro_batches, chunks)
+    _check_sizes(ranks, micro_batches, chunks)
     stage_ranks = tuple(s % ranks for s in range(ranks * chunks))
     return inference_over(stage_ranks, micro_batches)
 
 
 def inference_over(stage_ranks: tuple[int, ...], micro_batches: int) -> Schedule:
-    """Forward only, for the placement of stages in `stage_ranks`: each micro-batch as early as possible."""
-    _sizes(max(stage_ranks) + 1, micro_batches)
+    """Forward only, for stages placed on the ranks `stage_ranks`. Each micro-batch is computed as early as possible."""
+    _check_sizes(max(stage_ranks) + 1, micro_batches)
     rows: list[list[Action]] = [[] for _ in range(max(stage_ranks) + 1)]
-    # micro-batch m reaches stage s at tick m + s if every stage takes one tick; stages of one rank take turns by that
+    # if every stage takes one tick, micro-batch m reaches stage s at tick m + s; each rank's actions are sorted by it
     for _, stage, m in sorted((m + s, s, m) for s in range(len(stage_ranks)) for m in range(micro_batches)):
         rows[stage_ranks[stage]].append(Action(stage, _F, m))
     return Schedule("inference", micro_batches, stage_ranks, tuple(map(tuple, rows)))
@@ -224,7 +233,8 @@ def build(name: str, ranks: int, micro_batches: int, chunks: int | None = None) 
         chunks: stages per rank, for interleaved (2 if not given) and inference (1).
 
     Raises:
-        ScheduleError: no such schedule, sizes that it does not take, or `chunks` for one that has a fixed number.
+        ScheduleError: the name is unknown, the schedule does not take these sizes, or `chunks` is not its fixed number
+            of stages per rank.
     """
     if name not in BUILDERS:
         raise ScheduleError(f"schedule: got {name!r}, expected one of {', '.join(BUILDERS)}, or a Schedule of your own")

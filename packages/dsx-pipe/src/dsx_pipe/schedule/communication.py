@@ -15,14 +15,14 @@ from .simulate import StageTimes, simulate, uniform_times
 
 
 def with_communication(schedule: Schedule, times: Sequence[StageTimes] | None = None) -> Schedule:
-    """The schedule with sends and receives written out; those that it has already are replaced.
+    """The schedule with explicit sends and receives. Sends and receives that it has already are replaced.
 
     Args:
-        schedule: any schedule that ends.
-        times: seconds per stage, by which messages are ordered; without them forward 1 and backward 2.
+        schedule: any schedule without a deadlock.
+        times: seconds per stage, which decide the order of the messages; default: 1 for a forward, 2 for a backward.
 
     Raises:
-        ScheduleError: the schedule waits for itself.
+        ScheduleError: the schedule has a deadlock.
     """
     plain = schedule.without_communication()
     timeline = simulate(plain, times or uniform_times(plain.stages))
@@ -30,7 +30,7 @@ def with_communication(schedule: Schedule, times: Sequence[StageTimes] | None = 
     rows: list[list[Action]] = [[] for _ in range(plain.ranks)]
     for span in order:
         rows[span.rank].append(span.action)
-        send = _message(plain, span.action)
+        send = _send_after(plain, span.action)
         if send is not None:
             rows[span.rank].append(send)
             receive = send.counterpart()
@@ -38,8 +38,8 @@ def with_communication(schedule: Schedule, times: Sequence[StageTimes] | None = 
     return Schedule(plain.name, plain.micro_batches, plain.stage_ranks, tuple(map(tuple, rows)))
 
 
-def _message(schedule: Schedule, action: Action) -> Action | None:
-    """The send that follows an action, None if its result stays on the rank."""
+def _send_after(schedule: Schedule, action: Action) -> Action | None:
+    """The send that follows an action; None if no other rank needs its result."""
     if action.kind is Kind.FORWARD:
         kind, peer = Kind.SEND_F, action.stage + 1
     elif action.kind in (Kind.BACKWARD, Kind.INPUT):

@@ -13,7 +13,7 @@ from ..errors import PipelineError
 from .action import Kind
 from .simulate import Span, Timeline
 
-# colours that differ in brightness too, so that they can be told apart without colour vision
+# the colours differ in brightness too, so that readers without colour vision can tell them apart
 _COLOURS = {Kind.FORWARD: "#4c78c8", Kind.BACKWARD: "#e8a33d", Kind.INPUT: "#5fb8a6", Kind.WEIGHT: "#d9d0b4"}
 _NAMES = {
     Kind.FORWARD: "forward",
@@ -28,8 +28,8 @@ def svg(timeline: Timeline, *, width: int = 1200) -> str:
     """The chart as SVG text.
 
     Args:
-        timeline: of `simulate`, or measured (`Pipeline.timeline`).
-        width: pixels of the time axis.
+        timeline: from `simulate`, or measured (`Pipeline.report().measured`).
+        width: width of the time axis in pixels.
     """
     height = _TOP + timeline.ranks * (_ROW + _GAP) + 40
     parts = [
@@ -56,10 +56,10 @@ def svg(timeline: Timeline, *, width: int = 1200) -> str:
 
 
 def save(timeline: Timeline, path: str | Path, *, width: int = 1200) -> None:
-    """Write the chart to a file; its name ends in .svg or .png.
+    """Write the chart to a file whose name ends in .svg or .png.
 
     Raises:
-        PipelineError: another ending, or PNG without Pillow.
+        PipelineError: the name has another ending, or it ends in .png and Pillow is not installed.
     """
     path = Path(path)
     if path.suffix.lower() == ".svg":
@@ -71,7 +71,7 @@ def save(timeline: Timeline, path: str | Path, *, width: int = 1200) -> None:
 
 
 def png(timeline: Timeline, *, width: int = 1200) -> Any:
-    """The chart as a Pillow image.
+    """The chart as a `PIL.Image.Image`, without the legend of `svg`.
 
     Raises:
         PipelineError: Pillow is not installed.

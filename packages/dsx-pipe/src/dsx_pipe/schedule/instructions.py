@@ -1,4 +1,4 @@
-"""DeepSpeed's public names for schedules: instruction streams, tick by tick, with numbered buffers.
+"""DeepSpeed's public names for schedules: streams of instructions, tick by tick, with numbered buffers.
 
     for commands in TrainSchedule(micro_batches=4, stages=2, stage_id=0):
         print(commands)          # [LoadMicroBatch(buffer_id=0), ForwardPass(buffer_id=0)] ...
@@ -87,15 +87,15 @@ class RecvGrad(BufferOpInstruction):
 
 
 class PipeSchedule:
-    """Base class: sizes, who is next to whom, and iteration over `steps()`.
+    """Base class: sizes, neighbouring stages, and iteration over `steps()`.
 
     Args:
-        micro_batches: of one update.
-        stages: of the pipeline.
+        micro_batches: number of micro-batches of one update.
+        stages: number of stages of the pipeline.
         stage_id: this rank's stage, from 0.
 
     Raises:
-        ScheduleError: a number out of its range.
+        ScheduleError: a number is out of its range.
     """
 
     def __init__(self, micro_batches: int, stages: int, stage_id: int) -> None:
@@ -147,7 +147,7 @@ class PipeSchedule:
         return 0 <= stage_id < self.stages
 
     def _buffer_idx(self, micro_batch_id: int) -> int:
-        """The buffer of a micro-batch: they take turns."""
+        """The buffer of a micro-batch. Micro-batches use the buffers in turn."""
         return micro_batch_id % self.num_pipe_buffers()
 
     def __iter__(self) -> Iterator[list[PipeInstruction]]:
@@ -155,10 +155,13 @@ class PipeSchedule:
 
 
 class TrainSchedule(PipeSchedule):
-    """1F1B in 2 (M + S - 1) ticks: a stage does forwards in ticks of its own parity, backwards in the others."""
+    """1F1B in 2 (M + S - 1) ticks for M micro-batches and S stages.
+
+    A stage does forwards in ticks of its own parity (even or odd), and backwards in the others.
+    """
 
     def num_pipe_buffers(self) -> int:
-        """max(2, min(S - s, M))."""
+        """max(2, min(S - s, M)) for stage s of S and M micro-batches."""
         return max(2, min(self.stages - self.stage_id, self.micro_batches))
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
@@ -173,7 +176,7 @@ class TrainSchedule(PipeSchedule):
             yield commands
 
     def _micro_batch_at(self, tick: int) -> tuple[int, bool]:
-        """The micro-batch of a tick (it may lie outside 0..M-1: the slot is then empty) and whether it goes forward."""
+        """(micro-batch of a tick, True for a forward). A micro-batch outside 0..M-1 means that nothing is computed."""
         if tick % 2 == self.stage_id % 2:
             return tick // 2 - self.stage_id // 2, True
         if tick % 2 == 0:
@@ -206,10 +209,13 @@ class TrainSchedule(PipeSchedule):
 
 
 class InferenceSchedule(PipeSchedule):
-    """Forward only in M + S - 1 ticks with two buffers; stages of even index send first, the others receive first."""
+    """Forward only, in M + S - 1 ticks with two buffers.
+
+    Stages of even index send before they receive; the others receive before they send.
+    """
 
     def num_pipe_buffers(self) -> int:
-        """Two: one is received into while the other is sent."""
+        """Two: the stage receives into one buffer while it sends the other."""
         return 2
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
@@ -234,7 +240,7 @@ class InferenceSchedule(PipeSchedule):
 
 
 class DataParallelSchedule(PipeSchedule):
-    """One stage, plain gradient accumulation, with one buffer."""
+    """One stage with plain gradient accumulation and one buffer."""
 
     def num_pipe_buffers(self) -> int:
         """One."""
@@ -250,10 +256,10 @@ class DataParallelSchedule(PipeSchedule):
 
 
 def schedule_of(kind: type[PipeSchedule], micro_batches: int, stages: int, name: str | None = None) -> Schedule:
-    """The instruction streams of all stages as one `Schedule` with written sends and receives.
+    """The instruction streams of all stages as one `Schedule` with explicit sends and receives.
 
-    A buffer's content is followed: an input that is loaded or received into a buffer is the stage's next micro-batch.
-    Reductions and the optimizer's step are no part of a `Schedule` and are left out.
+    An input that is loaded or received into a buffer counts as the stage's next micro-batch. Reductions and the
+    optimizer's step are left out, because a `Schedule` does not contain them.
 
     Raises:
         ScheduleError: a stream uses a buffer that is empty, or a buffer number outside `num_pipe_buffers()`.
@@ -269,9 +275,9 @@ _KINDS: dict[type[PipeInstruction], Kind] = {
 
 
 def _actions_of(stream: PipeSchedule) -> Iterator[Action]:
-    holds: dict[int, int] = {}  # micro-batch in each buffer
-    filled: set[int] = set()  # buffers whose input has not gone forward yet
-    coming = 0
+    micro_batch_in: dict[int, int] = {}  # buffer -> its micro-batch
+    filled: set[int] = set()  # buffers whose input has not been used by a forward yet
+    next_micro_batch = 0
     for instruction in (i for tick in stream for i in tick):
         if not isinstance(instruction, BufferOpInstruction):
             continue
@@ -281,13 +287,13 @@ def _actions_of(stream: PipeSchedule) -> Iterator[Action]:
                 f"stage {stream.stage_id}: {instruction}: the buffers are 0..{stream.num_pipe_buffers() - 1}"
             )
         if isinstance(instruction, (LoadMicroBatch, RecvActivation)) and buffer not in filled:
-            holds[buffer] = coming
-            coming += 1
+            micro_batch_in[buffer] = next_micro_batch
+            next_micro_batch += 1
             filled.add(buffer)
-        if buffer not in holds:
+        if buffer not in micro_batch_in:
             raise ScheduleError(f"stage {stream.stage_id}: {instruction}: nothing was loaded into this buffer")
         if isinstance(instruction, ForwardPass):
             filled.discard(buffer)
         kind = _KINDS.get(type(instruction))
         if kind is not None:
-            yield Action(stream.stage_id, kind, holds[buffer])
+            yield Action(stream.stage_id, kind, micro_batch_in[buffer])

@@ -4,9 +4,9 @@
     print(plan)                          # name, stages and one line per rank
     assert Schedule.parse(str(plan)) == plan
 
-Words: a *rank* is a process of the pipeline; a *stage* is a part of the model. A rank holds one stage, or several
-(interleaved and V-shaped schedules). Sends and receives may be left out: the runtime then sends as soon as an output is
-there and receives when an input is needed. `with_communication` writes them out.
+A *rank* is a process of the pipeline; a *stage* is a part of the model. A rank holds one stage, or several (interleaved
+and V-shaped schedules). Sends and receives may be left out: the runtime then sends an output as soon as it is computed
+and receives an input when it is needed. `with_communication` adds them.
 
 Left out: time (`simulate.py`) and correctness (`validate.py`). This module does not import torch.
 """
@@ -23,10 +23,10 @@ from .action import Action, Kind
 
 @dataclass(frozen=True)
 class Schedule:
-    """Who does what in which order.
+    """The order of the actions of every rank.
 
     Attributes:
-        name: what the schedule is called in reports.
+        name: name of the schedule in reports.
         micro_batches: number of micro-batches of a step.
         stage_ranks: for every stage, the rank that holds it.
         actions: for every rank, its actions in order.
@@ -41,7 +41,11 @@ class Schedule:
     def of(
         name: str, micro_batches: int, stage_ranks: Sequence[int], actions: Iterable[Iterable[Action | str]]
     ) -> Schedule:
-        """A schedule from ordinary lists; an action may be text like "0F1"."""
+        """Make a schedule from lists. An action may be text like "0F1".
+
+        Raises:
+            ScheduleError: a text is not an action.
+        """
         rows = tuple(tuple(a if isinstance(a, Action) else Action.parse(a) for a in row) for row in actions)
         return Schedule(name, micro_batches, tuple(stage_ranks), rows)
 
@@ -62,12 +66,12 @@ class Schedule:
 
     @cached_property
     def splits_backward(self) -> bool:
-        """True if input and weight backward are apart somewhere (zero-bubble)."""
+        """True if some backward is split into an input part and a weight part (zero-bubble)."""
         return any(a.kind is Kind.INPUT for row in self.actions for a in row)
 
     @cached_property
     def communicates(self) -> bool:
-        """True if the schedule has sends or receives of its own."""
+        """True if the schedule has explicit sends or receives."""
         return any(not a.kind.computes for row in self.actions for a in row)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -92,7 +96,7 @@ class Schedule:
         """The schedule that prints as `text`. Empty lines and lines that begin with # are skipped.
 
         Raises:
-            ScheduleError: a line is missing, doubled or not understood; the message names the line.
+            ScheduleError: a line is missing, repeated or not understood. The message names the line.
         """
         head: dict[str, str] = {}
         rows: dict[int, tuple[Action, ...]] = {}

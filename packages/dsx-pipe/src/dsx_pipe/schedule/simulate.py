@@ -1,4 +1,4 @@
-"""The time of a schedule: start and end of every action, computed from the time that each stage needs.
+"""The times of a schedule: start and end of every action, computed from the time that each stage needs.
 
 The result is the *ideal* step: every rank starts an action as soon as the actions before it on the rank are done and
 its input has arrived. A real step is compared with it (`Pipeline.report`), and the planner searches over it.
@@ -46,7 +46,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What happened, or would happen, when: the spans of a step, planned or measured."""
+    """The spans of one step, simulated or measured. Times are seconds."""
 
     name: str
     ranks: int
@@ -72,22 +72,22 @@ class Timeline:
 
 
 def uniform_times(stages: int, forward: float = 1.0, backward: float = 2.0) -> tuple[StageTimes, ...]:
-    """The same times for all stages; half of the backward is for the input, half for the weights."""
+    """The same times for all stages. Half of the backward is for the input, half for the weights."""
     return (StageTimes(forward, backward / 2, backward / 2),) * stages
 
 
 def simulate(schedule: Schedule, times: Sequence[StageTimes], *, latency: float | Sequence[float] = 0.0) -> Timeline:
-    """Carry out a schedule on paper.
+    """Compute the start and end of every action of a schedule.
 
     Args:
-        schedule: with or without sends and receives. Where they are written out, a message leaves at its send and is
-            waited for at its receive; else it leaves when it is computed and is waited for where it is needed.
+        schedule: with or without sends and receives. With them a message leaves at its send and is waited for at its
+            receive. Without them it leaves when it is computed, and the action that needs it waits for it.
         times: seconds per stage.
         latency: seconds between the end of a send and the moment the receiver can use the message; a sequence has one
-            number for each pair of stages next to each other. Messages between stages of one rank take none.
+            number for each pair of neighbouring stages. Messages between stages of one rank take no time.
 
     Raises:
-        ScheduleError: the number of times is not the number of stages, or the schedule waits for itself (deadlock).
+        ScheduleError: `times` or `latency` has the wrong length, or the schedule has a deadlock.
     """
     if len(times) != schedule.stages:
         raise ScheduleError(f"times: got {len(times)}, expected one for each of {schedule.stages} stages")
@@ -97,14 +97,14 @@ def simulate(schedule: Schedule, times: Sequence[StageTimes], *, latency: float 
         raise ScheduleError(f"latency: got {len(delays)}, expected one for each of {between} pairs of stages")
     done: dict[Action, float] = {}
     clock = [0.0] * schedule.ranks
-    place = [0] * schedule.ranks
+    position = [0] * schedule.ranks
     spans: list[Span] = []
-    moved = True
-    while moved:
-        moved = False
+    progressed = True
+    while progressed:
+        progressed = False
         for rank, row in enumerate(schedule.actions):
-            while place[rank] < len(row):
-                action = row[place[rank]]
+            while position[rank] < len(row):
+                action = row[position[rank]]
                 ready = _ready_at(schedule, action, done, delays)
                 if ready is None:
                     break
@@ -112,29 +112,29 @@ def simulate(schedule: Schedule, times: Sequence[StageTimes], *, latency: float 
                 end = start + times[action.stage].of(action.kind)
                 done[action] = clock[rank] = end
                 spans.append(Span(rank, action, start, end))
-                place[rank] += 1
-                moved = True
-    waiting = [f"rank {r} at {row[place[r]]}" for r, row in enumerate(schedule.actions) if place[r] < len(row)]
+                position[rank] += 1
+                progressed = True
+    waiting = [f"rank {r} at {row[position[r]]}" for r, row in enumerate(schedule.actions) if position[r] < len(row)]
     if waiting:
         raise ScheduleError(f"{schedule.name} never ends: {', '.join(waiting)} wait for what never comes")
     return Timeline(schedule.name, schedule.ranks, tuple(sorted(spans, key=lambda s: (s.start, s.rank))))
 
 
 def _ready_at(schedule: Schedule, action: Action, done: dict[Action, float], delays: Sequence[float]) -> float | None:
-    """When the inputs of an action are there; None if they are not."""
+    """The time at which the inputs of an action have arrived; None if one of them is not computed yet."""
     times = []
     for needed in requirements(schedule, action):
         at = next((done[a] for a in needed if a in done), None)
         if at is None:
             return None
         source = next(a for a in needed if a in done)
-        far = schedule.stage_ranks[source.stage] != schedule.stage_ranks[action.stage]
-        times.append(at + (delays[min(source.stage, action.stage)] if far else 0.0))
+        crosses_ranks = schedule.stage_ranks[source.stage] != schedule.stage_ranks[action.stage]
+        times.append(at + (delays[min(source.stage, action.stage)] if crosses_ranks else 0.0))
     return max(times, default=0.0)
 
 
 def requirements(schedule: Schedule, action: Action) -> list[tuple[Action, ...]]:
-    """What must be done before `action`: for each entry one of the alternatives."""
+    """What must be done before `action`. Of each tuple one action is enough."""
     stage, kind, m = action.stage, action.kind, action.micro_batch
     produced_grad = (Action(stage, Kind.BACKWARD, m), Action(stage, Kind.INPUT, m))
     if kind is Kind.SEND_F:
@@ -159,8 +159,8 @@ def requirements(schedule: Schedule, action: Action) -> list[tuple[Action, ...]]
 def _arrival(
     schedule: Schedule, stage: int, source: int, receive: Kind, produce: tuple[Kind, ...], m: int
 ) -> tuple[Action, ...]:
-    """How a message from stage `source` arrives at `stage`: by its receive, or as soon as it is produced."""
-    far = schedule.stage_ranks[stage] != schedule.stage_ranks[source]
-    if schedule.communicates and far:
+    """The actions that bring a message from stage `source` to `stage`: its receive, or a computation in `produce`."""
+    crosses_ranks = schedule.stage_ranks[stage] != schedule.stage_ranks[source]
+    if schedule.communicates and crosses_ranks:
         return (Action(stage, receive, m),)
     return tuple(Action(source, kind, m) for kind in produce)

@@ -1,4 +1,4 @@
-"""Timelines as JSON files: what `Pipeline.timeline` measured, for `dsx-pipe show`."""
+"""Timelines as JSON files: measured steps (`Pipeline.report().measured`) for `dsx-pipe show --timeline`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def load_timeline(path: str | Path) -> Timeline:
     """Read what `save_timeline` wrote.
 
     Raises:
-        ScheduleError: the file holds something else.
+        ScheduleError: the file is not such a timeline.
     """
     try:
         data = json.loads(Path(path).read_text())

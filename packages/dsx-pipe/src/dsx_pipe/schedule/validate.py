@@ -1,6 +1,6 @@
-"""Is a schedule right? Completeness, order, matching sends and receives, deadlock, memory.
+"""Checks a schedule: completeness, order, matching sends and receives, deadlock, memory.
 
-`problems` lists everything that is wrong, `check` raises it. The rules:
+`problems` lists everything that is wrong, `check` raises an error that lists it. The rules:
 
 1. Every stage does the forward of every micro-batch once, on its own rank; if the schedule trains, also its backward,
    whole (B) or as input (I) and weight (W) parts.
@@ -8,7 +8,7 @@
 3. If sends and receives are explicit, each send has exactly one receive on the neighbouring stage's rank and each
    receive has exactly one send; an output is computed before it is sent, an input is received before it is used.
 4. There is no deadlock. With explicit sends the check is strict: a send waits until the receiver has
-   come to its receive (rendezvous). A program whose receives name their sender and that ends under rendezvous also ends
+   come to its receive (rendezvous). If a program ends under rendezvous and its receives name their sender, it also ends
    with any amount of buffering, because more buffering only lets sends return earlier.
 5. With `max_live`, no rank keeps more micro-batches' activations than that.
 """
@@ -22,26 +22,29 @@ from .action import Action, Kind
 from .plan import Schedule
 from .simulate import simulate, uniform_times
 
-_MOST = 12  # problems that a message lists
+_MAX_LISTED = 12  # a message lists at most so many problems
 
 
 def check(schedule: Schedule, *, max_live: int | None = None) -> None:
-    """Raise ScheduleError with all problems of a schedule; return silently if there are none."""
+    """Raise `ScheduleError` with the problems of a schedule; return if there are none.
+
+    `max_live` is the largest number of activations that a rank may keep; see `live_activations`.
+    """
     found = problems(schedule, max_live=max_live)
     if found:
-        more = f"\n  and {len(found) - _MOST} more" if len(found) > _MOST else ""
-        listed = "\n  ".join(found[:_MOST])
+        more = f"\n  and {len(found) - _MAX_LISTED} more" if len(found) > _MAX_LISTED else ""
+        listed = "\n  ".join(found[:_MAX_LISTED])
         raise ScheduleError(f"schedule {schedule.name!r} cannot be carried out:\n  {listed}{more}")
 
 
 def problems(schedule: Schedule, *, max_live: int | None = None) -> list[str]:
-    """Everything that is wrong with a schedule, as sentences; empty if it is right."""
-    found = _shape(schedule)
+    """Everything that is wrong with a schedule, as sentences. The list is empty if the schedule is right."""
+    found = _size_problems(schedule)
     if found:
-        return found  # the other rules need a sound outline
-    found = _complete(schedule) + _ordered(schedule) + _matched(schedule)
+        return found  # the other checks need valid stages, ranks and micro-batches
+    found = _completeness_problems(schedule) + _order_problems(schedule) + _message_problems(schedule)
     if not found:
-        found = _deadlock(schedule)
+        found = _deadlock_problems(schedule)
     if max_live is not None:
         found += [
             f"rank {rank} keeps the activations of {live} micro-batches, the limit is {max_live}"
@@ -53,8 +56,8 @@ def problems(schedule: Schedule, *, max_live: int | None = None) -> list[str]:
 def live_activations(schedule: Schedule) -> tuple[int, ...]:
     """For each rank, the greatest number of (stage, micro-batch) activations it keeps at one time.
 
-    An activation is kept from its forward to the end of its backward, with a split backward to the end of W. Without
-    backward nothing is kept.
+    An activation is kept from its forward to the end of its backward; if the backward is split, to the end of W. A
+    schedule without backward keeps nothing.
     """
     found = []
     for row in schedule.actions:
@@ -69,7 +72,7 @@ def live_activations(schedule: Schedule) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _shape(schedule: Schedule) -> list[str]:
+def _size_problems(schedule: Schedule) -> list[str]:
     found = []
     if schedule.micro_batches < 1:
         found.append(f"micro_batches is {schedule.micro_batches}, expected at least 1")
@@ -94,7 +97,7 @@ def _shape(schedule: Schedule) -> list[str]:
     return found
 
 
-def _complete(schedule: Schedule) -> list[str]:
+def _completeness_problems(schedule: Schedule) -> list[str]:
     counts = Counter(action for row in schedule.actions for action in row)
     found = [f"{action} appears {n} times" for action, n in counts.items() if n > 1]
     for stage in range(schedule.stages):
@@ -114,7 +117,7 @@ def _complete(schedule: Schedule) -> list[str]:
     return found
 
 
-def _ordered(schedule: Schedule) -> list[str]:
+def _order_problems(schedule: Schedule) -> list[str]:
     found = []
     for rank, row in enumerate(schedule.actions):
         at = {action: i for i, action in enumerate(row)}
@@ -141,7 +144,7 @@ def _earlier_on_rank(schedule: Schedule, action: Action) -> list[tuple[Action, .
     }[action.kind]
 
 
-def _matched(schedule: Schedule) -> list[str]:
+def _message_problems(schedule: Schedule) -> list[str]:
     if not schedule.communicates:
         return []
     present = {action for row in schedule.actions for action in row}
@@ -175,32 +178,32 @@ def _needed_receives(schedule: Schedule, stage: int) -> list[Kind]:
     return needed
 
 
-def _deadlock(schedule: Schedule) -> list[str]:
+def _deadlock_problems(schedule: Schedule) -> list[str]:
     try:
         simulate(schedule, uniform_times(schedule.stages))
     except ScheduleError as error:
         return [str(error)]
-    return _rendezvous(schedule) if schedule.communicates else []
+    return _rendezvous_problems(schedule) if schedule.communicates else []
 
 
-def _rendezvous(schedule: Schedule) -> list[str]:
-    """Carry the schedule out with sends that wait for their receive; computation has no waits left to check."""
-    place = [0] * schedule.ranks
-    moved = True
-    while moved:
-        moved = False
+def _rendezvous_problems(schedule: Schedule) -> list[str]:
+    """Execute the schedule with sends that wait for their receive. Computations are not checked again here."""
+    position = [0] * schedule.ranks
+    progressed = True
+    while progressed:
+        progressed = False
         for rank, row in enumerate(schedule.actions):
-            while place[rank] < len(row):
-                action = row[place[rank]]
+            while position[rank] < len(row):
+                action = row[position[rank]]
                 if not action.kind.computes:
                     peer = schedule.stage_ranks[action.peer_stage()]
                     theirs = schedule.actions[peer]
-                    if place[peer] >= len(theirs) or theirs[place[peer]] != action.counterpart():
+                    if position[peer] >= len(theirs) or theirs[position[peer]] != action.counterpart():
                         break
-                    place[peer] += 1
-                place[rank] += 1
-                moved = True
-    waiting = [f"rank {r} at {row[place[r]]}" for r, row in enumerate(schedule.actions) if place[r] < len(row)]
+                    position[peer] += 1
+                position[rank] += 1
+                progressed = True
+    waiting = [f"rank {r} at {row[position[r]]}" for r, row in enumerate(schedule.actions) if position[r] < len(row)]
     if not waiting:
         return []
     return [f"deadlock without buffering (a send waits for its receive): {', '.join(waiting)}"]

@@ -3,7 +3,8 @@
     slice_model(model, group=group)                                   # a Hugging Face model, in place
     up, down = ColumnParallelLinear(512, 2048), RowParallelLinear(2048, 512)
 
-`slices.py` is the arithmetic, `regions.py` the communication at the edges, `rules.py` the slicing of whole models.
+`slices.py` has the arithmetic, `regions.py` the communication at the edges of sliced regions, `linear.py` and
+`vocabulary.py` the layers, `rules.py` the slicing of whole models, and `sequence.py` sequence parallelism in them.
 """
 
 from .linear import ColumnParallelLinear, RowParallelLinear

@@ -1,7 +1,7 @@
 """Linear layers whose weight is sliced over ranks.
 
     up   = ColumnParallelLinear(512, 2048, group=group)     # every rank computes a piece of the output
-    down = RowParallelLinear(2048, 512, group=group)        # ... takes that piece as input and adds up the results
+    down = RowParallelLinear(2048, 512, group=group)        # takes that piece as input and sums the results
 
 The pair needs one all-reduce in the forward and one in the backward. A layer is built whole, from the same random
 numbers on every rank, and then cut, so a sliced model starts with the values of the unsliced one under the same seed.
@@ -30,10 +30,10 @@ from .slices import check_divides, lengths, mark, slice_of
 
 
 class _Overlapped(torch.autograd.Function):
-    """A linear layer whose backward adds up the input's gradient over the ranks while it computes the weight's.
+    """A linear layer whose backward sums the input's gradient over the ranks while it computes the weight's.
 
     The weight has the shape [out, in], or [in, out] (`transposed`). With a `sequence_dim` the input is this rank's
-    piece of the sequence, which is gathered; its gradient is then reduced and scattered.
+    piece of the sequence, which is gathered; its gradient is reduced and scattered.
     """
 
     @staticmethod
@@ -53,7 +53,7 @@ class _Overlapped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        x, weight = (t.to(gradient.dtype) for t in ctx.saved_tensors)  # under autocast they are wider
+        x, weight = (t.to(gradient.dtype) for t in ctx.saved_tensors)  # under autocast they have a wider dtype
         group, transposed, sequence_dim = ctx.how
         pending, of_input, of_weight, of_bias = None, None, None, None
         if ctx.needs_input_grad[0]:
@@ -95,31 +95,33 @@ class _SlicedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, slice {self.rank} of {self.size}"
 
 
-def _built(in_features: int, out_features: int, bias: bool, transposed: bool, options: dict[str, Any]) -> Any:
+def _new_linear_weights(
+    in_features: int, out_features: int, bias: bool, transposed: bool, options: dict[str, Any]
+) -> Any:
     whole = nn.Linear(in_features, out_features, bias=bias, **options)
     weight = whole.weight.detach()
     return (weight.t() if transposed else weight), (None if whole.bias is None else whole.bias.detach())
 
 
 class ColumnParallelLinear(_SlicedLinear):
-    """y = x W^T + b with the output features cut over the ranks.
+    """y = x W^T + b, with the output features cut over the ranks.
 
     Args:
         in_features: size of the input, which every rank has whole.
         out_features: size of the whole output.
-        bias: whether there is one; it is cut like the output.
-        gather_output: every rank returns the whole output; else its piece.
-        group: ranks; None is the default group.
+        bias: whether there is a bias; it is cut like the output.
+        gather_output: True: every rank returns the whole output; False: its piece.
+        group: process group that shares the layer; None: the default group.
         sequence_parallel: the input is this rank's piece of the sequence.
         sequence_dim: dimension of the sequence.
         parts: number of equal layers fused into this one (3 for query, key, value); each is cut.
         transposed: the weight has the shape [in, out], as in Hugging Face's Conv1D.
-        overlap: add up the input's gradient while the weight's is computed.
-        input_is_gathered: the caller has gathered the input from pieces of the sequence, and adds its gradient up there
-            (`gather_sequence`); nothing is added up here.
+        overlap: sum the input's gradient over the ranks while the weight's gradient is computed.
+        input_is_gathered: the caller has gathered the input from pieces of the sequence with `gather_sequence`, which
+            also sums its gradient; this layer does not.
         whole: (weight, bias) of the whole layer to cut; default: new ones.
-        uneven: pieces may differ in size (vocabularies).
-        dtype, device: of the parameters.
+        uneven: pieces may differ in size, as for vocabularies.
+        dtype, device: dtype and device of new parameters.
 
     Raises:
         TensorSliceError: the output features cannot be cut evenly, or options exclude each other.
@@ -151,7 +153,7 @@ class ColumnParallelLinear(_SlicedLinear):
                 "input_is_gathered: not together with overlap or sequence_parallel, because the caller has gathered "
                 "the input and adds its gradient up; leave one out"
             )
-        weight, offset = whole or _built(in_features, out_features, bias, transposed, options)
+        weight, offset = whole or _new_linear_weights(in_features, out_features, bias, transposed, options)
         dim = 1 if transposed else 0
         self.weight = mark(nn.Parameter(slice_of(weight, dim, self.rank, self.size, parts)), dim, parts)
         self.bias = None
@@ -163,12 +165,12 @@ class ColumnParallelLinear(_SlicedLinear):
         self.input_is_gathered = input_is_gathered
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in] -> this rank's [..., out / ranks], or the whole [..., out]."""
+        """x [..., in] -> this rank's piece [..., out / ranks], or with `gather_output` the whole [..., out]."""
         if self.overlap and self.size > 1:
             along = self.sequence_dim if self.sequence_parallel else None
             y: Any = _Overlapped.apply(x, self.weight, self.bias, self.group, self.transposed, along)
         else:
-            y = self._product(self._entered(x), self.bias)
+            y = self._product(self._whole_input(x), self.bias)
         if not self.gather_output:
             return y
         if self.parts == 1:
@@ -176,8 +178,8 @@ class ColumnParallelLinear(_SlicedLinear):
         pieces = [gather_from_slices(part, -1, self.group) for part in y.tensor_split(self.parts, -1)]
         return torch.cat(pieces, -1)
 
-    def _entered(self, x: torch.Tensor) -> torch.Tensor:
-        """The whole input, whose gradient is added up over the ranks."""
+    def _whole_input(self, x: torch.Tensor) -> torch.Tensor:
+        """The whole input, whose gradient is summed over the ranks."""
         if self.input_is_gathered:
             return x
         if self.sequence_parallel:
@@ -186,19 +188,19 @@ class ColumnParallelLinear(_SlicedLinear):
 
 
 class RowParallelLinear(_SlicedLinear):
-    """y = x W^T + b with the input features cut over the ranks; the results are added up.
+    """y = x W^T + b, with the input features cut over the ranks. The results of the ranks are summed.
 
     Args:
         in_features: size of the whole input.
         out_features: size of the output, which every rank gets whole.
-        bias: whether there is one; every rank has it whole, and it is added once.
-        input_is_parallel: the input is this rank's piece already; else it is cut here.
-        group: ranks; None is the default group.
+        bias: whether there is a bias; every rank has it whole, and it is added once.
+        input_is_parallel: True: the input is this rank's piece already; False: the whole input is cut here.
+        group: process group that shares the layer; None: the default group.
         sequence_parallel: return this rank's piece of the sequence.
         sequence_dim: dimension of the sequence.
         transposed: the weight has the shape [in, out].
         whole: (weight, bias) of the whole layer to cut; default: new ones.
-        dtype, device: of the parameters.
+        dtype, device: dtype and device of new parameters.
 
     Raises:
         TensorSliceError: the input features cannot be cut evenly.
@@ -220,7 +222,7 @@ class RowParallelLinear(_SlicedLinear):
     ) -> None:
         super().__init__(in_features, out_features, group, transposed)
         check_divides(in_features, self.size, "in_features")
-        weight, offset = whole or _built(in_features, out_features, bias, transposed, options)
+        weight, offset = whole or _new_linear_weights(in_features, out_features, bias, transposed, options)
         dim = 0 if transposed else 1
         self.weight = mark(nn.Parameter(slice_of(weight, dim, self.rank, self.size)), dim)
         self.bias = None if offset is None else nn.Parameter(offset.clone())
@@ -230,7 +232,7 @@ class RowParallelLinear(_SlicedLinear):
             self.bias.sequence_parallel = True  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's x [..., in / ranks] (or the whole [..., in]) -> the whole [..., out]."""
+        """Input [..., in] or this rank's piece [..., in / ranks] -> output [..., out] or its piece of the sequence."""
         if not self.input_is_parallel:
             x = scatter_to_slices(x, -1, self.group)
         y = self._product(x, None)
@@ -241,5 +243,5 @@ class RowParallelLinear(_SlicedLinear):
         )
         if self.bias is None:
             return y
-        # each rank adds it to its own tokens, so its gradient is a part of the sum
+        # each rank adds the bias to its own tokens only, so the gradients of all ranks have to be summed
         return y + (copy_to_slices(self.bias, self.group) if self.sequence_parallel else self.bias)

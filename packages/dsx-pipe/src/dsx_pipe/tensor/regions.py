@@ -25,14 +25,17 @@ from .slices import bounds, check_divides, lengths
 
 
 def all_reduced(tensor: torch.Tensor, group: Any) -> torch.Tensor:
-    """The sum over the group, in memory of its own."""
+    """The sum over the group, in new memory (collective)."""
     out = tensor.detach().clone(memory_format=torch.contiguous_format)
     dsx_comm.all_reduce(out, group=group)
     return out
 
 
 def all_gathered(tensor: torch.Tensor, dim: int, group: Any, sizes: list[int] | None = None) -> torch.Tensor:
-    """All ranks' pieces one behind the other along a dimension; `sizes` where they differ."""
+    """Concatenate all ranks' pieces along a dimension (collective).
+
+    `sizes` are the lengths of the pieces along `dim`; None: all are equal.
+    """
     size = dsx_comm.get_world_size(group)
     largest = max(sizes) if sizes else tensor.shape[dim]
     front = tensor.detach().movedim(dim, 0)
@@ -46,10 +49,13 @@ def all_gathered(tensor: torch.Tensor, dim: int, group: Any, sizes: list[int] | 
 
 
 def start_reduce_scatter(tensor: torch.Tensor, dim: int, group: Any) -> tuple[Any, torch.Tensor]:
-    """(handle, this rank's piece of the sum over the group along a dimension, complete once the handle was waited for).
+    """Begin a reduce-scatter along a dimension (collective).
+
+    Returns:
+        (handle, this rank's piece of the sum over the group). The piece is complete after `handle.wait()`.
 
     Raises:
-        TensorSliceError: the dimension is no multiple of the ranks.
+        TensorSliceError: the dimension is not a multiple of the ranks.
     """
     size = dsx_comm.get_world_size(group)
     check_divides(tensor.shape[dim], size, f"size of dimension {dim}")
@@ -60,14 +66,14 @@ def start_reduce_scatter(tensor: torch.Tensor, dim: int, group: Any) -> tuple[An
 
 
 def reduce_scattered(tensor: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
-    """This rank's piece of the sum over the group along a dimension."""
+    """This rank's piece, along a dimension, of the sum over the group (collective)."""
     handle, out = start_reduce_scatter(tensor, dim, group)
     handle.wait()
     return out
 
 
 def own_piece(tensor: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
-    """This rank's piece of a tensor that every rank has."""
+    """This rank's piece, along a dimension, of a tensor that every rank has. Nothing is sent."""
     cut = bounds(tensor.shape[dim], dsx_comm.get_world_size(group))
     rank = dsx_comm.get_rank(group)
     return tensor.narrow(dim, cut[rank], cut[rank + 1] - cut[rank]).contiguous()
@@ -140,70 +146,73 @@ class _ReduceScatter(torch.autograd.Function):
         return all_gathered(gradient, ctx.dim, ctx.group), None, None
 
 
-def _alone(group: Any) -> bool:
+def _is_single_rank(group: Any) -> bool:
     return dsx_comm.get_world_size(group) == 1
 
 
 def copy_to_slices(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
     """Enter a sliced region with a tensor that every rank has."""
-    return tensor if _alone(group) else _Copy.apply(tensor, group)  # type: ignore[return-value]
+    return tensor if _is_single_rank(group) else _Copy.apply(tensor, group)  # type: ignore[return-value]
 
 
 def reduce_from_slices(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
-    """Leave a sliced region: the sum of the ranks' partial results."""
-    return tensor if _alone(group) else _Reduce.apply(tensor, group)  # type: ignore[return-value]
+    """Leave a sliced region with the sum of the ranks' partial results."""
+    return tensor if _is_single_rank(group) else _Reduce.apply(tensor, group)  # type: ignore[return-value]
 
 
 def gather_from_slices(
     tensor: torch.Tensor, dim: int = -1, group: Any = None, sizes: list[int] | None = None
 ) -> torch.Tensor:
-    """Leave a sliced region: the ranks' pieces one behind the other. `sizes`: the pieces' lengths where they differ."""
-    return tensor if _alone(group) else _Gather.apply(tensor, dim, group, sizes)  # type: ignore[return-value]
+    """Leave a sliced region with all ranks' pieces, concatenated along `dim`.
+
+    `sizes` are the lengths of the pieces along `dim`; None: all are equal.
+    """
+    return tensor if _is_single_rank(group) else _Gather.apply(tensor, dim, group, sizes)  # type: ignore[return-value]
 
 
 def scatter_to_slices(tensor: torch.Tensor, dim: int = -1, group: Any = None) -> torch.Tensor:
     """Enter a sliced region with this rank's piece of a tensor that every rank has."""
-    return tensor if _alone(group) else _Scatter.apply(tensor, dim, group)  # type: ignore[return-value]
+    return tensor if _is_single_rank(group) else _Scatter.apply(tensor, dim, group)  # type: ignore[return-value]
 
 
 def gather_sequence(tensor: torch.Tensor, dim: int = 1, group: Any = None) -> torch.Tensor:
-    """From a sequence-parallel region into a sliced one: the whole sequence."""
-    return tensor if _alone(group) else _GatherSequence.apply(tensor, dim, group)  # type: ignore[return-value]
+    """Go from a sequence-parallel region into a sliced one with the whole sequence."""
+    return tensor if _is_single_rank(group) else _GatherSequence.apply(tensor, dim, group)  # type: ignore[return-value]
 
 
 def reduce_scatter_sequence(tensor: torch.Tensor, dim: int = 1, group: Any = None) -> torch.Tensor:
-    """From a sliced region into a sequence-parallel one: this rank's piece of the sum.
+    """Go from a sliced region into a sequence-parallel one with this rank's piece of the sum.
 
     Raises:
-        TensorSliceError: the length of the sequence is no multiple of the ranks.
+        TensorSliceError: the length of the sequence is not a multiple of the ranks.
     """
-    return tensor if _alone(group) else _ReduceScatter.apply(tensor, dim, group)  # type: ignore[return-value]
+    return tensor if _is_single_rank(group) else _ReduceScatter.apply(tensor, dim, group)  # type: ignore[return-value]
 
 
 def scatter_sequence(tensor: torch.Tensor, dim: int = 1, group: Any = None) -> torch.Tensor:
-    """Enter a sequence-parallel region with a tensor that every rank has.
+    """Enter a sequence-parallel region with this rank's piece of a tensor that every rank has.
 
     Raises:
-        TensorSliceError: the length of the sequence is no multiple of the ranks.
+        TensorSliceError: the length of the sequence is not a multiple of the ranks.
     """
     check_divides(tensor.shape[dim], dsx_comm.get_world_size(group), f"sequence length (dimension {dim})")
     return scatter_to_slices(tensor, dim, group)
 
 
 def gather_from_sequence(tensor: torch.Tensor, dim: int = 1, group: Any = None) -> torch.Tensor:
-    """Leave a sequence-parallel region: every rank has the whole sequence, and the same gradient of it."""
+    """Leave a sequence-parallel region with the whole sequence, whose gradient must be equal on all ranks."""
     return gather_from_slices(tensor, dim, group)
 
 
 def sum_gradients_over_slices(module: nn.Module, group: Any = None, *, recurse: bool = True) -> None:
-    """Add up the gradients of a module's parameters over the group, in every backward.
+    """Sum the gradients of a module's parameters over the group, in every backward.
 
-    For modules inside a sequence-parallel region (norms), where each rank sees a piece of the sequence, and for modules
-    on this rank's heads: the gradient of each rank is a part of the sum. Parameters get Megatron's mark
-    `sequence_parallel`. `recurse` False leaves submodules out.
+    It is for modules inside a sequence-parallel region (norms), where each rank sees a piece of the sequence, and for
+    modules that each rank uses on its own heads. There the gradient of each rank is only a part of the sum. The
+    parameters get Megatron's attribute `sequence_parallel`. `recurse=False` leaves submodules out.
 
-    The sum is part of the module's forward, not a hook of the parameter, because sharding replaces parameters: the
-    class of each submodule with parameters of its own becomes a subclass of the same name.
+    The sum is part of the module's forward, not a hook of the parameter, because sharding replaces parameters. To add
+    it, the class of each submodule that has parameters is replaced by a subclass of the same name.
     """
     made: dict[type, type] = {}
     for part in module.modules() if recurse else [module]:
@@ -212,14 +221,14 @@ def sum_gradients_over_slices(module: nn.Module, group: Any = None, *, recurse: 
             continue
         for parameter in part.parameters(recurse=False):
             parameter.sequence_parallel = True  # type: ignore[attr-defined]
-        if not _alone(group):
+        if not _is_single_rank(group):
             if kind not in made:
-                made[kind] = _summing(kind, group)
+                made[kind] = _class_that_sums_gradients(kind, group)
             part.__class__ = made[kind]
 
 
-def _summing(kind: type, group: Any) -> type:
-    """A subclass that uses its parameters through `copy_to_slices`, which adds up their gradients."""
+def _class_that_sums_gradients(kind: type, group: Any) -> type:
+    """A subclass of `kind` that uses its parameters through `copy_to_slices`, which sums their gradients."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         own: Any = self._parameters

@@ -1,11 +1,11 @@
 """Slicing a whole model by rules: which of its layers are cut, and how.
 
-    slice_model(model, group=group)                       # GPT-2, Llama and BERT layouts of Hugging Face: built-in
-    rules slice_model(model, group=group, config=partition_config)
+    slice_model(model, group=group)                           # GPT-2, Llama and BERT layouts of Hugging Face
+    slice_model(model, group=group, config=partition_config)  # your own rules
 
 Rules are patterns of module names. A layer keeps its name and its parameters' names; the parameters are pieces of the
-old ones and have Megatron's marks. The number of heads of attention modules is set to that of the slice. Dropout inside
-a sliced region draws from each rank's own generator.
+old ones and have Megatron's attributes. The number of heads of attention modules is set to that of the slice. Dropout
+inside a sliced region draws from each rank's own generator.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from .vocabulary import VocabParallelEmbedding
 
 @dataclass(frozen=True)
 class LayerRule:
-    """How the layers are cut whose names match.
+    """How the layers whose names match are cut.
 
     Attributes:
         patterns: regular expressions, matched at the end of a module's (or its weight's) name.
         kind: "column", "row", "vocabulary" (an embedding), "head" (a projection to the vocabulary, with the whole
-            output), "per_head" (a module of any kind that stays whole and is used on this rank's heads, so its
-            gradients are added up) or "skip".
+            output), "per_head" (a module of any kind that stays whole and that each rank uses on its own heads, so its
+            gradients are summed) or "skip".
         parts: number of equal layers fused into one weight.
         gather_output: return the whole output (column).
     """
@@ -46,11 +46,11 @@ class LayerRule:
     gather_output: bool = False
 
     def matches(self, name: str) -> bool:
-        """True if a module of this name is meant."""
+        """True if a pattern matches the end of a module's name, or of its weight's name."""
         return any(re.search(rf"(?:{p})$", name) or re.search(rf"(?:{p})$", f"{name}.weight") for p in self.patterns)
 
 
-_ENDS = (
+_EMBEDDING_AND_HEAD = (
     LayerRule((r"(^|\.)(wte|embed_tokens|word_embeddings)",), "vocabulary"),
     LayerRule((r"(^|\.)lm_head",), "head"),
 )
@@ -59,12 +59,12 @@ PRESETS: dict[str, tuple[LayerRule, ...]] = {
         LayerRule((r"attn\.c_attn",), "column", parts=3),
         LayerRule((r"attn\.c_proj", r"mlp\.c_proj"), "row"),
         LayerRule((r"mlp\.c_fc",), "column"),
-        *_ENDS,
+        *_EMBEDDING_AND_HEAD,
     ),
     "llama": (
         LayerRule((r"self_attn\.[qkv]_proj", r"mlp\.(gate|up)_proj"), "column"),
         LayerRule((r"self_attn\.o_proj", r"mlp\.down_proj"), "row"),
-        *_ENDS,
+        *_EMBEDDING_AND_HEAD,
     ),
     "bert": (
         LayerRule((r"attention\.self\.(query|key|value)", r"intermediate\.dense"), "column"),
@@ -76,15 +76,15 @@ for _name in ("mistral", "qwen2", "gemma"):
 PRESETS["qwen3"] = (*PRESETS["llama"], LayerRule((r"self_attn\.[qk]_norm",), "per_head"))
 PRESETS["roberta"] = PRESETS["bert"]
 
-# counts that an attention module keeps of its whole self
-_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "split_size", "all_head_size")
+# attributes in which an attention module keeps numbers of heads and sizes of the whole layer
+_HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "split_size", "all_head_size")
 
 
 def rules_of(config: dict[str, Any]) -> tuple[LayerRule, ...]:
-    """Rules from a `partition_config`: {use_default_specs, layer_specs: [{patterns, partition_type, shape, ...}]}.
+    """Make rules from a `partition_config`: {use_default_specs, layer_specs: [{patterns, partition_type, shape, ...}]}.
 
     Raises:
-        TensorSliceError: an unknown key or value.
+        TensorSliceError: a key or a value is unknown.
     """
     unknown = set(config) - {"use_default_specs", "layer_specs"}
     if unknown:
@@ -108,12 +108,14 @@ def rules_of(config: dict[str, Any]) -> tuple[LayerRule, ...]:
                 f"{where}.partition_dim: got {spec['partition_dim']}, expected 0 (each part is cut along it)"
             )
         found.append(
-            LayerRule(tuple(patterns), kind, _parts(spec.get("shape"), where), bool(spec.get("gather_output")))
+            LayerRule(
+                tuple(patterns), kind, _number_of_parts(spec.get("shape"), where), bool(spec.get("gather_output"))
+            )
         )
     return tuple(found)
 
 
-def _parts(shape: Any, where: str) -> int:
+def _number_of_parts(shape: Any, where: str) -> int:
     """Number of fused parts from a shape like [3, -1]."""
     if shape is None:
         return 1
@@ -131,14 +133,14 @@ def slice_model(
     overlap: bool = False,
     sequence_parallel: bool = False,
 ) -> nn.Module:
-    """Cut a model's layers over the ranks of a group, in place; every rank has the whole model before.
+    """Cut a model's layers over the ranks of a group, in place. Before the call every rank has the whole model.
 
     Args:
-        model: any module; without `preset` and `config` one whose `config.model_type` has a preset.
-        group: ranks; None is the default group.
+        model: any module; without `preset` and `config` its `config.model_type` must have a preset.
+        group: process group that shares the model; None: the default group.
         preset: gpt2, llama, mistral, qwen2, qwen3, gemma, bert or roberta.
-        config: `partition_config`; its rules come before the preset's (without use_default_specs: in place of them).
-        overlap: column layers add up their input's gradient while they compute the weight's.
+        config: `partition_config`. Its rules replace the preset's; with `use_default_specs` they come before them.
+        overlap: column layers sum their input's gradient over the ranks while they compute the weight's gradient.
         sequence_parallel: between the sliced layers of a block each rank works on its part of the sequence
             (`sequence.py`); the length of sequences must be a multiple of the ranks.
 
@@ -146,10 +148,10 @@ def slice_model(
         The model.
 
     Raises:
-        TensorSliceError: no rules are known, none matches a layer, sizes or heads do not divide, or options exclude
-            each other. Nothing is changed.
+        TensorSliceError: no rules are known, no rule matches a layer, sizes or heads do not divide, or options exclude
+            each other. The model is not changed then.
     """
-    rules = _rules(model, preset, config)
+    rules = _rules_for(model, preset, config)
     size = dsx_comm.get_world_size(group)
     if overlap and sequence_parallel:
         raise TensorSliceError(
@@ -160,35 +162,35 @@ def slice_model(
     for name, module in model.named_modules():
         rule = next((r for r in rules if _sliceable(module) and r.matches(name)), None)
         if rule is not None and rule.kind not in ("skip", "per_head"):
-            _check(name, module, rule, size)
+            _check_layer(name, module, rule, size)
             plan.append((name, module, rule))
     if not plan:
         raise TensorSliceError(
             f"{type(model).__name__}: no layer matches the rules {[p for r in rules for p in r.patterns]}"
         )
     _check_heads(model, size)
-    blocks = _blocks(model, plan) if sequence_parallel else ""
+    attentions = _modules_with_counts(model, plan)
+    for attention in attentions:
+        _check_counts(attention, size)
+    blocks = _name_of_blocks(model, plan) if sequence_parallel else ""
     if size == 1:
         return model
     made: dict[int, nn.Parameter] = {}
-    attentions: set[nn.Module] = set()
     in_blocks: list[nn.Module] = []
     for name, module, rule in plan:
         owner, _, attribute = name.rpartition(".")
         parent = model.get_submodule(owner)
         is_inside = bool(blocks) and name.startswith(f"{blocks}.")
-        sliced = _sliced(module, rule, group, overlap, is_inside)
+        sliced = _slice_layer(module, rule, group, overlap, is_inside)
         in_blocks += [sliced] if is_inside else []
-        for key, old in module.named_parameters():  # tied weights stay tied
+        for key, old in module.named_parameters():  # weights that are tied stay tied
             if id(old) in made:
                 setattr(sliced, key, made[id(old)])
             else:
                 made[id(old)] = getattr(sliced, key)
         setattr(parent, attribute, sliced)
-        if rule.kind == "column" and not rule.gather_output:
-            attentions.add(parent)
-    for parent in attentions:
-        _divide_counts(parent, size)
+    for attention in attentions:
+        _divide_counts(attention, size)
     for name, module in list(model.named_modules()):
         if any(rule.kind == "per_head" and rule.matches(name) for rule in rules):
             sum_gradients_over_slices(module, group)
@@ -197,7 +199,7 @@ def slice_model(
     return model
 
 
-def _blocks(model: nn.Module, plan: list[tuple[str, nn.Module, LayerRule]]) -> str:
+def _name_of_blocks(model: nn.Module, plan: list[tuple[str, nn.Module, LayerRule]]) -> str:
     """Name of the list of blocks that has the column- and row-parallel layers."""
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     found = set()
@@ -213,7 +215,7 @@ def _blocks(model: nn.Module, plan: list[tuple[str, nn.Module, LayerRule]]) -> s
     return str(found.pop())
 
 
-def _rules(model: nn.Module, preset: str | None, config: dict[str, Any] | None) -> tuple[LayerRule, ...]:
+def _rules_for(model: nn.Module, preset: str | None, config: dict[str, Any] | None) -> tuple[LayerRule, ...]:
     if preset is not None and preset not in PRESETS:
         raise TensorSliceError(f"preset_model: got {preset!r}, expected one of {', '.join(sorted(PRESETS))}")
     kind = preset or getattr(getattr(model, "config", None), "model_type", None)
@@ -238,20 +240,20 @@ def _transposed(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
-def _sizes(module: Any) -> tuple[int, int]:
+def _in_out_features(module: Any) -> tuple[int, int]:
     """(in, out) of a linear layer."""
     out, into = module.weight.shape
     return (out, into) if _transposed(module) else (into, out)
 
 
-def _check(name: str, module: nn.Module, rule: LayerRule, size: int) -> None:
+def _check_layer(name: str, module: nn.Module, rule: LayerRule, size: int) -> None:
     if rule.kind == "vocabulary":
         if not isinstance(module, nn.Embedding):
             raise TensorSliceError(f"{name}: got {type(module).__name__}, expected an nn.Embedding")
         return
     if isinstance(module, nn.Embedding):
         raise TensorSliceError(f"{name}: an nn.Embedding cannot be cut as {rule.kind!r}")
-    into, out = _sizes(module)
+    into, out = _in_out_features(module)
     if rule.kind == "column":
         check_divides(out, size, f"{name}: output features", rule.parts)
     elif rule.kind == "row":
@@ -268,7 +270,7 @@ def _check_heads(model: nn.Module, size: int) -> None:
             )
 
 
-def _sliced(module: Any, rule: LayerRule, group: Any, overlap: bool, sequence: bool) -> nn.Module:
+def _slice_layer(module: Any, rule: LayerRule, group: Any, overlap: bool, sequence: bool) -> nn.Module:
     trains = {n: p.requires_grad for n, p in module.named_parameters()}
     if rule.kind == "vocabulary":
         rows, columns = module.weight.shape
@@ -276,7 +278,7 @@ def _sliced(module: Any, rule: LayerRule, group: Any, overlap: bool, sequence: b
             rows, columns, module.padding_idx, group, whole=module.weight.detach()
         )
     else:
-        into, out = _sizes(module)
+        into, out = _in_out_features(module)
         whole = (module.weight.detach(), None if module.bias is None else module.bias.detach())
         transposed = _transposed(module)
         if rule.kind == "row":
@@ -294,12 +296,27 @@ def _sliced(module: Any, rule: LayerRule, group: Any, overlap: bool, sequence: b
     return found.train(module.training)
 
 
+def _modules_with_counts(model: nn.Module, plan: list[tuple[str, nn.Module, LayerRule]]) -> set[nn.Module]:
+    """The modules that own column-parallel layers: their head counts become those of the slice."""
+    return {
+        model.get_submodule(name.rpartition(".")[0])
+        for name, _, rule in plan if rule.kind == "column" and not rule.gather_output
+    }  # fmt: skip
+
+
+def _counts_of(attention: nn.Module) -> dict[str, int]:
+    held = {key: attention.__dict__.get(key) for key in _HEAD_COUNTS}
+    return {key: value for key, value in held.items() if isinstance(value, int) and not isinstance(value, bool)}
+
+
+def _check_counts(attention: nn.Module, size: int) -> None:
+    for key, value in _counts_of(attention).items():
+        check_divides(value, size, f"{type(attention).__name__}.{key}")
+
+
 def _divide_counts(attention: nn.Module, size: int) -> None:
-    for key in _COUNTS:
-        value = attention.__dict__.get(key)
-        if isinstance(value, int) and not isinstance(value, bool):
-            check_divides(value, size, f"{type(attention).__name__}.{key}")
-            setattr(attention, key, value // size)
+    for key, value in _counts_of(attention).items():
+        setattr(attention, key, value // size)
 
 
 def tp_model_init(
@@ -315,14 +332,14 @@ def tp_model_init(
     """DeepSpeed's name: cut a model over groups of `tp_size` neighbouring ranks. All ranks of the world call it.
 
     Args:
-        model: with the same values on the ranks of a group.
-        tp_size: ranks per copy of the model.
-        dtype: cast the model to it first.
+        model: a model with the same values on all ranks of a group.
+        tp_size: number of ranks per copy of the model.
+        dtype: dtype to which the model is cast first; None: no cast.
         config: `partition_config`.
         preset, overlap, sequence_parallel: as in `slice_model`.
 
     Raises:
-        TensorSliceError: the world size is no multiple of `tp_size`; and what `slice_model` raises.
+        TensorSliceError: the world size is not a multiple of `tp_size`, or as for `slice_model`.
     """
     world = dsx_comm.get_world_size()
     if tp_size < 1 or world % tp_size:

@@ -31,8 +31,8 @@ from .regions import gather_from_sequence, gather_sequence, scatter_sequence, su
 _DIM = 1  # [batch, sequence, hidden]
 
 
-class _OnGroup:
-    """Something that copies of a module share: its process group cannot be copied."""
+class _GroupHooks:
+    """Base of hooks with a process group. Copies of a module share the group, because it cannot be copied."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -43,31 +43,31 @@ class _OnGroup:
         return made
 
 
-class _GatherInput(_OnGroup):
-    """Forward pre-hook: the module gets the whole sequence."""
+class _GatherInput(_GroupHooks):
+    """Forward pre-hook that gathers the whole sequence for the module."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _with_hidden(module, args, kwargs, lambda hidden: gather_sequence(hidden, _DIM, self.group))
 
 
-class BlockBorder(_OnGroup):
+class BlockBorder(_GroupHooks):
     """Hooks of one block.
 
     Attributes:
-        is_first: no block runs before it here: it splits the sequence.
-        is_last: no block runs behind it here: it gathers the sequence.
+        is_first: the block is the first of a row of blocks on this rank, so it splits the sequence.
+        is_last: the block is the last of a row of blocks on this rank, so it gathers the sequence.
     """
 
     is_first = is_last = False
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Forward pre-hook."""
+        """Forward pre-hook: split the sequence if the block is the first."""
         if not self.is_first:
             return None
         return _with_hidden(module, args, kwargs, lambda hidden: scatter_sequence(hidden, _DIM, self.group))
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Forward hook."""
+        """Forward hook: gather the sequence if the block is the last."""
         if not self.is_last:
             return None
         if isinstance(output, tuple):
@@ -79,9 +79,9 @@ def add_sequence_regions(blocks: nn.ModuleList, sliced: Iterable[nn.Module], gro
     """Make the inside of blocks sequence-parallel.
 
     Args:
-        blocks: run one after the other, each on the output of the previous one.
+        blocks: the blocks, each of which runs on the output of the previous one.
         sliced: the sliced layers in them, built for pieces of the sequence (`input_is_gathered`, `sequence_parallel`).
-        group: ranks that share the slices.
+        group: process group of the ranks that share the slices.
     """
     layers = {id(layer) for layer in sliced}
     for block in blocks:
@@ -98,9 +98,10 @@ def add_sequence_regions(blocks: nn.ModuleList, sliced: Iterable[nn.Module], gro
 
 
 def set_borders(blocks: Iterable[nn.Module]) -> None:
-    """Say which blocks run here, in order: each first one of a row splits the sequence, each last one gathers it.
+    """Set which blocks split and gather the sequence: the first and the last of every row of blocks.
 
-    Modules without sequence-parallel regions end a row: they replace blocks of other pipeline stages.
+    `blocks` are in the order in which they run. A module without sequence-parallel regions ends a row: it replaces a
+    block of another pipeline stage.
     """
     before: BlockBorder | None = None
     for block in blocks:
@@ -121,7 +122,7 @@ def _border_of(block: nn.Module) -> BlockBorder | None:
 
 
 def _with_hidden(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> Any:
-    """The arguments with the hidden state changed: the first one, or the one of that name."""
+    """Apply `change` to the hidden state: the first argument, or the argument `hidden_states`."""
     if args and isinstance(args[0], torch.Tensor):
         return (change(args[0]), *args[1:]), kwargs
     if isinstance(kwargs.get("hidden_states"), torch.Tensor):

@@ -1,4 +1,4 @@
-"""Which part of a tensor each rank has. Pure arithmetic, and the marks that Megatron puts on sliced parameters.
+"""Which part of a tensor each rank has: pure arithmetic, and Megatron's attributes of sliced parameters.
 
 A tensor is cut along one dimension into as many pieces as the group has ranks; sizes differ by one at most. A fused
 tensor (query, key and value in one weight) is first cut into its `parts`, so that each rank gets a piece of every part.
@@ -17,7 +17,7 @@ from ..errors import TensorSliceError
 
 
 def bounds(length: int, size: int) -> list[int]:
-    """Starts of the ranks' pieces, and the length: rank r has [bounds[r], bounds[r + 1])."""
+    """Starts of the pieces of `size` ranks, followed by `length`: rank r has [bounds[r], bounds[r + 1])."""
     chunk, rest = divmod(length, size)
     return [r * chunk + min(r, rest) for r in range(size + 1)]
 
@@ -28,14 +28,22 @@ def lengths(length: int, size: int) -> list[int]:
 
 
 def check_divides(length: int, size: int, what: str, parts: int = 1) -> None:
-    """Raise TensorSliceError if `parts` equal parts of a length cannot be cut into `size` equal pieces."""
+    """Raise `TensorSliceError` if `parts` equal parts of a length cannot be cut into `size` equal pieces each."""
     if length % parts or (length // parts) % size:
         each = f" in each of {parts} parts" if parts > 1 else ""
         raise TensorSliceError(f"{what}: got {length}, expected a multiple of the {size} ranks of the group{each}")
 
 
 def slice_of(tensor: torch.Tensor, dim: int, rank: int, size: int, parts: int = 1) -> torch.Tensor:
-    """A rank's piece of a whole tensor, as a copy."""
+    """A rank's piece of a whole tensor, as a contiguous copy.
+
+    Args:
+        tensor: the whole tensor.
+        dim: dimension along which it is cut.
+        rank: index in the group.
+        size: number of ranks of the group.
+        parts: number of equal parts fused along `dim`; each is cut.
+    """
     pieces = []
     for part in tensor.tensor_split(parts, dim):
         cut = bounds(part.shape[dim], size)
@@ -50,9 +58,9 @@ def whole_of(pieces: list[torch.Tensor], dim: int, parts: int = 1) -> torch.Tens
 
 
 def mark(parameter: nn.Parameter, dim: int, parts: int = 1) -> nn.Parameter:
-    """Mark a parameter as a slice, as Megatron does: engines read these attributes to count norms and to save.
+    """Mark a parameter as a slice with Megatron's attributes, which engines read for norms and checkpoints.
 
-    `tensor_model_parallel` True, `partition_dim` the dimension, `partition_stride` the number of fused parts.
+    `tensor_model_parallel` is True, `partition_dim` the dimension, `partition_stride` the number of fused parts.
     """
     parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
     parameter.partition_dim = dim  # type: ignore[attr-defined]
@@ -66,7 +74,10 @@ def is_sliced(parameter: torch.Tensor) -> bool:
 
 
 def gather_parameter(parameter: torch.Tensor, group: Any = None) -> torch.Tensor:
-    """The whole of a sliced parameter, on every rank; an unsliced one is returned as it is. All ranks call it."""
+    """The whole of a sliced parameter, detached, on every rank of the group (collective).
+
+    A parameter that is not sliced is returned as it is, detached.
+    """
     if not is_sliced(parameter):
         return parameter.detach()
     size = dsx_comm.get_world_size(group)
@@ -83,5 +94,5 @@ def gather_parameter(parameter: torch.Tensor, group: Any = None) -> torch.Tensor
 
 
 def whole_state(module: nn.Module, group: Any = None) -> dict[str, torch.Tensor]:
-    """All parameters by name, sliced ones put together: the state of the model before slicing. All ranks call it."""
+    """All parameters by name with their slices joined, as before slicing (collective over the group)."""
     return {name: gather_parameter(p, group) for name, p in module.named_parameters()}

@@ -21,12 +21,15 @@ class VocabParallelEmbedding(nn.Module):
     """An embedding whose rows are cut over the ranks.
 
     Args:
-        num_embeddings: rows of the whole table.
-        embedding_dim: columns.
+        num_embeddings: number of rows of the whole table; at least one per rank.
+        embedding_dim: number of columns.
         padding_idx: row that gets no gradient, as in `nn.Embedding`.
-        group: ranks; None is the default group.
-        whole: the whole table to cut; default: a new one.
-        dtype, device: of the table.
+        group: process group that shares the table; None: the default group.
+        whole: the whole table [num_embeddings, embedding_dim] to cut; default: a new one.
+        dtype, device: dtype and device of a new table.
+
+    Raises:
+        TensorSliceError: there are fewer rows than ranks.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class VocabParallelEmbedding(nn.Module):
         self._padding = padding_idx - self.first if here and padding_idx is not None else None
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """ids [...] of the whole vocabulary -> [..., embedding_dim] on every rank."""
+        """int64 ids [...] in the whole vocabulary -> [..., embedding_dim] on every rank (collective)."""
         mine = (ids >= self.first) & (ids < self.end)
         rows = nn.functional.embedding(torch.where(mine, ids - self.first, 0), self.weight, self._padding)
         return reduce_from_slices(rows * mine.unsqueeze(-1), self.group)
@@ -101,17 +104,17 @@ def vocab_parallel_cross_entropy(
 
     Args:
         logits: [..., this rank's piece of the vocabulary].
-        labels: [...] in the whole vocabulary, on every rank.
-        group: ranks; None is the default group.
-        vocab_size: size of the whole vocabulary; default: that of equal pieces.
+        labels: int64 [...] in the whole vocabulary, the same on every rank.
+        group: process group that shares the vocabulary; None: the default group.
+        vocab_size: size of the whole vocabulary; default: the size of this rank's piece times the number of ranks.
         ignore_index: label that does not count.
         reduction: "mean", "sum" or "none".
 
     Returns:
-        The loss, the same on every rank.
+        The loss, the same on every rank: a float32 scalar, or [...] for "none".
 
     Raises:
-        TensorSliceError: shapes that do not fit, a label outside the vocabulary, an unknown reduction.
+        TensorSliceError: shapes do not fit, a label is outside the vocabulary, or the reduction is unknown.
     """
     rank, size = dsx_comm.get_rank(group), dsx_comm.get_world_size(group)
     total = logits.shape[-1] * size if vocab_size is None else vocab_size
