@@ -143,7 +143,7 @@ def stale_low_precision_copy() -> Any:
 
 
 def no_broadcast_at_start() -> Any:
-    return patch.object(module("dsx_zero.building"), "share_first", lambda values, ranks: None)
+    return patch.object(module("dsx_zero.building"), "broadcast_first", lambda values, ranks: None)
 
 
 def shifted_shard() -> Any:

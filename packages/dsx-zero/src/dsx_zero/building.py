@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from .alike import hash_of
-from .gather.publishing import Gathering, Replicated, share_first
+from .gather.publishing import Gathering, Replicated, broadcast_first
 from .grads.averaging import Averaging, ByReduction, averaging_of
 from .grads.gradients import Gradients, LocalGradients, ReducedGradients
 from .grads.reduction import LocalReducer, Reducer, Reduction, ReductionEngine
@@ -267,7 +267,7 @@ class _Build:
                 return known
             group = FlatGroup.resident(plan, [parameters[n] for n in plan.layout.names], memory=memory(plan.key.ranks))
             if group.visible is not None:
-                share_first(group.visible, group.ranks)
+                broadcast_first(group.visible, group.ranks)
             return group
 
         units = tuple(Unit(plan, tuple(made(group) for group in plan.groups)) for plan in self.plans)
@@ -383,7 +383,7 @@ class _Build:
             reducer=reducer,
             complete=complete,
             # Plain tensors at stage 0 would let each rank clip by its own norm.
-            expose=self.reduction.op == "mean" and not differ,
+            grads_are_views=self.reduction.op == "mean" and not differ,
             differ=differ,
             norm_groups=self._norm_groups(units, stage),
             overlap=self.settings.overlap_comm is not False,
@@ -409,7 +409,7 @@ class _Build:
         held = {name: group.key.ranks for plan in self.plans for group in plan.groups for name in group.layout.names}
         aliases = {alias: held[info.name] for info in self.infos for alias in info.aliases}
         for buffer, ranks in ranks_of_buffers(self.model, {**held, **aliases}, self.data):
-            share_first(buffer, ranks)
+            broadcast_first(buffer, ranks)
 
 
 # What the optimizer steps --------------------------------------------------------------------------------------------

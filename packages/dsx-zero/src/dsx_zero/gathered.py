@@ -89,14 +89,14 @@ class GatheredParameters:
 
     def __enter__(self) -> GatheredParameters:
         sources = [p.source for p in self._parameters if isinstance(p, PartitionedParameter)]
-        by_lender: dict[int, list[UnitParameter]] = {}
+        by_owner: dict[int, list[UnitParameter]] = {}
         for source in sources:
             if isinstance(source, UnitParameter):
-                by_lender.setdefault(id(source.unit.lender), []).append(source)
-        for group in by_lender.values():
-            lender = group[0].unit.lender
-            if lender is not None:
-                self._stack.enter_context(lender.gathered([source.unit.index for source in group]))
+                by_owner.setdefault(id(source.unit.gather_on_use), []).append(source)
+        for group in by_owner.values():
+            gather_on_use = group[0].unit.gather_on_use
+            if gather_on_use is not None:
+                self._stack.enter_context(gather_on_use.gathered([source.unit.index for source in group]))
         self._opened = [
             (source, source.open()) for source in sources if isinstance(source, (UnitParameter, InitParameter))
         ]

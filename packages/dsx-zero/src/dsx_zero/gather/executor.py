@@ -24,10 +24,13 @@ __all__ = ["GatherExecutor", "GatherLimits"]
 
 @dataclass(frozen=True)
 class GatherLimits:
-    """How much may be gathered at once (elements).
+    """How many elements may be gathered at once.
 
-    ``prefetch_bucket_size`` bounds what is gathered ahead of its use (one unit is always allowed unless it is 0);
-    ``max_live_parameters`` bounds what prefetching and reuse may keep. What a use needs is always gathered.
+    Attributes:
+        prefetch_bucket_size: most elements that are gathered ahead of their use; one unit is always allowed, unless
+            this is 0.
+        max_live_parameters: most gathered elements with which a unit may be gathered ahead or kept for reuse. A unit
+            that is needed now is gathered in any case.
     """
 
     prefetch_bucket_size: int = 50_000_000
@@ -35,9 +38,15 @@ class GatherLimits:
 
 
 class GatherExecutor:
-    """Issues gathers of units on a lane and frees them.
+    """Issues gathers of units on a lane and frees the units.
 
-    The ``transport`` sends them; the uses of a unit are counted in ``PartitionedUnit.uses``.
+    The uses of a unit are counted in ``PartitionedUnit.uses``.
+
+    Args:
+        transport: carries the shards.
+        lane: runs the gathers.
+        limits: bound prefetching.
+        ahead: reads shards from disk before their gathers; None: no shards are on disk.
     """
 
     def __init__(
@@ -53,19 +62,19 @@ class GatherExecutor:
         self._units = {unit.index: unit for unit in units}
         self._transport, self._lane, self._limits = transport, lane, limits
         self._tickets: dict[int, list[Ticket]] = {}
-        self._passing: list[tuple[Ticket, torch.Tensor]] = []
+        self._to_scratch: list[tuple[Ticket, torch.Tensor]] = []
         self.live = 0
         """Elements of all gathered units."""
-        self._under_way = 0  # elements of units whose gather has not been waited for
+        self._under_way = 0  # elements of units whose gather is in flight
 
     def run_gather(self, unit: int) -> None:
-        """See ``Executor``. A unit that is there already is gathered past its users, into memory of its own."""
+        """See ``Executor``. A unit that is gathered already is gathered to scratch memory, because others need it."""
         target = self._units[unit]
         if target.state is not UnitState.PARTITIONED:
-            self._gather_past(target)
+            self._gather_to_scratch(target)
             return
         if self._ahead is not None:
-            self._ahead.gathers(unit)
+            self._ahead.note_gather(unit)
         self.live += target.numel
         self._under_way += target.numel
         target.state = UnitState.GATHERING
@@ -78,7 +87,7 @@ class GatherExecutor:
                 shard, arrival = fetched(group.shard, group.key.device, self._lane)
             jobs.append(partial(self._fill, store, shard, arrival, group, target.name))
         if self._ahead is not None:
-            self._ahead.taken()  # before the jobs, which may wait for their shards
+            self._ahead.read_next()  # before the jobs are submitted, because these may wait for their shards
         tickets = self._tickets[unit] = []
         for job in jobs:
             tickets.append(self._lane.submit(job))
@@ -86,13 +95,14 @@ class GatherExecutor:
     def _fill(
         self, store: GatheredStorage, shard: torch.Tensor, arrival: Ticket | None, group: FlatGroup, name: str
     ) -> Any:
-        """What the lane does for a flat group of a unit."""
+        """The job of a lane that gathers a flat group of a unit."""
         store.allocate()
         if arrival is not None:
             arrival.wait()
         return self._transport.start(store.fill, shard, group, name)
 
-    def _gather_past(self, target: PartitionedUnit) -> None:
+    def _gather_to_scratch(self, target: PartitionedUnit) -> None:
+        """A rank that already holds the unit still takes part in the collective; its copy goes to scratch memory."""
         self.settle()
         for group in target.groups:
             if not group.layout.numel:
@@ -110,12 +120,12 @@ class GatherExecutor:
                     arrival.wait()
                 return self._transport.start(out, shard, group, target.name)
 
-            self._passing.append((self._lane.submit(gather), scratch))
+            self._to_scratch.append((self._lane.submit(gather), scratch))
 
     def settle(self) -> None:
-        """Wait for gathers that this rank does not use."""
-        passing, self._passing = self._passing, []
-        for ticket, _ in passing:
+        """Wait for the gathers to scratch memory, and free it."""
+        pending, self._to_scratch = self._to_scratch, []
+        for ticket, _ in pending:
             ticket.wait()
 
     def holds(self, unit: int) -> bool:
@@ -123,12 +133,12 @@ class GatherExecutor:
         return self._units[unit].state is not UnitState.PARTITIONED
 
     def discard(self, unit: int) -> None:
-        """See ``Executor``. Nothing while the unit is in use."""
+        """See ``Executor``. While the unit is in use, nothing happens."""
         if self._units[unit].uses == 0:
             self.free(unit)
 
     def arrive(self, unit: int) -> None:
-        """Wait for the unit's gather and let its modules see the parameters."""
+        """Wait for the unit's gather, and put the plain parameters into its modules."""
         target = self._units[unit]
         if target.state is UnitState.GATHERING:
             for ticket in self._tickets.pop(unit):
@@ -138,13 +148,13 @@ class GatherExecutor:
         target.swap_in()
 
     def sweep(self) -> None:
-        """Free what is there and is not in use; gathers under way for later stay."""
+        """Free the units that are gathered and not in use. Gathers in flight stay."""
         for index, unit in self._units.items():
             if unit.state is UnitState.GATHERED:
                 self.discard(index)
 
     def free_all(self) -> None:
-        """Free everything and forget who uses it."""
+        """Free all units and reset their counts of uses."""
         if self._ahead is not None:
             self._ahead.drop()
         for index, unit in self._units.items():
@@ -152,12 +162,12 @@ class GatherExecutor:
             self.free(index)
 
     def free(self, unit: int) -> None:
-        """Give the memory back, whether the unit is in use or not."""
+        """Free the unit's memory, whether it is in use or not."""
         target = self._units[unit]
         if target.state is UnitState.PARTITIONED:
             return
         if target.state is UnitState.GATHERING:
-            self.arrive(unit)  # what is under way writes into the memory
+            self.arrive(unit)  # the gather in flight writes into the memory
         target.swap_out()
         for store in target.storages:
             self._lane.retire(store)
@@ -170,18 +180,19 @@ class GatherExecutor:
         ahead, limits = self._under_way, self._limits
         if target.state is not UnitState.PARTITIONED or self.live + target.numel > limits.max_live_parameters:
             return False
-        if ahead and self._ahead is not None and self._ahead.holds_up(unit):
-            # One at a time: a gather holds the host up until the disk has delivered its shard. (Whether it has would
-            # be known, but not alike on all ranks, and they must run ahead alike where an evaluation comes between.)
+        if ahead and self._ahead is not None and self._ahead.blocks_host(unit):
+            # One at a time: such a gather blocks the host until the disk has delivered its shard. (A rank knows whether
+            # its own shard has arrived. But the ranks know different things, and they must gather ahead alike where an
+            # evaluation comes between.)
             return False
         return limits.prefetch_bucket_size > 0 and (not ahead or ahead + target.numel <= limits.prefetch_bucket_size)
 
     def kept_tensors(self) -> list[torch.Tensor]:
-        """What the transport keeps between gathers."""
+        """The tensors that the transport keeps between gathers."""
         return self._transport.tensors()
 
-    def follow(self) -> None:
-        """Shards have new values: gathers from now on must see them."""
+    def shards_changed(self) -> None:
+        """Shards have new values, which gathers must see from now on."""
         if self._ahead is not None:
-            self._ahead.changed()
+            self._ahead.values_changed()
         self._lane.follow()

@@ -19,14 +19,14 @@ _PENDING: WeakKeyDictionary[nn.Module, WeakValueDictionary[int, torch.Tensor]] =
 
 
 def register_external_parameter(module: nn.Module, parameter: torch.Tensor) -> None:
-    """Let ``parameter`` be gathered for every forward of ``module``.
+    """Gather ``parameter`` for every forward of ``module``, although another module owns it.
 
-    Without it, a parameter that is read from another module is gathered when it is used, and stays in memory until the
-    outermost forward ends. With it, the parameter is gathered and freed with ``module``. It takes effect at once on a
-    sharded model, else when the model is sharded.
+    Without this call, such a parameter is gathered when the forward reads it, and stays in memory until the outermost
+    forward ends. With it, the parameter is gathered and freed with ``module``. On a sharded model the call takes effect
+    at once, else when the model is sharded.
 
     Raises:
-        ZeroModelError: if ``parameter`` is not a parameter.
+        ZeroModelError: ``parameter`` is not a parameter.
     """
     if not isinstance(parameter, nn.Parameter):
         raise ZeroModelError(
@@ -53,7 +53,7 @@ def unregister_external_parameter(module: nn.Module, parameter: torch.Tensor) ->
 
 
 def take_pending(model: nn.Module) -> list[tuple[nn.Module, int]]:
-    """What was registered for modules of ``model`` before it is sharded: pairs of a module and a parameter's ``id``."""
+    """Remove and return what was registered for modules of ``model``: pairs of a module and a parameter's ``id``."""
     found = []
     for module in model.modules():
         found += [(module, key) for key in _PENDING.pop(module, {})]
@@ -61,9 +61,7 @@ def take_pending(model: nn.Module) -> list[tuple[nn.Module, int]]:
 
 
 def unit_index(parameter: torch.Tensor) -> int | None:
-    """Number of the unit that a partitioned parameter of a sharded model is gathered with; None for a parameter that
-    is always whole.
-    """
+    """Index of the unit that contains a partitioned parameter of a sharded model; None for any other parameter."""
     if isinstance(parameter, PartitionedParameter) and isinstance(parameter.source, UnitParameter):
         return parameter.source.unit.index
     return None

@@ -25,8 +25,8 @@ class _Running:
     """A hooked forward that has not returned.
 
     Attributes:
-        error: the exception that was being handled when it began.
-        side_outputs: what the hooked forwards inside it left on their modules.
+        error: the exception that was being handled when the forward began.
+        side_outputs: tensors that the hooked forwards inside it stored on their modules.
     """
 
     error: BaseException | None
@@ -35,15 +35,15 @@ class _Running:
 
 @dataclass
 class _Forwards:
-    """What the hooks of one model share.
+    """The state that the hooks of one model share.
 
     Attributes:
-        model: its root.
-        lifetime: hears of forwards.
-        keeps: what has to live as long as the model uses the hooks.
-        by_module: the units that each hooked module uses.
-        running: hooked forwards that have not returned, the innermost last.
-        pauses: `UnitHooks.paused` contexts that are open.
+        model: the model.
+        lifetime: is told of forwards.
+        keeps: an object that must live as long as the hooks.
+        by_module: the indices of the units that each hooked module uses.
+        running: the hooked forwards that have not returned, the innermost last.
+        pauses: number of `UnitHooks.paused` contexts that are open.
     """
 
     model: nn.Module
@@ -62,7 +62,7 @@ class _BeforeForward(ModuleHook):
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         forwards = self._forwards
         units = forwards.by_module.get(module)
-        if forwards.pauses or units is None:  # a shallow copy of a module has its hooks
+        if forwards.pauses or units is None:  # a shallow copy of a module has its hooks, but is not in the table
             return
         forwards.running.append(_Running(sys.exc_info()[1]))
         forwards.lifetime.before_forward(units, (args, kwargs), root=module is forwards.model)
@@ -78,8 +78,8 @@ class _AfterForward(ModuleHook):
         units = forwards.by_module.get(module)
         if forwards.pauses or units is None:
             return None
-        # With ``always_call`` this also runs while an exception passes through; then it is one that was not there
-        # before.
+        # With ``always_call`` this also runs when the forward raises. Then the exception being handled is another one
+        # than before.
         running = forwards.running.pop() if forwards.running else _Running(None)
         failed = sys.exc_info()[1] is not running.error
         traced = torch.is_grad_enabled()
@@ -96,9 +96,10 @@ class _AfterForward(ModuleHook):
 
 
 class UnitHooks:
-    """The hooks of a sharded model: on each unit's module, and on the root to know where a forward ends.
+    """The hooks of a sharded model: on each unit's modules, and on the root to see where a forward ends.
 
-    `keeps` is what has to live as long as the model uses the hooks.
+    Args:
+        keeps: an object that must live as long as the hooks.
     """
 
     def __init__(
@@ -112,8 +113,9 @@ class UnitHooks:
             self._register(module)
 
     def serve(self, units: Sequence[PartitionedUnit], lifetime: GatherLifetime, keeps: Any) -> None:
-        """The model is given a new layout: do the same for these units. Hooks stay where they are, because torch has
-        listed those of a forward that is about to begin.
+        """The model gets a new layout: serve these units from now on.
+
+        The hooks stay the same objects, because torch has already listed the hooks of a forward that is about to begin.
         """
         forwards, names = self._forwards, self._names
         before = forwards.by_module
@@ -123,7 +125,7 @@ class UnitHooks:
         number_of = {name: index for index, found in self._names.items() for name in found}
         for module, used in before.items():
             for index in used:
-                for name in names[index]:  # those of external parameters too
+                for name in names[index]:  # external parameters, too
                     if name in number_of:
                         self.add(module, number_of[name], hooked=True)
         for module in forwards.by_module:
@@ -136,7 +138,11 @@ class UnitHooks:
         self._handles.append(module.register_forward_hook(after, always_call=True))
 
     def add(self, module: nn.Module, unit: int, *, hooked: bool = False) -> None:
-        """Let ``module``'s forward use a unit besides its own (an external parameter). ``hooked``: it has hooks."""
+        """Gather a unit for ``module``'s forward, besides its own units (an external parameter).
+
+        Args:
+            hooked: ``module`` has the hooks already.
+        """
         by_module = self._forwards.by_module
         if module not in by_module:
             by_module[module] = []
@@ -151,14 +157,14 @@ class UnitHooks:
             self._forwards.by_module[module].remove(unit)
 
     def remove(self) -> None:
-        """Take all hooks off."""
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Forwards inside neither gather nor free: the caller holds every unit."""
+        """Inside the context forwards neither gather nor free: the caller has gathered every unit."""
         self._forwards.pauses += 1
         try:
             yield
@@ -167,7 +173,7 @@ class UnitHooks:
 
 
 def _users(model: nn.Module, units: Sequence[PartitionedUnit]) -> dict[nn.Module, list[int]]:
-    """The modules that have hooks, with the units that they use."""
+    """The modules that need hooks, with the indices of the units that they use."""
     found: dict[nn.Module, list[int]] = {model: []}
     for unit in units:
         for name in unit.plan.users:

@@ -1,4 +1,4 @@
-"""Stage 3: when the whole parameters of a unit are in memory. They are gathered before a use and freed after it.
+"""Stage 3: decides when the whole parameters of a unit are in memory. A use gathers them; after it they are freed.
 
 A *use* is one forward of a unit's module. It holds the unit until the forward returns. In backward it holds the unit
 again, from the gradient of its outputs until the gradient of one of its inputs is about to be passed on: autograd runs
@@ -26,7 +26,7 @@ from ..errors import ZeroStateError
 from ..order.backward import BackwardClock
 from ..order.protocol import Order
 from ..order.schedule import Pass
-from ..params.partitioned_unit import Lender, PartitionedUnit, UnitState
+from ..params.partitioned_unit import GatherOnUse, PartitionedUnit, UnitState
 from ..params.tensors import tensors_in
 from .executor import GatherExecutor, GatherLimits
 
@@ -39,10 +39,10 @@ class Use:
     first_input_hooked = False
 
 
-class GatherLifetime(Lender):
-    """Turns what happens to modules and to autograd into needs of units. Its methods are the bodies of the hooks.
+class GatherLifetime(GatherOnUse):
+    """Turns events of modules and of autograd into needs of units. Its methods are the bodies of the hooks.
 
-    It becomes the lender of its units.
+    It also serves operations outside of the units' modules (`GatherOnUse`).
     """
 
     def __init__(
@@ -58,22 +58,24 @@ class GatherLifetime(Lender):
         self._depth, self._pass = 0, Pass.TRAINING
         self._open: dict[int, list[Use]] = {index: [] for index in self._units}
         self._backward: dict[int, set[Any]] = {index: set() for index in self._units}
-        self._ends_with_gradients = {  # frozen parameters give no gradients, and the root's are complete too early
+        self._ends_with_gradients = {  # frozen parameters get no gradients; those of the root are complete too early
             unit.index for unit in units if unit.plan.users != ("",) and all(group.trainable for group in unit.groups)
         }
         self._borrowed: set[int] = set()
         self._in_backward = False
-        """Whether a backward has begun and what it used has not been released."""
+        """Whether a backward has begun whose units have not been released."""
         for unit in units:
-            unit.lender = self
+            unit.gather_on_use = self
         clock.watch(self)
 
     # Forward ----------------------------------------------------------------------------------------------------------
 
     def before_forward(self, units: Sequence[int], inputs: Any, *, root: bool) -> None:
-        """A module is about to run on ``inputs`` (arguments and keyword arguments), and uses ``units``.
+        """A module that uses ``units`` is about to run.
 
-        ``root``: it is the whole model, which is never inside another module.
+        Args:
+            inputs: its arguments and keyword arguments.
+            root: the module is the model itself, which is never inside another module.
         """
         recomputes = torch._C._current_graph_task_id() != -1
         if recomputes:
@@ -97,19 +99,23 @@ class GatherLifetime(Lender):
 
     def _begin_forward(self) -> None:
         """The outermost forward begins."""
-        if self._depth:  # a forward that an error ended without the hooks hearing of it
+        if self._depth:  # an error ended the forward before, and the hooks were not called
             self._depth = 0
             self._abandon_forward()
         self._pass = Pass.TRAINING if torch.is_grad_enabled() else Pass.EVALUATION
-        if self._in_backward:  # a backward that an error ended
+        if self._in_backward:  # an error ended the backward before
             self._clock.forget()
             self._release_all()
 
     def after_forward(self, units: Sequence[int], output: Any, *, failed: bool) -> list[tuple[int, Use]]:
-        """The module that uses ``units`` has returned ``output`` (None if it failed).
+        """The module that uses ``units`` has returned.
+
+        Args:
+            output: what it returned; None if it failed.
+            failed: it raised.
 
         Returns:
-            The forwards of the units that end here.
+            The uses of the units that end here: pairs of a unit's index and a use.
         """
         inside_backward, uses = torch._C._current_graph_task_id() != -1, []
         for unit in units:
@@ -118,8 +124,8 @@ class GatherLifetime(Lender):
             if torch.is_grad_enabled():
                 self._watch_outputs(unit, use, output)
             if not inside_backward:
-                self._let_go(self._units[unit])
-        if not inside_backward and self._depth:  # (0 where another hook failed before this forward was entered)
+                self._end_use(self._units[unit])
+        if not inside_backward and self._depth:  # (0 if another hook failed before this forward was entered)
             self._depth -= 1
             if self._depth == 0:
                 self._end_forward(failed=failed)
@@ -136,23 +142,23 @@ class GatherLifetime(Lender):
         self._executor.sweep()
 
     def watch_item(self, uses: Sequence[tuple[int, Use]], item: Any) -> None:
-        """An iterator that the module of these uses returned gives ``item`` to its caller."""
+        """An iterator that the module of these uses returned is about to return ``item``."""
         if torch.is_grad_enabled():
             for unit, use in uses:
                 self._watch_outputs(unit, use, item)
 
-    def _let_go(self, target: PartitionedUnit) -> None:
-        """One use has ended. After the last one the unit is freed, unless its next use is meant to find it."""
+    def _end_use(self, target: PartitionedUnit) -> None:
+        """One use has ended. After the last one the unit is freed, unless it is kept for its next use."""
         target.uses = max(0, target.uses - 1)
         if target.uses:
             self._hide_borrowed(target)
         elif self._order.keeps(target.index):
-            target.swap_out()  # what uses it meanwhile comes through `lends`, which sees to its backward
+            target.swap_out()  # a use in between goes through `gather_for_use`, which also prepares its backward
         else:
             self._executor.free(target.index)
 
     def _take(self, target: PartitionedUnit, during: Pass) -> None:
-        """Have the unit's parameters in its modules."""
+        """Gather the unit, if it is not gathered, and put its plain parameters into its modules."""
         if target.state is UnitState.GATHERED:
             if not target.uses:
                 self._order.use(target.index)
@@ -174,7 +180,7 @@ class GatherLifetime(Lender):
         self._in_backward = True
 
     def before_backward(self, unit: int, use: Use, gradient: torch.Tensor) -> None:
-        """The gradient of an output of ``use`` is there."""
+        """The gradient of an output of ``use`` has been computed."""
         if not self._in_backward:
             self._clock.enter()
         if use not in self._backward[unit]:
@@ -189,10 +195,10 @@ class GatherLifetime(Lender):
             holds.discard(use)
             holds.discard("recomputation")
             if not holds:
-                self._let_go(self._units[unit])
+                self._end_use(self._units[unit])
 
     def gradients_complete(self, unit: int) -> None:
-        """The unit's parameters have all their gradients: a use without inputs to watch ends here."""
+        """All gradients of the unit's parameters have been computed: a use without inputs to watch ends here."""
         holds = self._backward.get(unit)
         if not holds or unit not in self._ends_with_gradients:
             return
@@ -200,7 +206,7 @@ class GatherLifetime(Lender):
             if not isinstance(use, Use) or use.first_input_hooked:
                 return
         holds.clear()
-        self._let_go(self._units[unit])
+        self._end_use(self._units[unit])
 
     def _hold_in_backward(self, target: PartitionedUnit, token: Any) -> None:
         holds = self._backward[target.index]
@@ -242,8 +248,8 @@ class GatherLifetime(Lender):
                 leaves.append(tensor)
         use.first_input_hooked = inner or bool(leaves)
         if leaves and not inner:
-            # Leaves (the inputs of a reentrant recomputation) get their gradient as soon as it is there: wait for all
-            # of them.
+            # Leaves (the inputs of a reentrant recomputation) get their gradients at different times: wait for all of
+            # them.
             left = {id(tensor) for tensor in leaves}
             for tensor in leaves:
                 tensor.register_hook(partial(self._leaf_done, unit, use, left, id(tensor)))
@@ -255,8 +261,8 @@ class GatherLifetime(Lender):
 
     # Uses from outside ------------------------------------------------------------------------------------------------
 
-    def lends(self, unit: PartitionedUnit) -> bool:
-        """See ``Lender``."""
+    def gather_for_use(self, unit: PartitionedUnit) -> bool:
+        """See ``GatherOnUse``."""
         backward = torch._C._current_graph_task_id() != -1
         if self._depth == 0 and not backward:
             return False
@@ -273,19 +279,19 @@ class GatherLifetime(Lender):
         return True
 
     def _hide_borrowed(self, target: PartitionedUnit) -> None:
-        """Where a unit is there for a use outside its modules only, let the next such use be lent and watched, too."""
+        """If a unit is gathered only for uses outside its modules, the next one must go through `gather_for_use`."""
         if target.uses == 1 and target.index in self._borrowed and not self._open[target.index]:
             target.swap_out()
 
     def watch(self, unit: PartitionedUnit, output: Any) -> Any:
-        """See ``Lender``: released when backward ends, because the nodes that use the result are not known."""
+        """See ``GatherOnUse``. The unit is released when backward ends: the nodes that use the result are not known."""
         if torch.is_grad_enabled():
             self._watch_outputs(unit.index, Use(), output)
         return output
 
     @contextmanager
     def gathered(self, units: Sequence[int]) -> Iterator[None]:
-        """The units' whole parameters are in their modules inside the context. Collective."""
+        """Inside the context the units' whole parameters are in their modules. Collective."""
         taken = [self._units[unit] for unit in dict.fromkeys(units)]
         for target in taken:
             self._take(target, Pass.OUTSIDE)
@@ -294,18 +300,19 @@ class GatherLifetime(Lender):
             yield
         finally:
             for target in taken:
-                self._let_go(target)
+                self._end_use(target)
 
     def join(self) -> None:
-        """This rank has run the last of its forwards outside training, and takes part in those of the other ranks until
-        all have finished. Collective.
+        """This rank has run the last of its forwards outside training.
+
+        It takes part in those of the other ranks until all have finished. Collective.
         """
         self._order.join()
         self._executor.settle()
         self._executor.sweep()
 
     def free_gathered(self) -> None:
-        """Free every unit that is gathered; refused while a forward or backward may be using one."""
+        """Free every unit that is gathered. Raises `ZeroStateError` inside a forward or backward."""
         if self._depth or self._in_backward:
             raise ZeroStateError(
                 "gathered parameters cannot be freed inside a forward or backward; call it between them"
@@ -314,7 +321,7 @@ class GatherLifetime(Lender):
             self._executor.free(index)
 
     def parameters_changed(self) -> None:
-        """The shards have new values (an optimizer step, a load): units that are still gathered are stale."""
+        """The shards have new values (an optimizer step, a load): free the gathered units, which are stale."""
         changed = []
         for index, unit in self._units.items():
             if unit.state is not UnitState.PARTITIONED:
@@ -322,4 +329,4 @@ class GatherLifetime(Lender):
             for store in unit.storages:
                 changed.append(store.base)
         torch.autograd.graph.increment_version(changed)
-        self._executor.follow()
+        self._executor.shards_changed()

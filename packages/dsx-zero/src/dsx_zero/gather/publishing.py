@@ -1,4 +1,7 @@
-"""Whole parameters at stages 0-2 are always in memory. After a step each rank gathers the shards of the others."""
+"""Publishing of new values at stages 0-2, where whole parameters are always in memory.
+
+After a step at stages 1-2 each rank gathers the shards of the others.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ import torch
 from ..params.flat import FlatGroup, Unit
 from ..plan.layout import pieces
 
-__all__ = ["Gathering", "Replicated", "share_first"]
+__all__ = ["Gathering", "Replicated", "broadcast_first"]
 
 
-def share_first(values: torch.Tensor, ranks: dsx_comm.RankSet) -> None:
-    """Give the values of the first rank that holds them to all others that do (collective)."""
+def broadcast_first(values: torch.Tensor, ranks: dsx_comm.RankSet) -> None:
+    """Broadcast the values of the first of the ranks that hold them to the others (collective)."""
     if (ranks.size == 1 and ranks.copies is None) or not values.numel():
         return
     with torch.no_grad():
@@ -25,46 +28,50 @@ def share_first(values: torch.Tensor, ranks: dsx_comm.RankSet) -> None:
 
 
 class Replicated:
-    """Stage 0 or one rank: every rank has updated everything."""
+    """The publisher of stage 0 and of one rank: every rank has updated all parameters itself."""
 
     def publish(self, unit: Unit) -> None:
-        """Nothing to move."""
+        """Nothing to do: the values are on every rank."""
 
     def finish(self) -> None:
-        """Nothing was started."""
+        """Nothing to do: nothing was started."""
 
     def write(self, group: FlatGroup, index: int, whole: torch.Tensor) -> None:
-        """The shard is part of the visible buffer."""
+        """Write into the parameter, of which the shard is a part."""
         with torch.no_grad():
             group.parameters[index].copy_(whole)
 
     def free_gathered(self) -> None:
-        """Nothing to free: parameters are always whole."""
+        """Nothing to do: parameters are always whole."""
 
     def tensors(self) -> list[torch.Tensor]:
-        """None."""
+        """No tensors are kept."""
         return []
 
     def remove_hooks(self) -> None:
-        """There are none."""
+        """Nothing to do: there are no hooks."""
 
 
 class Gathering(Replicated):
-    """Stages 1-2: shards are gathered in place into the buffers that the parameters are views of, unit after unit."""
+    """The publisher of stages 1-2: it gathers shards in place into the buffers of which the parameters are views.
+
+    Args:
+        bucket_size: most elements of one all-gather.
+    """
 
     def __init__(self, bucket_size: int) -> None:
         self._bucket_size = bucket_size
         self._works: list[Any] = []
 
     def publish(self, unit: Unit) -> None:
-        """Start gathering; goes on while the next unit's low-precision copy is written."""
+        """Start to gather the unit. The gather runs while the next unit's low-precision copy is written."""
         with dsx_comm.unit(str(unit.plan)):
             self._start(unit)
 
     def _start(self, unit: Unit) -> None:
         for group in unit.trainable:
             if group.visible is None or group.ranks.size == 1:
-                continue  # gathered at its next use, or all there
+                continue  # the next use gathers it, or this rank has all of it
             if group.layout.numel <= self._bucket_size:
                 shard = group.shard_of(group.visible)
                 work = dsx_comm.all_gather_into_tensor(group.visible, shard, group=group.ranks.group, async_op=True)
@@ -73,7 +80,7 @@ class Gathering(Replicated):
                 self._in_pieces(group.visible, group.shard_of(group.visible), group.ranks)
 
     def finish(self) -> None:
-        """Wait for all of them."""
+        """Wait for all gathers."""
         works, self._works = self._works, []
         for work in works:
             if work is not None:

@@ -1,8 +1,9 @@
-"""Shards on disk are read into host memory before their gathers ask for them: the first of two tiers of look-ahead.
+"""Reads shards from disk into host memory before their gathers need them: the first of two levels of prefetching.
 
-(The second, from host memory to whole parameters on the device, is the frozen order's: `Order.run_ahead`.) Each rank
-reads for itself, so the ranks need not agree. It expects the unit that followed the last two gathers the last time; two
-are needed to tell forward from backward. A wrong guess costs a read, and never gives a wrong value.
+(The second level gathers whole parameters before their use, by the frozen order: `order.replay`.) Each rank reads its
+own shards, so the ranks need not agree. The next unit is predicted from the last two gathers: it is the one that
+followed them the last time. Two gathers are needed to tell forward from backward. A wrong prediction costs a read, and
+never gives a wrong value.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from ..homes.home import ReadsAhead
 __all__ = ["ReadAhead"]
 
 _CHANGED = -1
-"""Stands in the sequence of gathers where shards got new values: nothing is read ahead across it."""
+"""Marks in the sequence of gathers that shards got new values. Nothing is read ahead across it."""
 
 
 class ReadAhead:
-    """Reads ahead for one rank.
+    """Reads one rank's shards ahead.
 
     Args:
-        homes: the shards of each unit that can be read ahead, by the unit's number.
-        elements: that may be read and not taken, at most.
-        count: homes that may be so, at most.
+        homes: the homes of the shards of each unit that can be read ahead, by the unit's index.
+        elements: most elements that may be read and not used yet.
+        count: most homes that may be read and not used yet.
     """
 
     def __init__(self, homes: Mapping[int, Sequence[ReadsAhead]], *, elements: int, count: int) -> None:
@@ -31,14 +32,14 @@ class ReadAhead:
         self._before, self._last = _CHANGED, _CHANGED
         self._next: dict[tuple[int, int], int] = {}
 
-    def gathers(self, unit: int) -> None:
-        """The unit is about to be gathered; what follows it begins to be read with `taken`."""
+    def note_gather(self, unit: int) -> None:
+        """Note that the unit is about to be gathered. `read_next` then reads the shards of the units that follow."""
         if self._homes:
             self._next[self._before, self._last] = unit
             self._before, self._last = self._last, unit
 
-    def taken(self) -> None:
-        """It has taken its shards: read what comes next, as far as there is room."""
+    def read_next(self) -> None:
+        """The gather has taken its shards: read those of the next units, as far as the limits allow."""
         ahead = [home for homes in self._homes.values() for home in homes if home.is_ahead] if self._homes else []
         elements, count = sum(home.numel for home in ahead), len(ahead)
         before, last, seen = self._before, self._last, set[int]()
@@ -53,18 +54,18 @@ class ReadAhead:
                 home.read_ahead()
             before, last = last, unit
 
-    def holds_up(self, unit: int) -> bool:
-        """Whether a gather of the unit makes the host wait for its shards."""
+    def blocks_host(self, unit: int) -> bool:
+        """Whether a gather of the unit blocks the host until its shards are read."""
         return any(not home.is_direct for home in self._homes.get(unit, ()))
 
-    def changed(self) -> None:
-        """Shards have new values."""
+    def values_changed(self) -> None:
+        """Note that shards have new values."""
         if self._homes and self._last != _CHANGED:
-            self.gathers(_CHANGED)
-            self.taken()
+            self.note_gather(_CHANGED)
+            self.read_next()
 
     def drop(self) -> None:
-        """Give back what was read and not taken."""
+        """Free what was read and not used."""
         for homes in self._homes.values():
             for home in homes:
                 home.forget_ahead()

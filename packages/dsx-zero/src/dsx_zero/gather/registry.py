@@ -17,16 +17,15 @@ _STAGES: WeakKeyDictionary[nn.Module, weakref.ref[Any]] = WeakKeyDictionary()
 
 
 def remember(model: nn.Module, stage: Any) -> None:
-    """Note that ``model`` is sharded by ``stage``, which others keep alive (it knows the model, so that this table
-    must not).
+    """Note that ``model`` is sharded by ``stage``.
+
+    The table does not keep ``stage`` alive: ``stage`` refers to the model, so the model would never be freed.
     """
     _STAGES[model] = weakref.ref(stage)
 
 
 def forget(model: nn.Module) -> None:
-    """End what shards ``model`` itself at stage 3, if anything does: its modules hold partitioned parameters and no
-    hooks afterwards.
-    """
+    """End the stage 3 of ``model`` itself, if it has one. Its modules then have partitioned parameters and no hooks."""
     found = _STAGES.pop(model, None)
     stage = None if found is None else found()
     if stage is not None:
@@ -34,7 +33,7 @@ def forget(model: nn.Module) -> None:
 
 
 def stage3_of(module: nn.Module) -> Any:
-    """The stage that shards ``module`` or a model that contains it; None if there is none."""
+    """The `Stage3` that shards ``module`` or a model that contains it; None if there is none."""
     for model, stage in _STAGES.items():
         if any(child is module for child in model.modules()):
             return stage()

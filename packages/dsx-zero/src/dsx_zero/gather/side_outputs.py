@@ -4,7 +4,7 @@
 * *Iterators*: outputs that are a generator, `map`, `zip` or `iter(...)`. A search would consume them, so they
   are replaced by iterators that check each item when it is taken.
 
-Each module is searched once per forward, by the innermost hooked module around it, which passes on what it found.
+Each module is searched once per forward: by the innermost hooked module around it, which passes on what it finds.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import nn
 __all__ = ["attribute_tensors", "watch_iterators"]
 
 _PLAIN = frozenset({bool, int, float, str, type(None), dict, set})
-"""Types of nearly all attributes of modules; looked up before anything slower."""
+"""Types of nearly all attributes of modules, which are not searched. The lookup is faster than `isinstance`."""
 
 _CLOSED = (torch.Tensor, nn.Module, type, ModuleType, FunctionType, str, bytes, int, float, type(None))
-"""Kinds of objects that contain no iterator for a caller."""
+"""Types of objects in which no iterator is searched."""
 
 
 def attribute_tensors(module: nn.Module, stop: Container[nn.Module]) -> list[torch.Tensor]:
@@ -47,10 +47,10 @@ def attribute_tensors(module: nn.Module, stop: Container[nn.Module]) -> list[tor
 
 
 def watch_iterators(value: Any, watch: Callable[[Any], None]) -> Any:
-    """`value` with every iterator in it replaced by one that calls `watch(item)` before it gives an item away.
+    """Replace every iterator in `value` by one that calls `watch(item)` before it returns an item.
 
-    Looks into tuples, lists, mappings, dataclasses and attributes of other objects, as `tensors_in` does. What can be
-    changed in place stays the same object; a tuple around an iterator is made again.
+    Tuples, lists, mappings, dataclasses and attributes of other objects are searched, as by `tensors_in`. An object
+    that can be changed in place stays the same object; a tuple that contains an iterator is made again.
     """
     return _Replacer(watch).visit(value)
 
@@ -92,22 +92,22 @@ class _Replacer:
         for name in {*names, *getattr(value, "__dict__", ())}:
             item = getattr(value, name, None)
             if (new := self.visit(item)) is not item:
-                object.__setattr__(value, name, new)  # past `frozen=True`
+                object.__setattr__(value, name, new)  # works for dataclasses with frozen=True, too
 
 
 class _WatchedIterator(Iterator[Any]):
-    """An iterator that shows each item to `watch` first."""
+    """An iterator that calls `watch` with each item before it returns the item."""
 
     def __init__(self, inner: Any, watch: Callable[[Any], None]) -> None:
         self._inner, self._watch = inner, watch
 
-    def _shown(self, item: Any) -> Any:
+    def _watched(self, item: Any) -> Any:
         item = watch_iterators(item, self._watch)
         self._watch(item)
         return item
 
     def __next__(self) -> Any:
-        return self._shown(next(self._inner))
+        return self._watched(next(self._inner))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -116,13 +116,13 @@ class _WatchedIterator(Iterator[Any]):
 
 
 class _WatchedGenerator(_WatchedIterator, Generator[Any, Any, Any]):
-    """The same for a generator, with what callers can send into it."""
+    """The same for a generator, with its methods `send`, `throw` and `close`."""
 
     def send(self, value: Any) -> Any:
-        return self._shown(self._inner.send(value))
+        return self._watched(self._inner.send(value))
 
     def throw(self, *error: Any) -> Any:
-        return self._shown(self._inner.throw(*error))
+        return self._watched(self._inner.throw(*error))
 
     def close(self) -> None:
         self._inner.close()

@@ -1,10 +1,10 @@
-"""Stage 3 of one model: its units, made first, and the object that publishes their values.
+"""Stage 3 of one model: dividing it into units, and the object that publishes their values.
 
 `partition` divides the model into units. From these `building` makes the gathers, their order, the lifetimes and the
 reductions, and from all of them a `Stage3`, which installs the hooks.
 
 Small parameters (``stage3_param_persistence_threshold``) are one unit that stays whole, as at stage 2: its shard is
-part of its whole buffer, and it is gathered once per optimizer step.
+a part of its whole buffer, and it is gathered once per optimizer step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .executor import GatherExecutor
 from .external import take_pending, unit_index
 from .hooks import UnitHooks
 from .lifetime import GatherLifetime
-from .publishing import Gathering, share_first
+from .publishing import Gathering, broadcast_first
 from .read_ahead import ReadAhead
 from .registry import remember
 
@@ -45,14 +45,16 @@ class _HasHooks(Protocol):
 
 @dataclass(frozen=True)
 class Partition:
-    """A model that is divided.
+    """A model that is divided into units.
 
     Attributes:
-        units: all of them in plan order, as gradients and optimizer see them.
-        resident: those of `units` that stay whole.
-        partitioned: those that are gathered and freed.
-        plain_of: for each parameter that was in the model (by ``id``) the plain one that takes gradients from now on.
-        external: modules whose forwards use a partitioned unit that is not theirs (`register_external_parameter`).
+        units: all units in the order of the plan, as gradients and optimizer see them.
+        resident: the units that stay whole.
+        partitioned: the units that are gathered and freed.
+        plain_of: for each parameter that was in the model (by ``id``) the plain parameter that gets gradients from now
+            on.
+        external: pairs of a module and the index of a partitioned unit of other modules that its forward uses
+            (`register_external_parameter`).
     """
 
     units: tuple[Unit, ...]
@@ -83,7 +85,7 @@ class Stage3:
         self._gathering, self._gradients = gathering, gradients
         if hooks is None:
             hooks = UnitHooks(model, found.partitioned, lifetime, keeps=self)
-        else:  # of the layout before; a forward that is about to begin goes on with them
+        else:  # hooks of the layout before: a forward that is about to begin runs them
             hooks.serve(found.partitioned, lifetime, keeps=self)
         self.hooks = hooks
         remember(model, self)
@@ -91,14 +93,14 @@ class Stage3:
             self.hooks.add(module, index)
 
     def unit_of(self, parameter: torch.Tensor) -> int | None:
-        """Index of the unit a parameter belongs to (either face); None if it is always whole."""
+        """Index of the unit that a parameter (plain or partitioned) belongs to; None if it is always whole."""
         for index, unit in self._units.items():
             if any(parameter is face for face in unit.faces()):
                 return index
         return unit_index(parameter)
 
     def publish(self, unit: Unit) -> None:
-        """See ``runtime.Publisher``: the small parameters are gathered, the others at their next use."""
+        """See ``runtime.Publisher``: the small parameters are gathered now, the others at their next use."""
         for group in unit.groups:
             group.generation += 1
         if unit.index in self._resident:
@@ -116,7 +118,7 @@ class Stage3:
         self.lifetime.parameters_changed()
 
     def write(self, group: FlatGroup, index: int, whole: torch.Tensor) -> None:
-        """See ``runtime.Publisher``: into the shard, and into the whole parameter where it is there."""
+        """See ``runtime.Publisher``: write into the shard, and into the whole parameter if it is in memory."""
         group.note_replaced()
         name = group.layout.names[index]
         part = group.layout.local_slice(name, group.rank)
@@ -132,20 +134,20 @@ class Stage3:
         self.lifetime.free_gathered()
 
     def tensors(self) -> list[torch.Tensor]:
-        """What is gathered at the moment, and what the transport keeps."""
+        """The buffers that are gathered now, and the tensors that the transport keeps."""
         return [
             store.fill for unit in self._units.values() for store in unit.storages if store.numel and store.allocated
         ] + self.executor.kept_tensors()
 
     def remove_hooks(self) -> None:
-        """Take the hooks off the model's modules."""
+        """Remove the hooks from the model's modules."""
         self.hooks.remove()
 
     def end(self) -> None:
-        """Take all hooks off and leave the modules with partitioned parameters: the model is about to be sharded again.
+        """Remove all hooks and leave the modules with partitioned parameters: the model is about to be sharded again.
 
-        Needed where the optimizer was dropped without `release`: the hooks keep this object, and it keeps the
-        gradients.
+        It is needed if the optimizer was dropped without `release`: the hooks keep this object alive, and this object
+        keeps the gradients.
         """
         self._gradients.remove_hooks()
         self.hooks.remove()
@@ -160,8 +162,15 @@ def partition(
     tier: Tier | None = None,
     kept: KeptGroups | None = None,
 ) -> Partition:
-    """Partition the model's parameters unit by unit (collective; all ranks that share a parameter get the values of the
-    first of them). Shards live in `tier`. `kept`: what is divided already and stays so.
+    """Partition the model's parameters unit by unit (collective).
+
+    All ranks that share a parameter get the values of the first of these ranks.
+
+    Args:
+        infos: facts of every parameter.
+        plans: the units to make.
+        tier: where shards live; None: on the device.
+        kept: units and groups of an earlier layout that stay as they are.
     """
     kept = kept or KeptGroups()
     by_name = {info.name: info for info in infos}
@@ -169,7 +178,7 @@ def partition(
     resident: list[Unit] = []
     partitioned: list[PartitionedUnit] = []
     plain_of: dict[int, nn.Parameter] = {}
-    registered = take_pending(model)  # by the `id`s of parameters, which are replaced now
+    registered = take_pending(model)  # it has the `id`s of the parameters that are replaced now
     unit_of_original: dict[int, int] = {}
     for plan in plans:
         if plan.resident:
@@ -193,7 +202,7 @@ def partition(
 
 
 def read_ahead_of(units: Sequence[PartitionedUnit], tier: Tier | None) -> ReadAhead | None:
-    """Reads shards on disk before their gathers; None where no shards are on disk."""
+    """The object that reads shards from disk before their gathers; None if no shards are on disk."""
     homes = {unit.index: [g.shard for g in unit.groups if isinstance(g.shard, ReadsAhead)] for unit in units}
     found = {index: shards for index, shards in homes.items() if shards}
     if not found:
@@ -204,9 +213,7 @@ def read_ahead_of(units: Sequence[PartitionedUnit], tier: Tier | None) -> ReadAh
 def _resident(
     plan: UnitPlan, model: nn.Module, infos: Mapping[str, ParameterInfo], kept: KeptGroups
 ) -> tuple[Unit, dict[int, nn.Parameter]]:
-    """A unit that stays whole, and the whole parameters that took the places of partitioned ones (by the ``id`` of
-    those).
-    """
+    """A unit that stays whole, and the whole parameters that replaced partitioned ones, by the ``id`` of these."""
     groups, replaced = [], {}
     for group in plan.groups:
         if (same := kept.groups.get(group)) is not None:
@@ -221,13 +228,13 @@ def _resident(
             own.append(parameter)
         flat = FlatGroup.resident(group, own, memory=memory_of(group.key.ranks))
         if flat.visible is not None:
-            share_first(flat.visible, flat.ranks)
+            broadcast_first(flat.visible, flat.ranks)
         groups.append(flat)
     return Unit(plan, tuple(groups)), replaced
 
 
 def reuse_limits(units: Sequence[PartitionedUnit], *, max_reuse_distance: int, max_live: int) -> ReuseLimits:
-    """What decides whether a unit of these stays gathered until its next use (elements)."""
+    """The limits, in elements, that decide whether one of these units stays gathered until its next use."""
     numel = {unit.index: unit.numel for unit in units}
     top = max(numel, default=-1) + 1
     return ReuseLimits(

@@ -1,10 +1,10 @@
-"""Norms and edits of single averaged gradients, for what users do with `.grad` between backward and step.
+"""Norms and edits of single averaged gradients, for users who use `.grad` between backward and step.
 
-Every `ShardedGradient` has a `GradientPlace`; its communication is done here. An ordinary step, in which the user does
-nothing to `.grad`, uses nothing of this file.
+Every `ShardedGradient` has a `GradientPlace`. This file does its communication. An ordinary step, in which the user
+does not use `.grad`, does not use this file either.
 
-Norms are computed for all parameters at once and kept until the gradients change: `clip_grad_norm_` asks for them one
-by one, but this needs only one collective.
+Norms are computed for all parameters at once and kept until the gradients change. `clip_grad_norm_` asks for them one
+by one; so it needs only one collective.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _REMEDY = (
 
 
 class ReducedGroup(Protocol):
-    """The reduced gradients of one flat group, as this file needs them (`grads.buffers.GroupGradients`)."""
+    """The part of `grads.buffers.GroupGradients` that this file uses: the reduced gradients of one flat group."""
 
     dtype: torch.dtype
 
@@ -50,23 +50,23 @@ class ReducedGroup(Protocol):
         ...
 
     def piece(self, index: int) -> torch.Tensor:
-        """Of `values`, the part of parameter `index`, 1-D, to be read."""
+        """The part of parameter `index` in `values`, 1-D, for reading."""
         ...
 
     def opened(self, index: int) -> AbstractContextManager[torch.Tensor]:
-        """`piece`, to be written."""
+        """A context with `piece` for writing."""
         ...
 
     def zero(self, index: int) -> None: ...
 
     def forget_norm(self) -> None:
-        """The values were written through `values`."""
+        """Note that the values were written through `values`, so that their norm is not known."""
         ...
 
 
 @dataclass
 class _Shards:
-    """A gradient's shard in the form that `write_whole` takes."""
+    """A gradient's shard in the form that `write_whole` needs."""
 
     layout: FlatLayout
     shard: Home
@@ -75,14 +75,14 @@ class _Shards:
 
 
 class GradientAccess:
-    """Serves the gradients of one sharded model.
+    """Gives access to the reduced gradients of one sharded model.
 
     Args:
-        complete: reduces what has not been reduced yet (collective).
-        divided: whether each of a group's ranks holds a shard of its gradients; else all of them hold them whole.
-        norm_groups: groups over which a flag of one rank's gradients (not finite) is spread to all ranks.
-        differ: the ranks have different parameters (experts, slices of tensors), so that norms that a rank adds up are
-            not those of the model.
+        complete: reduces the gradients that have not been reduced yet (collective).
+        divided: True: each rank of a group has a shard of its gradients; False: each rank has all of them.
+        norm_groups: process groups over which a flag of one rank (its gradients are not finite) reaches all ranks.
+        differ: the ranks have different parameters (experts, slices of tensors), so that norms that one rank adds up
+            are not those of the model.
     """
 
     def __init__(
@@ -93,17 +93,17 @@ class GradientAccess:
         self._groups: list[ReducedGroup] = []
         self._norms: dict[float, dict[tuple[int, int], torch.Tensor]] = {}
         self.changed: Callable[[], None] = self._norms.clear
-        """Tells that the gradients have other values now. The dictionary's own method: each reduction calls it."""
+        """Note that the gradients have new values. It is the dictionary's own method: each reduction calls it."""
 
     def add(self, group: ReducedGroup) -> None:
-        """Serve the gradients of this group too."""
+        """Give access to the gradients of this group, too."""
         self._groups.append(group)
 
     def norm(self, group: ReducedGroup, index: int, order: float, *, added_up: bool) -> torch.Tensor:
         """The norm of the whole averaged gradient of parameter `index` of `group` (collective).
 
         Raises:
-            ShardedGradientError: it is to be added up, and the ranks have different parameters.
+            ShardedGradientError: the caller may add it to others, and the ranks have different parameters.
         """
         if self._differ and added_up:
             raise ShardedGradientError(
@@ -126,7 +126,7 @@ class GradientAccess:
         return self._divided and group.group.ranks.size > 1
 
     def _norms_of(self, places: Sequence[tuple[ReducedGroup, int]], order: float, device: torch.device) -> torch.Tensor:
-        """Norms of the whole gradients at these places, as one fp64 tensor (fp32 where fp64 is missing)."""
+        """Norms of the whole gradients at these places, as one fp64 tensor (fp32 if the device has no fp64)."""
         dtype = torch.float32 if device.type == "mps" else torch.float64
         local = torch.stack([_power_sum(g.piece(i), order).to(device=device, dtype=dtype) for g, i in places])
         extreme = dsx_comm.ReduceOp.MAX if order > 0 else dsx_comm.ReduceOp.MIN
@@ -139,14 +139,14 @@ class GradientAccess:
         return local if math.isinf(order) or order == 0 else local ** (1.0 / order)
 
     def edit_shard(self, group: ReducedGroup, index: int, edit: Callable[[torch.Tensor], object]) -> None:
-        """Apply an element-wise edit to this rank's part (collective if something is still to be reduced)."""
+        """Apply an element-wise edit to this rank's part (collective if a reduction is not complete)."""
         self._complete()
         with group.opened(index) as piece:
             edit(piece)
         self._edited(group, index)
 
     def edit_whole(self, group: ReducedGroup, index: int, edit: Callable[[torch.Tensor], object]) -> None:
-        """Apply an edit to the whole gradient, of which rank 0's result is kept (collective)."""
+        """Apply an edit to the whole gradient. All ranks keep rank 0's result (collective)."""
         self._complete()
         layout = group.group.layout
         if not self._is_divided(group):
@@ -160,7 +160,7 @@ class GradientAccess:
         self._edited(group, index)
 
     def whole(self, group: ReducedGroup, index: int) -> torch.Tensor | None:
-        """The whole gradient in the parameter's dtype, a new tensor, where every rank holds it (collective)."""
+        """The whole gradient as a new tensor in the parameter's dtype; None if it is divided (collective)."""
         if self._is_divided(group):
             return None
         self._complete()
@@ -170,9 +170,7 @@ class GradientAccess:
     def unscale(
         self, places: Sequence[tuple[ReducedGroup, int]], found_inf: torch.Tensor, inv_scale: torch.Tensor
     ) -> None:
-        """Multiply gradients with `inv_scale` and set `found_inf` to 1 on all ranks where one of them is not finite
-        (collective).
-        """
+        """Multiply gradients by `inv_scale`; if one is not finite, set `found_inf` to 1 on all ranks (collective)."""
         self._complete()
         with ExitStack() as stack:
             pieces = [stack.enter_context(group.opened(index)) for group, index in places]
@@ -196,8 +194,8 @@ class GradientAccess:
 
 
 def _power_sum(piece: torch.Tensor, order: float) -> torch.Tensor:
-    """This rank's share of a norm: the sum of |x|^order (fp64), for infinite orders the extreme, for order 0 the
-    count.
+    """This rank's contribution to a norm: the sum of |x|^order (fp64); for infinite orders the extreme of |x|; for
+    order 0 the count of values that are not zero.
     """
     if not piece.numel():
         return torch.full((), math.inf if order == -math.inf else 0.0, dtype=torch.float64)
@@ -211,7 +209,8 @@ def _power_sum(piece: torch.Tensor, order: float) -> torch.Tensor:
 class GradientPlace:
     """The `GradientSource` of one parameter.
 
-    It holds its owners weakly: it is reached from `.grad`, which Python's collector does not look into.
+    Its references to `access` and `group` are weak: `.grad` refers to it, and Python's collector does not see that
+    reference.
     """
 
     def __init__(self, access: GradientAccess, group: ReducedGroup, index: int) -> None:

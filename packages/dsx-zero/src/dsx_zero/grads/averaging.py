@@ -1,9 +1,8 @@
-"""Whether dsx-zero averages the gradients of a step, or an optimizer that communicates by itself.
+"""Decides whether dsx-zero averages the gradients of a step, or an optimizer that communicates itself.
 
 `dsx_comm.OneBitAdam` and similar optimizers exchange momenta, not gradients: in some of their steps every rank's own
-gradients must stay as they are. This file asks such an optimizer what dsx-zero has to know, so that other files use an
-`Averaging` and no optimizer's methods. `dsx_comm.onebit.rules` decides what such an optimizer cannot be combined with,
-for configurations too.
+gradients must stay as they are. This file calls the methods of such an optimizer; other files use an `Averaging`.
+`dsx_comm.onebit.rules` says with which settings such an optimizer cannot be combined, for configurations too.
 """
 
 from __future__ import annotations
@@ -24,24 +23,24 @@ _log = logging.getLogger(__name__)
 
 @runtime_checkable
 class AveragesItself(Protocol):
-    """The methods of an optimizer that communicates by itself. Every optimizer that has them is treated as one."""
+    """The methods of an optimizer that communicates itself. Every optimizer with these methods is treated so."""
 
     @property
     def takes_local_gradients(self) -> bool:
-        """Whether the coming step wants each rank's own gradients, not their mean."""
+        """Whether the next step needs each rank's own gradients, not their mean."""
         ...
 
     def expect_averaged_gradients(self, wire_dtype: torch.dtype | None = None) -> None:
-        """In all other steps gradients come averaged, sent in `wire_dtype`."""
+        """Note that in all other steps the gradients are averaged already, and were sent in `wire_dtype`."""
         ...
 
     def synchronize(self) -> None:
-        """Make parameters equal on all ranks where they differ between steps. Collective."""
+        """Make parameters that differ between ranks equal. Collective."""
         ...
 
 
 def averages_itself(optimizer: object) -> TypeGuard[AveragesItself]:
-    """Whether an optimizer communicates by itself."""
+    """Whether an optimizer communicates itself."""
     return isinstance(optimizer, AveragesItself)
 
 
@@ -49,49 +48,49 @@ class Averaging(Protocol):
     """How the gradients of one sharded model are averaged."""
 
     def local(self) -> bool:
-        """Do the coming step's gradients stay each rank's own?"""
+        """Whether each rank keeps its own gradients in the next step."""
         ...
 
     def announce_clipping(self, max_norm: float | None) -> None:
-        """The coming step clips to `max_norm`. If that is not the norm of the mean gradient, log once what it is."""
+        """The next step clips to `max_norm`. If the norm is not that of the mean gradient, log once which one it is."""
         ...
 
     def announce(self, wire_dtype: torch.dtype | None) -> None:
-        """Tell an optimizer that communicates by itself that the gradients of its other steps are averaged here."""
+        """Tell an optimizer that communicates itself that dsx-zero averages the gradients of its other steps."""
         ...
 
     def synchronize(self) -> bool:
-        """Make masters equal on all ranks; True if they may have changed. Collective."""
+        """Make masters equal on all ranks. Returns whether they may have changed. Collective."""
         ...
 
 
 class ByReduction:
-    """dsx-zero averages in every step."""
+    """dsx-zero averages the gradients of every step."""
 
     def local(self) -> bool:
-        """Never."""
+        """False: gradients are always averaged."""
         return False
 
     def announce_clipping(self, max_norm: float | None) -> None:
-        """Nothing to say: every norm is that of the mean gradient."""
+        """Nothing to do: every norm is that of the mean gradient."""
 
     def announce(self, wire_dtype: torch.dtype | None) -> None:
-        """The optimizer does not communicate."""
+        """Nothing to do: the optimizer does not communicate."""
 
     def synchronize(self) -> bool:
-        """They are equal."""
+        """False: masters are always equal."""
         return False
 
 
 class ByOptimizer:
-    """`optimizer` averages in the steps it says."""
+    """The optimizer averages in the steps in which its `takes_local_gradients` is true."""
 
     def __init__(self, optimizer: AveragesItself, rank: int) -> None:
         self._optimizer = optimizer
         self._silent = rank != 0
 
     def local(self) -> bool:
-        """In the steps that the optimizer says."""
+        """Whether the optimizer averages in the next step."""
         return self._optimizer.takes_local_gradients
 
     def announce_clipping(self, max_norm: float | None) -> None:
@@ -112,11 +111,14 @@ class ByOptimizer:
 
 
 def averaging_of(optimizer: Any, reduction: Reduction, *, stage: int, rank: int, plain: bool = True) -> Averaging:
-    """The `Averaging` for an optimizer. `plain`: all parameters are averaged over the same ranks, and nothing else is.
+    """The `Averaging` for an optimizer.
+
+    Args:
+        plain: all parameters are averaged over the same ranks (no experts, slices or shared weights of stages).
 
     Raises:
-        ZeroOptimizerError: it averages by itself and the stage is not 0, or the model has experts or slices.
-        ZeroConfigError: it averages by itself and a sum is asked for.
+        ZeroOptimizerError: the optimizer communicates itself, and the stage is not 0 or `plain` is false.
+        ZeroConfigError: the optimizer communicates itself, and the configuration asks for the sum of gradients.
     """
     if not averages_itself(optimizer):
         return ByReduction()

@@ -8,7 +8,7 @@ __all__ = ["block_norm"]
 
 
 def block_norm(block: torch.Tensor) -> torch.Tensor:
-    """A 0-dim tensor on the block's device: fp32, fp64 for a block of fp64."""
+    """The L2 norm of `block`: a 0-dim tensor on its device, fp32 (fp64 for a block of fp64)."""
     if block.dtype.itemsize < 4:
         return torch.linalg.vector_norm(block, dtype=torch.float32)
     return torch.linalg.vector_norm(block)

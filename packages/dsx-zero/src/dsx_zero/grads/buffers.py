@@ -1,17 +1,17 @@
-"""The gradient of one flat group: from the parameters' arrivals to the reduced values the optimizer reads.
+"""The gradient of one flat group: from the arrival of single gradients to the reduced values that the optimizer reads.
 
 States of a group within one optimizer step::
 
     empty ──arrival──► filling ──launch──► in flight ──finish──► reduced
     reduced ──arrival──► filling    (late, or the next micro-batch)
 
-Memory: stages 0-1 keep the whole buffer (the reduced values lie in it). Stages 2-3 hold the shard, in its home, and a
-whole buffer only from the first arrival until the reduction is finished (`BufferPool` says how much of its memory is
-kept). Where the home is on the device, the reduction writes into it; to another home the reduced values are copied by a
-lane. A parameter without an arrival counts as zeros.
+Memory: stages 0-1 keep the whole buffer, which contains the reduced values. Stages 2-3 keep the shard, in its home, and
+a whole buffer only from the first arrival until the reduction is finished (`BufferPool` decides how much of its memory
+is kept). If the home is on the device, the reduction writes into it; else a lane copies the reduced values to it. A
+parameter without an arrival counts as zeros.
 
-`.grad` of a parameter with a gradient holds its *face*: at stage 0 a view of the averaged buffer, else a
-`ShardedGradient`. If `.grad` is no longer the face, the user has set another gradient, or removed it (`notice`).
+`.grad` of a parameter with a gradient refers to its *face*: at stage 0 a view of the averaged buffer, else a
+`ShardedGradient`. If `.grad` is another object, the user has set another gradient, or removed it (`notice`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["GroupGradients", "refuse_sparse"]
 
 
 def refuse_sparse(grad: torch.Tensor, name: str) -> None:
-    """Raises ZeroModelError for a gradient of indices and values: there is no place for it in a flat buffer."""
+    """Raise `ZeroModelError` if `grad` is sparse (indices and values): a flat buffer cannot hold it."""
     if grad.is_sparse:
         raise ZeroModelError(
             f"{name}: got a sparse gradient, expected a dense one; build the module with sparse=False, or at stage 0"
@@ -48,14 +48,17 @@ class GroupGradients:
     """Gradients of one `FlatGroup`.
 
     Args:
-        group: the parameters.
-        dtype: of accumulation.
-        stage: 0 reduces everything on every rank, 1-3 each rank's shard; from 2 on the whole buffer is given back.
-        expose: `.grad` of the parameters are views of the reduced buffer (stage 0); otherwise they are
+        group: the flat group.
+        dtype: dtype of the accumulation.
+        stage: at stage 0 every rank has all reduced values, at stages 1-3 its shard; from stage 2 on the whole buffer
+            is freed after the reduction.
+        reducer: reduces the buffer over the ranks.
+        pool: gives and takes back whole buffers.
+        grads_are_views: `.grad` of the parameters are views of the reduced buffer (only at stage 0); otherwise they are
             `ShardedGradient`s.
-        access: serves what users do with those.
-        label: what reductions are for, where a hang is explained.
-        tier, lane: from stage 2 on, where the reduced values live, and the lane on which they go there.
+        access: serves users who read or write these.
+        label: name of the reductions in the explanation of a hang.
+        tier, lane: from stage 2 on, where the reduced values live, and the lane that copies them there.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class GroupGradients:
         stage: int,
         reducer: ReductionEngine,
         pool: BufferPool,
-        expose: bool,
+        grads_are_views: bool,
         access: GradientAccess,
         label: str = "",
         tier: Tier | None = None,
@@ -75,7 +78,7 @@ class GroupGradients:
         self.group = group
         self.dtype, self.stage, self._label = dtype, stage, label
         self._reducer, self._pool, self._access = reducer, pool, access
-        self.exposes = expose and stage == 0 and dtype == group.key.dtype
+        self.shows_reduced = grads_are_views and stage == 0 and dtype == group.key.dtype
         """Whether `.grad` shows the reduced values."""
         self.buffer: torch.Tensor | None = None
         self._views: tuple[torch.Tensor, ...] = ()
@@ -86,28 +89,27 @@ class GroupGradients:
         self._shard: Home | None = None
         self.result: Home | None = None
         self.pending: PendingReduction | None = None
-        """The reduction that is under way."""
+        """The reduction in flight, if any."""
         self._staged: tuple[Home, torch.Tensor, bool] | None = None
         self._leaving: tuple[Ticket, torch.Tensor] | None = None
         self._stored_norm: torch.Tensor | None = None
-        """Norm of reduced values that are not in memory, taken when they left it; None: not known."""
+        """Norm of reduced values that are not in memory, computed before they were stored; None: not known."""
         self.dirty = False
         for parameter in group.parameters:
             if isinstance(parameter.grad, ShardedGradient):
-                parameter.grad = None  # of an optimizer before this one
+                parameter.grad = None  # it belongs to an earlier optimizer
         access.add(self)
 
     @property
     def device(self) -> torch.device:
-        """Where the gradients are."""
+        """The device of the whole buffer."""
         return self.group.key.device
 
-    # What users see
-    # -----------------------------------------------------------------------------------------------------
+    # What users see ---------------------------------------------------------------------------------------------------
 
     def _face(self, index: int) -> torch.Tensor:
-        """What `.grad` of a parameter with a gradient holds, once the gradient is averaged."""
-        return self._views[index] if self.exposes else self._stand_in(index)
+        """The value of `.grad` of a parameter when its gradient is averaged."""
+        return self._views[index] if self.shows_reduced else self._stand_in(index)
 
     def _stand_in(self, index: int) -> ShardedGradient:
         made = self._stand_ins[index]
@@ -134,11 +136,15 @@ class GroupGradients:
         self._faces[index] = None
 
     def notice(self, arriving: int | None = None) -> None:
-        """Find out what the user did to `.grad` since: gradients that were cleared are zeros, and other tensors in
-        their place are this rank's own gradients, to be averaged as those of a backward are. `arriving`: leave this one
-        to `absorb`.
+        """Find out what the user has done to `.grad` since the last call.
+
+        Gradients that the user cleared become zeros. Other tensors in their place are used as this rank's own
+        gradients, which are averaged like those of a backward.
+
+        Args:
+            arriving: index of a parameter that is left to `accumulate`.
         """
-        # The usual case, that nothing was done, costs no call for a parameter (test_python_calls.py).
+        # In the usual case, in which nothing was done, there is no call per parameter (test_python_calls.py).
         grads, other = [], []
         for index, (parameter, face) in enumerate(zip(self.group.parameters, self._faces)):
             grad = parameter.grad
@@ -149,17 +155,17 @@ class GroupGradients:
             return
         given = [(i, grad) for i in other if (grad := grads[i]) is not None]
         if not given and len(other) == sum(face is not None for face in self._faces):
-            self.clear()  # the usual case, `model.zero_grad()`: memory is given back too
+            self.clear()  # `model.zero_grad()`: memory is freed, too
             return
         for index in other:
             if self._faces[index] is not None:
                 self.zero(index)
         for index, grad in given:
-            self.group.parameters[index].grad = grad  # `zero` took it away
-            self.absorb(index)
+            self.group.parameters[index].grad = grad  # `zero` has removed it
+            self.accumulate(index)
 
     def zero(self, index: int) -> None:
-        """The gradient of one parameter is zeros from now on, and its `.grad` is None."""
+        """Set the gradient of one parameter to zeros, and its `.grad` to None."""
         self.finish()
         if self.result is not None:
             with self.opened(index) as piece:
@@ -168,12 +174,12 @@ class GroupGradients:
         self._detach(index)
 
     def piece(self, index: int) -> torch.Tensor:
-        """This rank's part of a parameter's reduced gradient, 1-D, to be read (the whole at stage 0)."""
+        """This rank's part of a parameter's reduced gradient, 1-D, for reading. At stage 0 it is the whole gradient."""
         return read(self.values(), *self._range(index))
 
     @contextmanager
     def opened(self, index: int) -> Iterator[torch.Tensor]:
-        """`piece`, to be written."""
+        """A context with `piece` for writing."""
         self.forget_norm()
         with opened(self.values(), *self._range(index)) as piece:
             yield piece
@@ -186,38 +192,38 @@ class GroupGradients:
         return (0, 0) if part is None else (part.offset, part.offset + part.numel)
 
     def hide_views(self) -> None:
-        """Let the coming arrivals not be added to the exposed views by autograd itself."""
+        """Detach the views from `.grad`, so that autograd does not add the next gradients to them."""
         for index, face in enumerate(self._faces):
             if face is not None and not isinstance(face, ShardedGradient):
                 self._detach(index)
 
     def show_views(self) -> None:
-        """The end of `hide_views`: earlier gradients are visible again where no new one has arrived."""
-        if self.exposes and self._views:
+        """Undo `hide_views`: earlier gradients are visible again if no new one has arrived."""
+        if self.shows_reduced and self._views:
             for index, (face, filled) in enumerate(zip(self._faces, self._filled)):
                 if face is None and filled:
                     self._attach(index, self._views[index])
 
     def hide_unreduced(self) -> None:
-        """Backward has ended and the ranks have averaged; gradients of a later reduction must not be taken for
-        an average.
+        """Backward has ended and its reductions are complete. Gradients for a later reduction must not look like an
+        average.
         """
-        if self.exposes and self.dirty:
+        if self.shows_reduced and self.dirty:
             for index, filled in enumerate(self._filled):
                 if filled:
                     self._attach(index, self._stand_in(index))
 
     # Arrivals ---------------------------------------------------------------------------------------------------------
 
-    def absorb(self, index: int, factor: float = 1.0) -> None:
-        """Take over the gradient that autograd has just put into parameter `index`, times `factor`."""
-        # One function, because it runs for every parameter of every backward (test_python_calls.py).
+    def accumulate(self, index: int, factor: float = 1.0) -> None:
+        """Add the gradient that autograd has just stored in parameter `index`, times `factor`, to the buffer."""
+        # All in one function, because it runs for every parameter of every backward (test_python_calls.py).
         parameter, face = self.group.parameters[index], self._faces[index]
         grad = parameter.grad
         if isinstance(grad, ShardedGradient):
             grad = grad.take_arrived()
         elif face is not None and grad is not face:
-            self.zero(index)  # the user has cleared it inside of this backward
+            self.zero(index)  # the user has cleared it inside this backward
         if grad is None:
             return
         if self.pending is not None:
@@ -228,7 +234,7 @@ class GroupGradients:
         if grad is not view:
             if grad.is_sparse:
                 refuse_sparse(grad, self.group.layout.names[index])
-            if grad.requires_grad:  # with `create_graph=True` it has a graph, which ends here
+            if grad.requires_grad:  # with `create_graph=True` it has a graph, which is dropped here
                 grad = grad.detach()
             if self._filled[index]:
                 view.add_(grad, alpha=factor)
@@ -241,16 +247,16 @@ class GroupGradients:
                 f"{self.group.layout.names[index]}: the gradient of an unscaled loss was added to what was there"
                 " before; use engine.backward(loss), or a loss that comes from the model's own outputs"
             )
-        face = view if self.exposes else self._stand_ins[index]
+        face = view if self.shows_reduced else self._stand_ins[index]
         try:
             parameter.grad = self._faces[index] = self._stand_in(index) if face is None else face
-        except RuntimeError:  # the user has converted the model: `_attach` says so
+        except RuntimeError:  # the user has converted the model: `_attach` raises an error that says so
             self._attach(index, self._face(index))
         self._filled[index] = 1
         self.dirty = True
 
     def refuse(self, index: int) -> None:
-        """Drop the gradient that autograd has just put into parameter `index`."""
+        """Drop the gradient that autograd has just stored in parameter `index`."""
         grad = self.group.parameters[index].grad
         if isinstance(grad, ShardedGradient):
             grad.take_arrived()
@@ -258,13 +264,13 @@ class GroupGradients:
             self._detach(index)
 
     def _open(self) -> torch.Tensor:
-        """Make the place for gradients, which is returned; sets reduced values aside that they must not touch."""
+        """Return the buffer for new gradients. Reduced values in it that must not change are moved away."""
         if self.result is not None:
-            self._set_aside_if_reduced()
+            self._protect_reduced()
         return self._whole() if self.buffer is None else self.buffer
 
-    def _set_aside_if_reduced(self) -> None:
-        if self.result is None or self.buffer is None or self.exposes or self.dirty:
+    def _protect_reduced(self) -> None:
+        if self.result is None or self.buffer is None or self.shows_reduced or self.dirty:
             return
         self._filled = bytearray(len(self._filled))
         if self.stage == 0:
@@ -273,7 +279,7 @@ class GroupGradients:
             self.result = DeviceHome(read(self.result).clone())
 
     def _whole(self) -> torch.Tensor:
-        """The whole buffer, made now if need be. Contents are arbitrary, the padding is zero."""
+        """The whole buffer, taken from the pool if there is none. Its contents are arbitrary, its padding is zero."""
         if self.buffer is None:
             layout, key = self.group.layout, self.group.key
             self.buffer = self._pool.take(layout.numel, self.dtype, key.device)
@@ -285,22 +291,22 @@ class GroupGradients:
     # Reductions -------------------------------------------------------------------------------------------------------
 
     def launch(self, reducer: ReductionEngine | None = None) -> None:
-        """Start reducing what has arrived (zeros for what has not). With nothing to add, the ranks still meet.
+        """Start to reduce the gradients that have arrived; missing ones count as zeros.
 
-        `reducer` takes the place of the usual one this time.
+        A rank without gradients takes part, too. `reducer` replaces the usual one for this call.
         """
         reducer = reducer or self._reducer
         if self.pending is not None:
             self.finish()
-        self.notice()  # of a hook that clears `.grad` as soon as it is there
+        self.notice()  # a hook may have cleared `.grad` when it arrived
         buffer = self._open() if self.buffer is None or self.result is not None else self.buffer
         for index, view in enumerate(self._views):
             if not self._filled[index]:
                 view.zero_()
-            if self.exposes:  # a late gradient must not be added to a buffer in flight
+            if self.shows_reduced:  # a late gradient must not be added to a buffer in flight
                 self._detach(index)
         self.dirty = False
-        add = self.result is not None and not self.exposes
+        add = self.result is not None and not self.shows_reduced
         self.forget_norm()
         if self.stage == 0:
             self.pending = self._launch_whole(buffer, reducer)
@@ -311,7 +317,7 @@ class GroupGradients:
         self._access.changed()
 
     def _target(self, buffer: torch.Tensor) -> Home:
-        """Where the reduced values go when there are none yet (at stages 0-1 into the whole buffer)."""
+        """The home of reduced values if there are none yet; at stages 0-1 it is in the whole buffer."""
         if self.stage == 0:
             return DeviceHome(buffer)
         if self.stage == 1:
@@ -327,17 +333,17 @@ class GroupGradients:
     def _launch_shard(
         self, buffer: torch.Tensor, home: Home, reducer: ReductionEngine, *, add: bool
     ) -> PendingReduction:
-        """Reduce into the home where it is on the buffer's device, else beside it: `finish` sends it off."""
+        """Reduce into the home if it is on the buffer's device, else into staging memory, which `finish` copies."""
         out = home.view()
         if out is not None and out.device == buffer.device:
             return reducer.reduce_scatter(buffer, out, self.group, self._label, add=add)
-        self.arrive()
+        self.wait_until_stored()
         staging = torch.empty(self.group.layout.shard_numel, dtype=self.dtype, device=buffer.device)
         self._staged = (home, staging, add)
         return reducer.reduce_scatter(buffer, staging, self.group, self._label, add=False)
 
-    def _send_off(self, home: Home, staging: torch.Tensor, *, add: bool) -> None:
-        """The staged values are reduced: start their way to their home."""
+    def _store_staged(self, home: Home, staging: torch.Tensor, *, add: bool) -> None:
+        """The staged values are reduced: start to copy (or add) them to their home."""
         if home.view() is not None:
             ticket = accumulate(home, staging, self._lane) if add else home.store(staging, self._lane)
         elif add:
@@ -348,11 +354,11 @@ class GroupGradients:
         self._leaving = (ticket, staging)
 
     def _keep_norm(self, values: torch.Tensor) -> None:
-        """These are all values, on their way to a home without a view: the norm must not cost another reading."""
+        """Compute the norm of all values before they go to a home without a view: later it would need another read."""
         self._stored_norm = block_norm(values)
 
     def forget_norm(self) -> None:
-        """The reduced values are not those of the last reduction any more."""
+        """Note that the reduced values have changed, so that their norm is not known."""
         self._stored_norm = None
 
     def norm(self) -> torch.Tensor:
@@ -365,14 +371,12 @@ class GroupGradients:
         return self.dirty or self.result is not None
 
     def reduced(self) -> tuple[Home, Ticket | None]:
-        """The home of the reduced values, and what to wait for until they are in it, so that another thread can
-        read them.
-        """
+        """The home of the reduced values, and the ticket to wait for before another thread reads them there."""
         result = self.values() if self.result is None else self.result
         return result, None if self._leaving is None else self._leaving[0]
 
-    def arrive(self) -> None:
-        """Wait for what is on its way, and free its staging memory."""
+    def wait_until_stored(self) -> None:
+        """Wait until staged values are stored in their home, and free the staging memory."""
         if self._leaving is not None:
             (ticket, staging), self._leaving = self._leaving, None
             ticket.synchronize()
@@ -392,14 +396,14 @@ class GroupGradients:
         return pending
 
     def _in_buffer(self) -> bool:
-        """Are the reduced values all of the buffer (stage 0)?"""
+        """Whether the reduced values are all of the buffer (stage 0)."""
         return self.stage == 0 and self.result is not None and read(self.result).data_ptr() == _address(self.buffer)
 
     def finish(self) -> bool:
-        """Wait for the reduction that is under way, if any.
+        """Wait for the reduction in flight, if any.
 
         Returns:
-            Whether reduced values are on their way to their home (`arrive`).
+            Whether reduced values are being copied to their home (`wait_until_stored`).
         """
         if self.pending is None:
             return self._leaving is not None
@@ -407,8 +411,8 @@ class GroupGradients:
         pending.finish()
         if self._staged is not None:
             (home, staging, add), self._staged = self._staged, None
-            self._send_off(home, staging, add=add)
-        if self.exposes:
+            self._store_staged(home, staging, add=add)
+        if self.shows_reduced:
             self._filled = bytearray(b"\x01") * len(self._filled)
         elif self.stage >= 2:
             if self.buffer is not None:
@@ -421,31 +425,31 @@ class GroupGradients:
         return self._leaving is not None
 
     def values(self) -> Home:
-        """The reduced values; zeros where no rank had any."""
+        """The reduced values; zeros if no rank had gradients."""
         if self._leaving is not None:
-            self.arrive()
+            self.wait_until_stored()
         if self.result is None:
             self.result = self._target(self._whole())
             write(self.result, torch.zeros(self.result.numel, dtype=self.dtype))
         return self.result
 
     def unreduced(self, index: int) -> torch.Tensor | None:
-        """This rank's own sum of what no reduction of parameter `index` has taken, in the parameter's shape; None
-        where there is nothing.
+        """This rank's own sum of the gradients of parameter `index` that no reduction has taken, in the parameter's
+        shape; None if there are none.
         """
         if not self.dirty or not self._filled[index] or self._in_buffer():
-            return None  # exposed gradients accumulate on top of the reduced ones
+            return None  # gradients that `.grad` shows accumulate on top of the reduced ones
         return self._views[index]
 
     def clear(self) -> None:
-        """Forget all gradients; memory that the next step needs again is kept."""
+        """Forget all gradients. Memory that the next step needs again is kept."""
         self.finish()
         for index in range(len(self._faces)):
             self._detach(index)
-        with suppress(OSError):  # of a transfer whose values are not needed any more
-            self.arrive()
+        with suppress(OSError):  # from a transfer whose values are not needed any more
+            self.wait_until_stored()
         if self.stage == 0 and self.result is not None and not self._in_buffer():
-            self._pool.give(read(self.result))  # set aside for late gradients
+            self._pool.give(read(self.result))  # it was moved away for late gradients
         self.result, self.dirty = None, False
         self.forget_norm()
         self._filled = bytearray(len(self._filled))
@@ -455,11 +459,11 @@ class GroupGradients:
         self._access.changed()
 
     def tensors(self) -> list[torch.Tensor]:
-        """Everything held beside the homes."""
+        """The tensors that are kept besides the homes."""
         return [] if self.buffer is None else [self.buffer]
 
     def homes(self) -> list[Home]:
-        """The homes of reduced values, each once."""
+        """The homes of reduced values, without duplicates."""
         return list({id(home): home for home in (self._shard, self.result) if home is not None}.values())
 
 

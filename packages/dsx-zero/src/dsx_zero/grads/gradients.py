@@ -1,10 +1,10 @@
-"""The one gradient path of all stages: from autograd's arrivals to the values the optimizer reads.
+"""The one gradient path of all stages: from the arrival of gradients to the values that the optimizer reads.
 
 Every trainable parameter has a hook that runs when its gradient has been accumulated. The gradient moves into its
-unit's flat buffer; when the unit has seen as many arrivals as the step before, its reduction starts while backward goes
-on. Reductions that have not started when backward ends (unused parameters, the first step) start then. `ReduceOrder`
-decides on the order of reductions, `Reductions` executes them, and `BackwardClock` tells when a backward begins and
-ends. Gradients that arrive after their unit was reduced are kept, and reduced in a second pass at the step.
+unit's flat buffer. When the unit has had as many arrivals as in the step before, its reduction starts while backward
+goes on. Reductions that have not started when backward ends (unused parameters, the first step) start then.
+`ReduceOrder` decides on the order of reductions, `Reductions` executes them, and `BackwardClock` tells when a backward
+begins and ends. Gradients that arrive after their unit was reduced are kept, and reduced in a second pass at the step.
 
 Changes that users make to `.grad` between two backwards (`model.zero_grad()`, `p.grad = None`, other tensors) are
 noticed when the next backward begins, at the step, and whenever gradients are read.
@@ -46,7 +46,7 @@ class ReduceOrder(Protocol):
     """Decides, equally on all ranks, when each unit is reduced. Its executor calls `Reductions.run_reduce`."""
 
     def reduce(self, unit: int) -> None:
-        """This rank has the unit's gradients: all that it had in the step before, or backward has ended."""
+        """This rank has as many gradients of the unit as in the step before, or backward has ended."""
         ...
 
     def end_backward(self) -> None:
@@ -66,29 +66,29 @@ class ReduceOrder(Protocol):
         ...
 
     def watch_edits(self, watch: EditWatch) -> None:
-        """Compare its words at every boundary."""
+        """From now on compare the words of `watch` over the ranks at every boundary."""
         ...
 
 
 class BackwardWatch(Protocol):
-    """Lets the object that scales losses correct, or refuse, a backward whose loss it did not scale."""
+    """Lets the object that scales losses correct, or refuse, a backward whose loss was not scaled."""
 
     @property
     def needed(self) -> bool:
-        """Whether such a backward can be wrong at the moment."""
+        """Whether the gradients of such a backward would be wrong at present."""
         ...
 
     def factor(self) -> float:
-        """What the gradients of the running backward are to be multiplied with; 0.0 if `begin` will refuse it."""
+        """The factor for the gradients of the running backward; 0.0 if `begin` will refuse it."""
         ...
 
     def begin(self) -> float:
-        """The first gradient of the running backward has arrived; the factor. May raise, to refuse that backward."""
+        """The first gradient of the running backward has arrived. Returns the factor; raises to refuse it."""
         ...
 
 
 class Gradients(Protocol):
-    """What the optimizer needs of gradients."""
+    """The gradients as the optimizer uses them."""
 
     def no_sync(self) -> Any: ...
 
@@ -99,71 +99,74 @@ class Gradients(Protocol):
         ...
 
     def complete(self) -> None:
-        """Between backward and step: reduce what has arrived so far. Collective after a backward, until the next
-        one.
+        """Between backward and step: reduce the gradients that have arrived so far.
+
+        The first call after a backward is collective; further calls do nothing until the next backward.
         """
         ...
 
     def complete_due(self) -> None:
-        """`complete` if the last backward was one that reduces, and the ranks' agreement left reductions of it for the
-        step (after a step without gradients, for instance). Collective, as `complete`.
+        """Call `complete` if the last backward reduces, and the order has left some of its reductions for the step
+        (after a step without gradients, for example). Collective, as `complete`.
         """
         ...
 
     def watch_edits(self, watch: EditWatch) -> None:
-        """At each step compare over the ranks what users wrote into parameters."""
+        """From now on compare over the ranks, at each step, what users wrote into parameters."""
         ...
 
     def parts(self, group: FlatGroup, parts: Sequence[Part]) -> tuple[torch.Tensor, ...]:
-        """Gradients of these parts of the group's parameters (in order of their offsets), 1-D, in the dtype and on the
-        device of its masters.
+        """The gradients of these parts of the group's parameters, 1-D, in the dtype and on the device of the masters.
+
+        Args:
+            parts: in order of their offsets.
         """
         ...
 
     def norms(self) -> Iterator[tuple[dsx_comm.RankSet, torch.Tensor]]:
-        """The L2 norms of the buffers that together hold every gradient this rank steps with, once each (0-dim, fp32 or
-        fp64), and who shares each buffer. A buffer is let go before the next one is read.
+        """The L2 norms (0-dim, fp32 or fp64) of the buffers that together have every gradient that this rank steps,
+        each once; and the ranks that share each buffer. A buffer is freed before the next one is read.
         """
         ...
 
     def read(self, group: FlatGroup, index: int, part: LocalSlice) -> torch.Tensor | None:
-        """The reduced gradient of what this rank steps of a parameter (`part`), 1-D; None when there is none."""
+        """The reduced gradient of the part of a parameter that this rank steps, 1-D; None if there is none."""
         ...
 
     def write(self, group: FlatGroup, index: int, part: LocalSlice, values: torch.Tensor) -> None:
-        """Set what `read` gives, where there is something."""
+        """Set the gradient that `read` returns. If there is none, nothing happens."""
         ...
 
     def unreduced(self, group: FlatGroup, index: int) -> torch.Tensor | None:
-        """This rank's own gradient of a parameter, as far as no reduction has taken it, in the parameter's shape;
-        None where there is none.
+        """This rank's own gradient of a parameter that no reduction has taken, in the parameter's shape; None if there
+        is none.
         """
         ...
 
     def clear(self) -> None: ...
 
     def has_new(self) -> bool:
-        """Are there gradients since the last step (or `clear`) that another object for gradients would not know?"""
+        """Whether there are gradients since the last step (or `clear`) that would be lost with this object."""
         ...
 
     def has_any(self) -> bool:
-        """Are there gradients that another object for gradients would not know, stepped or not?"""
+        """Whether there are gradients, stepped or not, that would be lost with this object."""
         ...
 
     def refuse_until_clear(self, why: str) -> None:
-        """Gradients that were here are gone: until `clear` refuse backwards, which would add to them, with this
-        text.
+        """Earlier gradients are lost: refuse backwards, which would add to them, until `clear` is called.
+
+        Args:
+            why: text of the `ZeroStateError`.
         """
         ...
 
     def changed(self) -> None:
-        """Gradients were written."""
+        """Note that gradients were written."""
         ...
 
     def follow(self, watch: BackwardWatch) -> None:
-        """Multiply the gradients of each backward with what `watch` says. To be called again when its `needed`
-        changes.
-        """
+        """Multiply the gradients of each backward by the factor of `watch`. Call it again if `watch.needed` changes."""
         ...
 
     def remove_hooks(self) -> None: ...
@@ -171,17 +174,17 @@ class Gradients(Protocol):
     def tensors(self) -> list[torch.Tensor]: ...
 
     def homes(self) -> list[Home]:
-        """Where reduced gradients live."""
+        """The homes of reduced gradients."""
         ...
 
     def idle_bytes(self) -> int: ...
 
     def drop_idle(self) -> None:
-        """Give back what is kept for the buffers of backwards to come."""
+        """Free the memory that is kept for the buffers of later backwards."""
         ...
 
     def expect_last(self) -> None:
-        """The coming backward is the last one before the step."""
+        """Note that the next backward is the last one before the step."""
         ...
 
     def watch_reductions(self, watch: ReductionWatch) -> None:
@@ -189,19 +192,19 @@ class Gradients(Protocol):
         ...
 
     def reduced(self, unit: int) -> list[tuple[FlatGroup, Home, Ticket | None]]:
-        """Of each trainable group of a unit the home of the reduced gradients, and what to wait for until they are in
-        it; for another thread.
+        """For each trainable group of a unit: the home of the reduced gradients, and the ticket to wait for before
+        another thread reads them there.
         """
         ...
 
     def is_final(self, unit: int) -> bool:
-        """Has every trainable parameter of the unit got its gradient of the running backward, which is the last one
-        before the step, and can this rank give it no other?
+        """Whether every trainable parameter of the unit has its gradient of the running backward, this backward is the
+        last one before the step, and no further gradient can arrive on this rank.
         """
         ...
 
     def refuse_backwards(self, why: str | None) -> None:
-        """Let backwards raise a ZeroStateError with this text; None: no more."""
+        """Make backwards raise a `ZeroStateError` with this text; None: allow backwards again."""
         ...
 
 
@@ -220,18 +223,18 @@ class ReducedGradients:
     ) -> None:
         self._reductions, self._order, self._clock = reductions, order, clock
         self.parts = reductions.parts
-        """See `Gradients.parts`. The very method: it is called for every group in every step."""
+        """See `Gradients.parts`. It is the method itself, because it is called for every group in every step."""
         self._on_complete, self._keeps_local = on_complete, keeps_local
         self._groups = reductions.groups
         self._by_unit = reductions.by_unit
         self._expected = dict.fromkeys(self._by_unit, 0)
         self._arrived = dict.fromkeys(self._by_unit, 0)
         self._sync = self._reducing = True
-        """Whether backwards reduce (not under `no_sync`), and whether the running one does: not in a step whose
-        optimizer wants this rank's own gradients.
+        """Whether backwards reduce (they do not under `no_sync`), and whether the running one does (it does not in a
+        step whose optimizer needs this rank's own gradients).
         """
         self._arriving: tuple[GroupGradients | RowGradients, int] | None = None
-        """The parameter whose gradient is there already, while its arrival announces a backward."""
+        """The parameter whose arrival announces the running backward, while it is being announced; else None."""
         self._watch: BackwardWatch | None = None
         self._factor: float | None = None
         self._refused: str | None = None
@@ -253,7 +256,7 @@ class ReducedGradients:
         yield model.register_forward_hook(CallingHook(partial(_returned, me)))
 
     def remove_hooks(self) -> None:
-        """Take all hooks off the model, and all gradients off its parameters."""
+        """Remove all hooks from the model, and all gradients from its parameters."""
         for handle in self._handles:
             handle.remove()
         for buffers in self._groups:
@@ -265,7 +268,7 @@ class ReducedGradients:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside only accumulate."""
+        """Inside the context backwards only accumulate."""
         before, self._sync = self._sync, False
         try:
             yield
@@ -275,7 +278,7 @@ class ReducedGradients:
     # Hooks ------------------------------------------------------------------------------------------------------------
 
     def on_forward(self, output: Any) -> None:
-        """The model has returned: its outputs tell when the outermost backward begins."""
+        """The model has returned. Hooks on its outputs tell when the outermost backward begins."""
         if not torch.is_grad_enabled():
             return
         if getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None) is not None:
@@ -291,7 +294,7 @@ class ReducedGradients:
         self._clock.enter(outermost=True)
 
     def begin_backward(self) -> None:
-        """See `BackwardWatcher`. What an error left of the backward before is kept, as autograd keeps it in `.grad`."""
+        """See `BackwardWatcher`. Gradients of a backward that an error stopped are kept, as autograd keeps them."""
         if (why := self._refused or self._gone) is not None:
             raise ZeroStateError(why)
         if self._reductions.watch is not None:
@@ -304,25 +307,25 @@ class ReducedGradients:
         for buffers in self._groups:
             buffers.notice(arriving[1] if arriving is not None and arriving[0] is buffers else None)
         if not scaled:
-            for buffers in self._reductions.exposed:
+            for buffers in self._reductions.showing_reduced:
                 if buffers.group not in self._reductions.rows:
                     buffers.hide_views()
         for rows in self._reductions.rows.values():
             if arriving is None or arriving[0] is not rows:
-                rows.hide_views()  # autograd would add to what it shows
+                rows.hide_views()  # autograd would add to the shown values
 
     @staticmethod
     def _hook(
         me: Callable[[], ReducedGradients | None], unit: int, place: int, index: int
     ) -> Callable[[torch.Tensor], None]:
-        """What runs when the gradient of a parameter has been accumulated: number `index` of group `place` of `unit`.
+        """The hook that runs when the gradient of parameter `index` of group `place` of `unit` has been accumulated.
 
-        `me`: Python's collector does not see what a tensor's hooks hold, and a strong reference would keep the
-        parameters for ever.
+        `me` is a weak reference: Python's collector does not see the references of a tensor's hooks, and a strong one
+        would keep the parameters forever.
         """
 
         def arrived(_: torch.Tensor) -> None:
-            # One function, because it runs for every parameter of every backward (test_python_calls.py).
+            # All in one function, because it runs for every parameter of every backward (test_python_calls.py).
             self = me()
             if self is None:
                 return
@@ -330,7 +333,7 @@ class ReducedGradients:
             factor = self._factor if self._clock.running else None
             if factor is None:
                 factor = self._first_arrival(buffers, index)
-            buffers.absorb(index, factor)
+            buffers.accumulate(index, factor)
             count = self._arrived[unit] = self._arrived[unit] + 1
             if self._last and torch._C._current_graph_task_id() != self._clock.task:
                 self._nested = True
@@ -343,7 +346,7 @@ class ReducedGradients:
         return arrived
 
     def _first_arrival(self, buffers: GroupGradients | RowGradients, index: int) -> float:
-        """The first gradient of the running backward has arrived; what all of them are multiplied with."""
+        """The first gradient of the running backward has arrived. Returns the factor for all its gradients."""
         if not self._clock.running:
             self._arriving = (buffers, index)
             self._clock.enter()
@@ -358,7 +361,7 @@ class ReducedGradients:
             factor = self._watch.begin()
         except BaseException:
             buffers.refuse(index)
-            for hidden in self._reductions.exposed:
+            for hidden in self._reductions.showing_reduced:
                 hidden.show_views()
             raise
         # The engine learns of a direct `loss.backward()` here, and may have opened `no_sync` for it.
@@ -366,10 +369,10 @@ class ReducedGradients:
         return factor
 
     def end_backward(self) -> None:
-        """See `BackwardWatcher`: reduce what has arrived and was not complete."""
+        """See `BackwardWatcher`: reduce the gradients that have arrived and are not being reduced."""
         for unit, arrived in self._arrived.items():
             self._expected[unit] = max(self._expected[unit], arrived)
-        for buffers in self._reductions.exposed:
+        for buffers in self._reductions.showing_reduced:
             buffers.show_views()
         if not self._reducing:
             return
@@ -378,7 +381,7 @@ class ReducedGradients:
             self._order.reduce(unit)
         self._clock.end_pass()
         self._reductions.wait()
-        for buffers in self._reductions.exposed:
+        for buffers in self._reductions.showing_reduced:
             buffers.hide_unreduced()
         self._reductions.drop_idle()
 
@@ -426,14 +429,14 @@ class ReducedGradients:
 
     def complete_due(self) -> None:
         """See `Gradients.complete_due`."""
-        # At stage 0 a gradient may be read by one rank alone; only what is really missing makes that a collective.
+        # At stage 0 one rank alone may read a gradient: it is a collective only if a reduction is missing.
         if self._due and (self._reductions.stage > 0 or self._reductions.dirty()):
             self.complete()
 
     # What the optimizer reads -----------------------------------------------------------------------------------------
 
     def norms(self) -> Iterator[tuple[dsx_comm.RankSet, torch.Tensor]]:
-        """See `Gradients.norms`: of the reduced buffers."""
+        """See `Gradients.norms`: the norms of the reduced buffers."""
         return self._reductions.norms()
 
     def read(self, group: FlatGroup, index: int, part: LocalSlice) -> torch.Tensor | None:
@@ -474,7 +477,7 @@ class ReducedGradients:
         self._gone = why
 
     def tensors(self) -> list[torch.Tensor]:
-        """Everything held for gradients."""
+        """All tensors that are kept for gradients."""
         return self._reductions.tensors()
 
     def homes(self) -> list[Home]:
@@ -482,7 +485,7 @@ class ReducedGradients:
         return self._reductions.homes()
 
     def idle_bytes(self) -> int:
-        """Memory kept for the buffers of backwards to come."""
+        """Bytes of memory that is kept for the buffers of later backwards."""
         return self._reductions.idle_bytes()
 
     def drop_idle(self) -> None:
@@ -492,7 +495,7 @@ class ReducedGradients:
     def expect_last(self) -> None:
         """See `Gradients.expect_last`."""
         self._last, self._nested = True, False
-        self._arrived = dict.fromkeys(self._arrived, 0)  # those of the backward before
+        self._arrived = dict.fromkeys(self._arrived, 0)  # it had the arrivals of the backward before
         for unit, groups in self._by_unit.items():
             parameters = (parameter for buffers in groups for parameter in buffers.group.parameters)
             self._trainable[unit] = sum(parameter.requires_grad for parameter in parameters)
@@ -506,8 +509,8 @@ class ReducedGradients:
         return self._reductions.reduced(unit)
 
     def is_final(self, unit: int) -> bool:
-        """See `Gradients.is_final`. Not where reentrant checkpointing runs backwards inside of the backward: they bring
-        a parameter several gradients.
+        """See `Gradients.is_final`. It is False if reentrant checkpointing runs backwards inside the backward: then a
+        parameter gets several gradients.
         """
         return self._last and not self._nested and self._arrived[unit] == self._trainable[unit]
 
@@ -517,7 +520,7 @@ class ReducedGradients:
 
 
 def _returned(gradients: Callable[[], ReducedGradients | None], module: nn.Module, args: Any, output: Any) -> None:
-    # A weak reference, as above: without the optimizer the gradients are gone too, and the model may be sharded again.
+    # A weak reference, as above: the gradients end with the optimizer, and the model may be sharded again.
     owner = gradients()
     if owner is not None:
         owner.on_forward(output)
@@ -531,18 +534,16 @@ def _multiplied(
 
 
 def _accumulates(parameter: torch.Tensor) -> bool:
-    """Whether the running backward adds to the parameter's `.grad`. `torch.autograd.grad` runs the hooks of a tensor
-    too.
-    """
+    """Whether the running backward adds to the parameter's `.grad`: `torch.autograd.grad` runs the hooks, too."""
     node = torch.autograd.graph.get_gradient_edge(parameter).node
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # what torch says where the gradient of this very parameter is asked for
+    except RuntimeError:  # torch raises it if `torch.autograd.grad` was called for this parameter
         return False
 
 
 class LocalGradients:
-    """One rank: autograd's own `.grad` tensors are the gradients. Missing ones are zeros."""
+    """The gradients of one rank alone: autograd's own `.grad` tensors. Missing ones count as zeros."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._groups = [group for unit in units for group in unit.trainable]
@@ -551,11 +552,11 @@ class LocalGradients:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Nothing to hold back."""
+        """Nothing to do: nothing is reduced."""
         yield
 
     def follow(self, watch: BackwardWatch) -> None:
-        """See `Gradients.follow`; puts a hook on every parameter, once it is needed."""
+        """See `Gradients.follow`. If `watch` is needed, every parameter gets a hook."""
         if not watch.needed or self._handles:
             return
         me = weakref.ref(self)
@@ -567,7 +568,7 @@ class LocalGradients:
         ]
 
     def on_gradient(self, watch: BackwardWatch, place: int, index: int, grad: torch.Tensor) -> torch.Tensor | None:
-        """A gradient is there for parameter `index` of group `place`; what it is replaced with, if it is."""
+        """The gradient of parameter `index` of group `place` was computed. Returns its replacement, or None."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._factor = watch.begin() if _accumulates(self._groups[place].parameters[index]) else 1.0
@@ -575,19 +576,19 @@ class LocalGradients:
         return None if self._factor == 1.0 else grad * self._factor
 
     def changed(self) -> None:
-        """Nothing is kept that could be stale."""
+        """Nothing to do: nothing is cached."""
 
     def complete(self) -> None:
-        """They are complete."""
+        """Nothing to do: gradients are always complete."""
 
     def complete_due(self) -> None:
-        """They are complete."""
+        """Nothing to do: gradients are always complete."""
 
     def watch_edits(self, watch: EditWatch) -> None:
-        """There is one rank."""
+        """Nothing to do: there is one rank."""
 
     def remove_hooks(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -609,7 +610,7 @@ class LocalGradients:
         return tuple(grad.reshape(-1)[part.slice.start : part.slice.stop] for grad, part in zip(grads, parts))
 
     def norms(self) -> Iterator[tuple[dsx_comm.RankSet, torch.Tensor]]:
-        """See `Gradients.norms`: of every `.grad`."""
+        """See `Gradients.norms`: the norm of every `.grad`."""
         return ((group.ranks, block_norm(_grad(p))) for group in self._groups for p in group.parameters if p.numel())
 
     def read(self, group: FlatGroup, index: int, part: LocalSlice) -> torch.Tensor | None:
@@ -627,53 +628,53 @@ class LocalGradients:
         return None
 
     def has_new(self) -> bool:
-        """None that would be lost: every `.grad` stays where it is."""
+        """False: no gradient would be lost, because every `.grad` stays where it is."""
         return False
 
     def has_any(self) -> bool:
-        """None that would be lost."""
+        """False: no gradient would be lost."""
         return False
 
     def refuse_until_clear(self, why: str) -> None:
-        """Nothing is gone."""
+        """Nothing to do: no gradient is lost."""
 
     def clear(self) -> None:
-        """Drop all `.grad`s."""
+        """Set every `.grad` to None."""
         for group in self._groups:
             for parameter in group.parameters:
                 parameter.grad = None
 
     def tensors(self) -> list[torch.Tensor]:
-        """Every `.grad` there is."""
+        """Every `.grad` that is not None."""
         return [p.grad for group in self._groups for p in group.parameters if p.grad is not None]
 
     def homes(self) -> list[Home]:
-        """They are autograd's."""
+        """There are none: autograd keeps the gradients."""
         return []
 
     def idle_bytes(self) -> int:
-        """Nothing is kept."""
+        """No memory is kept."""
         return 0
 
     def drop_idle(self) -> None:
-        """Nothing is kept."""
+        """No memory is kept."""
 
     def expect_last(self) -> None:
-        """Nothing is reduced."""
+        """Nothing to do: nothing is reduced."""
 
     def watch_reductions(self, watch: ReductionWatch) -> None:
-        """There are none."""
+        """Nothing to do: there are no reductions."""
 
     def reduced(self, unit: int) -> list[tuple[FlatGroup, Home, Ticket | None]]:
-        """Autograd keeps them."""
+        """There are none: autograd keeps the gradients."""
         return []
 
     def is_final(self, unit: int) -> bool:
-        """Not known: autograd keeps the gradients."""
+        """False: it is not known."""
         return False
 
     def refuse_backwards(self, why: str | None) -> None:
-        """Nothing to do: autograd refuses to add to a `.grad` that shows no memory of its own."""
+        """Nothing to do: autograd itself refuses to add to a `.grad` that has no memory of its own."""
 
 
 def _grad(parameter: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Reductions of gradients: from a unit's whole buffer on each rank to the shard that this rank keeps.
 
-A reduction is `g * before`, a sum or average over the ranks, `g * after`. A transport carries the buffers
-(`transports`); a reduction is a job of a lane.
+A reduction multiplies by `before`, sums or averages over the ranks, and multiplies by `after`. A transport carries the
+buffers (`transports`), and a lane runs the reduction as a job.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ __all__ = ["LocalReducer", "PendingReduction", "Reducer", "Reduction", "Reductio
 
 @dataclass(frozen=True)
 class Reduction:
-    """How the gradients of the ranks are put together.
+    """How the gradients of the ranks are combined.
 
     Args:
         op: "mean" or "sum" over the ranks (`gradient_allreduce_op`).
         prescale: divide by the world size before the sum, not after it (`prescale_gradients`).
-        predivide_factor: f of `g / f`, sum, `g * f / world`: the mean for every f, at another place in the number
-            range.
+        predivide_factor: f: gradients are divided by f before the sum and by (world size / f) after it. The result is
+            the mean for every f; f decides how large the sum becomes.
     """
 
     op: Literal["mean", "sum"] = "mean"
@@ -58,11 +58,11 @@ class Reduction:
 
 
 class PendingReduction:
-    """A reduction under way: `finish()` waits for it and puts the result in its place.
+    """A reduction in flight.
 
     Args:
-        ticket: what to wait for; None: nothing.
-        complete: puts the result in its place; None: it arrives there.
+        ticket: the job of a lane to wait for; None: there is none.
+        complete: moves the result to its destination; None: it arrives there.
     """
 
     __slots__ = ("_complete", "_ticket")
@@ -71,7 +71,7 @@ class PendingReduction:
         self._ticket, self._complete = ticket, complete
 
     def then(self, more: Callable[[], None]) -> PendingReduction:
-        """The same, with something more to do at its end."""
+        """The same reduction, with `more` called at its end."""
         complete = self._complete
 
         def both() -> None:
@@ -82,11 +82,11 @@ class PendingReduction:
         return PendingReduction(self._ticket, both)
 
     def is_done(self) -> bool:
-        """Would `finish` return without waiting?"""
+        """Whether `finish` would return without waiting."""
         return self._ticket is None or self._ticket.is_completed()
 
     def finish(self) -> None:
-        """Wait, and put the result in its place."""
+        """Wait, and move the result to its destination."""
         if self._ticket is not None:
             self._ticket.wait()
         if self._complete is not None:
@@ -97,14 +97,14 @@ class ReductionEngine(Protocol):
     """Reduces flat gradient buffers over the ranks that share them."""
 
     def all_reduce(self, buffer: torch.Tensor, group: FlatGroup, label: str) -> PendingReduction:
-        """Reduce `buffer` (1-D, all elements of `group`) in place on every rank. `label`: where a hang is explained."""
+        """Reduce `buffer` (1-D, all elements of `group`) in place on every rank. `label` is its name if it hangs."""
         ...
 
     def reduce_scatter(
         self, buffer: torch.Tensor, out: torch.Tensor, group: FlatGroup, label: str, *, add: bool
     ) -> PendingReduction:
-        """Reduce `buffer` (1-D, all elements of `group`) and put (or `add`) this rank's shard of the result into
-        `out`, which may be part of `buffer`.
+        """Reduce `buffer` (1-D, all elements of `group`), and copy (with `add`: add) this rank's shard of the result to
+        `out`, which may be a part of `buffer`.
         """
         ...
 
@@ -115,7 +115,7 @@ class ReductionEngine(Protocol):
         ...
 
     def tensors(self) -> list[torch.Tensor]:
-        """What is kept between two reductions."""
+        """The tensors that are kept between two reductions."""
         ...
 
 
@@ -123,8 +123,8 @@ class _Route(NamedTuple):
     """How the gradients of one flat group are sent.
 
     Attributes:
-        start: `Transport.start` of what carries them.
-        dtype: in which results arrive.
+        start: `Transport.start` of the transport that carries them.
+        dtype: dtype in which results arrive.
     """
 
     start: Callable[[torch.Tensor, torch.Tensor, FlatGroup, str], Pending | None]
@@ -135,11 +135,11 @@ class Reducer:
     """All-reduce and reduce-scatter over one set of ranks.
 
     Args:
-        ranks: who shares the buffers.
-        reduction: how their gradients are put together.
-        transport: makes the transport for `dsx_comm.ReduceOp.SUM` or `AVG` and these ranks.
-        lane: where reductions run.
-        rows: makes the one for gradients of rows; None: the ranks share no sparse embeddings.
+        ranks: the ranks that share the buffers.
+        reduction: how their gradients are combined.
+        transport: makes the transport, for `dsx_comm.ReduceOp.SUM` or `AVG` and these ranks.
+        lane: runs the reductions.
+        rows: makes the transport for gradients of rows; None: the ranks share no sparse embeddings.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Reducer:
         """See `ReductionEngine.all_reduce`."""
         route = self._routes.get(group) or self._route(buffer, group)
         ticket = self._submit(buffer, buffer, group, label, route)
-        complete = None if self._after == 1.0 else partial(self._put, buffer, buffer, False)
+        complete = None if self._after == 1.0 else partial(self._deliver, buffer, buffer, False)
         return PendingReduction(ticket, complete)
 
     def reduce_scatter(
@@ -169,13 +169,13 @@ class Reducer:
     ) -> PendingReduction:
         """See `ReductionEngine.reduce_scatter`."""
         route = self._routes.get(group) or self._route(buffer, group)
-        # While `buffer` is sent the result may arrive in a part of it only over shared memory: there each rank writes
-        # where no other reads.
+        # While `buffer` is sent, the result may arrive in a part of it only with shared memory: there each rank writes
+        # where no other rank reads.
         apart = out.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr()
         direct = out.dtype == route.dtype and (apart or dsx_comm.is_symmetric(buffer, self._ranks.group)) and not add
         result = out if direct else torch.empty_like(out, dtype=route.dtype)
         ticket = self._submit(result, buffer, group, label, route)
-        complete = None if direct and self._after == 1.0 else partial(self._put, result, out, add)
+        complete = None if direct and self._after == 1.0 else partial(self._deliver, result, out, add)
         return PendingReduction(ticket, complete)
 
     def reduce_rows(self, rows: torch.Tensor, out: torch.Tensor, group: FlatGroup, label: str) -> PendingReduction:
@@ -197,7 +197,7 @@ class Reducer:
         return self._transport.tensors()
 
     def _route(self, buffer: torch.Tensor, group: FlatGroup) -> _Route:
-        """How the gradients of a group are sent. Its buffers are equal, so this is found out once."""
+        """Find out how the gradients of a group are sent. All its buffers are alike, so this is called once."""
         carrier = carrier_of(self._transport, buffer.numel(), buffer.dtype, group)
         route = self._routes[group] = _Route(carrier.start, self._transport.result_dtype(buffer.dtype, group))
         return route
@@ -208,7 +208,7 @@ class Reducer:
         job = partial(route.start, out, buffer, group, label)
         return self._lane.submit(job, follow=True)  # backward has written the buffer
 
-    def _put(self, result: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+    def _deliver(self, result: torch.Tensor, out: torch.Tensor, add: bool) -> None:
         if self._after != 1.0:
             result.mul_(self._after)
         if add:
@@ -218,8 +218,10 @@ class Reducer:
 
 
 class LocalReducer:
-    """One rank: the reduced gradient is the rank's own, times `factor` (an expert that only this rank holds is averaged
-    over all ranks whose tokens reach it).
+    """The `ReductionEngine` of one rank: the reduced gradient is the rank's own, times `factor`.
+
+    The factor is below 1 for an expert that only this rank holds: its gradient is averaged over all ranks whose tokens
+    reach it.
     """
 
     def __init__(self, factor: float = 1.0) -> None:
@@ -227,16 +229,16 @@ class LocalReducer:
 
     @classmethod
     def of(cls, ranks: dsx_comm.RankSet, reduction: Reduction) -> LocalReducer:
-        """For a set of one rank."""
+        """The engine for a set of one rank."""
         before, _, after = reduction.factors(ranks)
         return cls(before * after)
 
     def all_reduce(self, buffer: torch.Tensor, group: FlatGroup, label: str) -> PendingReduction:
-        """It is there already."""
+        """See `ReductionEngine.all_reduce`: only the factor is applied."""
         return PendingReduction(None, lambda: self._scale(buffer))
 
     def reduce_rows(self, rows: torch.Tensor, out: torch.Tensor, group: FlatGroup, label: str) -> PendingReduction:
-        """Copy them."""
+        """See `ReductionEngine.reduce_rows`: copy the rows."""
 
         def complete() -> None:
             out.copy_(rows)
@@ -246,7 +248,7 @@ class LocalReducer:
         return PendingReduction(None, complete)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Nothing is kept."""
+        """No tensors are kept."""
         return []
 
     def _scale(self, buffer: torch.Tensor) -> None:
@@ -256,7 +258,7 @@ class LocalReducer:
     def reduce_scatter(
         self, buffer: torch.Tensor, out: torch.Tensor, group: FlatGroup, label: str, *, add: bool
     ) -> PendingReduction:
-        """Copy or add, unless `out` is the buffer."""
+        """See `ReductionEngine.reduce_scatter`: copy or add, unless `out` is the buffer."""
 
         def complete() -> None:
             if add:

@@ -1,7 +1,7 @@
-"""The reductions of one model: the gradients of its flat groups, unit by unit, and which reductions are in flight.
+"""The reductions of one model: the gradients of its flat groups, unit by unit, and the reductions in flight.
 
-They are made before the order of collectives, which calls `run_reduce`. `ReducedGradients`, which is made after it,
-knows when gradients arrive.
+`Reductions` is made before the order of collectives, which calls `run_reduce`. `ReducedGradients` is made after the
+order, and knows when gradients arrive.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from .rows import RowGradients
 __all__ = ["ReductionWatch", "Reductions", "cut_parts"]
 
 IN_FLIGHT = 2
-"""From stage 2 on, units whose reductions may be under way at once: one on the wire, one being filled behind it. More
-would hold more whole buffers. Stages 0-1 keep theirs anyway, so there backward never waits.
+"""From stage 2 on, the number of units whose reductions may be in flight: while one is sent, the next one is filled.
+With more, more whole buffers would be in memory. Stages 0-1 keep all of theirs, so there backward never waits.
 """
 
 
 class ReductionWatch(Protocol):
-    """Follows the reductions of one model."""
+    """Is told of the reductions of one model."""
 
     def begin_backward(self) -> None:
-        """A backward begins. May raise, to refuse it."""
+        """A backward begins. To refuse it, raise an error."""
         ...
 
     def started(self, unit: int) -> None:
@@ -45,7 +45,7 @@ class ReductionWatch(Protocol):
         ...
 
     def finished(self, unit: int) -> None:
-        """It is complete: the reduced gradients are in their home, or on their way to it."""
+        """The reduction of a unit is complete: the reduced gradients are in their home, or are being copied to it."""
         ...
 
 
@@ -53,17 +53,18 @@ class Reductions:
     """See the module's text.
 
     Args:
-        units: all units; those with something to train are reduced.
-        stage: of ZeRO.
+        units: all units; those with trainable parameters are reduced.
+        stage: stage of ZeRO, 0 to 3.
         precision: dtypes of gradients.
-        reducer: moves the gradients of one rank set.
-        complete: reduces what no reduction has taken yet, for users who read `.grad` (collective).
-        expose: at stage 0 `.grad` shows the reduced values.
-        norm_groups: groups over which a flag of one rank's gradients (not finite) is spread to all ranks.
-        overlap: False waits for each reduction where it is started.
-        memory: where whole buffers come from.
-        tier, lane: where the reduced values of a unit live, and the lane on which they go there.
-        differ: the ranks have different parameters, of which no rank can tell the norm alone.
+        reducer: makes the engine that reduces the gradients of one rank set.
+        complete: reduces the gradients that no reduction has taken yet, for users who read `.grad` (collective).
+        grads_are_views: at stage 0 `.grad` is a view of the reduced values.
+        norm_groups: process groups over which a flag of one rank (its gradients are not finite) reaches all ranks.
+        overlap: False: wait for each reduction immediately.
+        memory: gives the memory of whole buffers, for the ranks that share them.
+        tier: gives the tier in which the reduced values of a unit live; None: on the device.
+        lane: copies reduced values to their tier.
+        differ: the ranks have different parameters, so that no rank alone can compute the norm.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Reductions:
         precision: Precision,
         reducer: Callable[[dsx_comm.RankSet], ReductionEngine],
         complete: Callable[[], None],
-        expose: bool,
+        grads_are_views: bool,
         norm_groups: Sequence[Any] = (),
         overlap: bool = True,
         memory: Callable[[dsx_comm.RankSet], Memory] = lambda ranks: OrdinaryMemory(),
@@ -121,9 +122,9 @@ class Reductions:
                     stage=stage,
                     reducer=reducers[group.ranks],
                     pool=self._pools[group.ranks],
-                    # What is visible is averaged again with what comes late: only a mean of equal values changes
-                    # nothing.
-                    expose=expose and group.ranks.divisor == group.ranks.size,
+                    # Values that `.grad` shows are averaged again with late gradients. That changes nothing only if
+                    # the average is the mean of equal values.
+                    grads_are_views=grads_are_views and group.ranks.divisor == group.ranks.size,
                     access=self._access,
                     label=f"{unit.plan}, gradients",
                     tier=tier(unit.index),
@@ -132,13 +133,13 @@ class Reductions:
                 self._of[group] = buffers
                 self.by_unit.setdefault(unit.index, []).append(buffers)
         self.groups: tuple[GroupGradients | RowGradients, ...] = (*self._of.values(), *self.rows.values())
-        """All of them."""
-        self.exposed = tuple(buffers for buffers in self.groups if buffers.exposes)
-        """Those whose `.grad` show the reduced values."""
+        """The gradients of all trainable groups."""
+        self.showing_reduced = tuple(buffers for buffers in self.groups if buffers.shows_reduced)
+        """The gradients of the groups whose `.grad` shows the reduced values."""
         self._in_flight: list[int] = []
         self._leaving: list[int] = []
         self.watch: ReductionWatch | None = None
-        """Is told of every reduction. No null object: a call per unit would count (test_python_calls.py)."""
+        """Is told of every reduction. No null object, because a call per unit costs time (test_python_calls.py)."""
 
     def of(self, group: FlatGroup) -> GroupGradients | RowGradients:
         """The gradients of a group."""
@@ -158,7 +159,7 @@ class Reductions:
         """See `Gradients.reduced`."""
         return [(b.group, *b.reduced()) for b in self.by_unit[unit] if isinstance(b, GroupGradients)]
 
-    # Under way --------------------------------------------------------------------------------------------------------
+    # In flight --------------------------------------------------------------------------------------------------------
 
     def run_reduce(self, unit: int) -> None:
         """See `Executor`: start the reduction of a unit with what has arrived, in the same order on every rank."""
@@ -173,13 +174,13 @@ class Reductions:
             self.wait()
 
     def _is_done(self, unit: int) -> bool:
-        for buffers in self.by_unit[unit]:  # a loop: a generator's every step is a call
+        for buffers in self.by_unit[unit]:  # a loop, because every step of a generator is a Python call
             if buffers.pending is not None and not buffers.pending.is_done():
                 return False
         return True
 
     def _finish_unit(self, unit: int) -> None:
-        """The reduction is complete; where its result goes to another tier, that copy begins."""
+        """The reduction is complete. If its result lives in another tier, the copy to it begins."""
         leaves = False
         for buffers in self.by_unit[unit]:
             leaves = buffers.finish() or leaves
@@ -189,15 +190,15 @@ class Reductions:
             self.watch.finished(unit)
         while len(self._leaving) > IN_FLIGHT:
             for buffers in self.by_unit[self._leaving.pop(0)]:
-                buffers.arrive()
+                buffers.wait_until_stored()
 
     def wait(self) -> None:
-        """Wait for all that are under way."""
+        """Wait for all reductions in flight."""
         while self._in_flight:
             self._finish_unit(self._in_flight.pop(0))
 
     def finish_alone(self) -> None:
-        """This rank's own gradients are the reduced ones. Nothing is exchanged, so there is nothing to agree on."""
+        """Use this rank's own gradients as the reduced ones. Nothing is exchanged, so the ranks need not agree."""
         for buffers in self.groups:
             buffers.launch(LocalReducer())
             buffers.finish()
@@ -234,7 +235,7 @@ class Reductions:
             write(self._of[group].values(), values, part.offset)
 
     def changed(self) -> None:
-        """Gradients were written."""
+        """Note that gradients were written."""
         self._access.changed()
 
     def clear(self) -> None:
@@ -245,20 +246,20 @@ class Reductions:
         self.drop_idle()
 
     def tensors(self) -> list[torch.Tensor]:
-        """Everything held for gradients."""
+        """All tensors that are kept for gradients."""
         kept = [tensor for engine in self._reducers.values() for tensor in engine.tensors()]
         return kept + [tensor for buffers in self.groups for tensor in buffers.tensors()]
 
     def homes(self) -> list[Home]:
-        """Where reduced gradients live."""
+        """The homes of reduced gradients."""
         return [home for buffers in self.groups for home in buffers.homes()]
 
     def idle_bytes(self) -> int:
-        """Memory kept for the buffers of backwards to come."""
+        """Bytes of memory that is kept for the buffers of later backwards."""
         return sum(pool.idle_bytes() for pool in self._pools.values())
 
     def drop_idle(self) -> None:
-        """Give that memory back."""
+        """Free that memory."""
         for pool in self._pools.values():
             pool.drop()
 

@@ -1,11 +1,11 @@
-"""The gradient of one sparse embedding: rows with their indices, from autograd's arrivals to what the optimizer reads.
+"""The gradient of one sparse embedding: rows with their indices, from their arrival to what the optimizer reads.
 
-A batch touches a few rows of a large embedding. With `sparse=True` autograd gives only these, and only these travel
-between the ranks (`sparse_gradients`, stage 0). The states are those of `GroupGradients`, which has the dense
-gradients; the values are sparse COO tensors, so there is no flat buffer.
+A batch uses a few rows of a large embedding. With `sparse=True` autograd computes only the gradients of these rows, and
+only these are sent between the ranks (`sparse_gradients`, stage 0). The states are those of `GroupGradients`, which has
+dense gradients. The values are sparse COO tensors, so there is no flat buffer.
 
-`.grad` of the parameter is the averaged gradient once it is reduced. Between backwards that are not reduced
-(`no_sync`) it is this rank's own sum, as in plain PyTorch. What users write into it, or put in its place, counts.
+`.grad` of the parameter is the averaged gradient when it is reduced. Between backwards that are not reduced (`no_sync`)
+it is this rank's own sum, as in plain PyTorch. Values that users write into `.grad`, or set in its place, are used.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ class RowGradients:
     """The gradient of the one parameter of a flat group.
 
     Args:
-        group: the parameter.
-        dtype: of accumulation.
-        reducer: moves the rows between the ranks.
-        label: what reductions are for, where a hang is explained.
+        group: the flat group with the parameter.
+        dtype: dtype of the accumulation.
+        reducer: reduces the rows over the ranks.
+        label: name of the reductions in the explanation of a hang.
 
     Attributes:
-        dirty: there are rows that no reduction has taken.
+        dirty: whether there are rows that no reduction has taken.
     """
 
-    exposes = True
+    shows_reduced = True
     """`.grad` shows the reduced rows."""
 
     def __init__(self, group: FlatGroup, *, dtype: torch.dtype, reducer: ReductionEngine, label: str = "") -> None:
@@ -43,8 +43,8 @@ class RowGradients:
         self._reduced: torch.Tensor | None = None
         self._pending: tuple[PendingReduction, torch.Tensor] | None = None
         self._face: torch.Tensor | None = None
-        self._shown: torch.Tensor | None = None
-        """What `_face` held when it was attached: autograd adds the next arrival to a `.grad` in place."""
+        self._attached_values: torch.Tensor | None = None
+        """The values of `_face` when it was attached. Autograd adds the next gradient to `.grad` in place."""
         self.dirty = False
         self._parameter.grad = None
 
@@ -56,26 +56,26 @@ class RowGradients:
             return
         same = values.dtype == self._parameter.dtype
         self._face = values if same else values.to(self._parameter.dtype)
-        self._shown = _alias(self._face) if same else self._face.clone()
+        self._attached_values = _alias(self._face) if same else self._face.clone()
         self._parameter.grad = self._face
 
     def _detach(self) -> None:
-        self._parameter.grad = self._face = self._shown = None
+        self._parameter.grad = self._face = self._attached_values = None
 
     def _undo_addition(self) -> None:
-        """Autograd has added to the face: what is kept is what it was before."""
+        """Autograd has added to the face in place: restore the values that it had before."""
         if self._face is self._reduced:
-            self._reduced = self._shown
+            self._reduced = self._attached_values
         elif self._face is self._own:
-            self._own = self._shown
+            self._own = self._attached_values
 
     def _take_edits(self) -> None:
-        """A face in another dtype than the values is a copy, and may have been written."""
-        face, shown = self._face, self._shown
-        if face is None or shown is None or face is self._reduced or face is self._own:
+        """Take over what a user wrote into the face, if it is a copy (its dtype is not that of the values)."""
+        face, attached = self._face, self._attached_values
+        if face is None or attached is None or face is self._reduced or face is self._own:
             return
         now = face.coalesce()
-        if torch.equal(now.indices(), shown.indices()) and torch.equal(now.values(), shown.values()):
+        if torch.equal(now.indices(), attached.indices()) and torch.equal(now.values(), attached.values()):
             return
         if self.dirty:
             self._own = _rows(now, self.dtype)
@@ -93,36 +93,37 @@ class RowGradients:
         self.clear()
         if grad is not None:
             self._parameter.grad = grad
-            self.absorb(0)
+            self.accumulate(0)
 
     def hide_views(self) -> None:
-        """Let the coming arrivals not be added to what `.grad` shows."""
+        """Detach the shown values, so that autograd does not add the next gradients to them."""
         if self._face is not None and self._parameter.grad is self._face:
             self._detach()
 
     def show_views(self) -> None:
-        """The end of `hide_views`."""
+        """Undo `hide_views`."""
         if self._parameter.grad is None and self._pending is None:
             self._attach()
 
     def hide_unreduced(self) -> None:
-        """`.grad` of a rank's own sum stays visible, see the module's text."""
+        """Nothing to do: a rank's own sum stays visible in `.grad`, see the module's text."""
 
     # Arrivals ---------------------------------------------------------------------------------------------------------
 
-    def absorb(self, index: int, factor: float = 1.0) -> None:
-        """Take over the gradient that autograd has just put into the parameter, times `factor`. A dense one (the weight
-        is used by a function, too) counts with its rows that are not zero.
+    def accumulate(self, index: int, factor: float = 1.0) -> None:
+        """Add the gradient that autograd has just stored in the parameter, times `factor`.
+
+        A dense gradient (the weight is also used by a function) is used with its rows that are not zero.
         """
         grad = self._parameter.grad
         if grad is None:
             return
         arrived = grad.detach()
-        if grad is self._face and self._shown is not None:
-            arrived = arrived - self._shown
+        if grad is self._face and self._attached_values is not None:
+            arrived = arrived - self._attached_values
             self._undo_addition()
         elif self._face is not None:
-            self.clear()  # the user has cleared it, or put another one in its place
+            self.clear()  # the user has cleared it, or set another one
         self.finish()
         self._detach()
         rows = _rows(arrived, self.dtype)
@@ -132,7 +133,7 @@ class RowGradients:
         self.dirty = True
 
     def refuse(self, index: int) -> None:
-        """Drop the gradient that autograd has just put into the parameter."""
+        """Drop the gradient that autograd has just stored in the parameter."""
         if self._parameter.grad is self._face:
             self._undo_addition()
         self._detach()
@@ -140,7 +141,7 @@ class RowGradients:
     # Reductions -------------------------------------------------------------------------------------------------------
 
     def launch(self, reducer: ReductionEngine | None = None) -> None:
-        """Reduce what has arrived; a rank with nothing sends no rows. `reducer` takes the place of the usual one."""
+        """Start to reduce the rows that have arrived; a rank may have none. `reducer` replaces the usual one."""
         self.finish()
         self.notice()
         rows = self._empty() if self._own is None else self._own
@@ -151,11 +152,11 @@ class RowGradients:
 
     @property
     def pending(self) -> PendingReduction | None:
-        """The reduction that is under way."""
+        """The reduction in flight, if any."""
         return None if self._pending is None else self._pending[0]
 
     def finish(self) -> bool:
-        """Wait for the reduction that is under way, if any. False: nothing goes to another tier."""
+        """Wait for the reduction in flight, if any. Returns False: nothing is copied to another tier."""
         if self._pending is None:
             return False
         (pending, out), self._pending = self._pending, None
@@ -166,8 +167,8 @@ class RowGradients:
             self._attach()
         return False
 
-    def arrive(self) -> None:
-        """Nothing is on its way to another tier."""
+    def wait_until_stored(self) -> None:
+        """Nothing to do: nothing is copied to another tier."""
 
     # Values -----------------------------------------------------------------------------------------------------------
 
@@ -176,21 +177,19 @@ class RowGradients:
         return self.dirty or self._pending is not None or self._reduced is not None
 
     def rows(self) -> torch.Tensor:
-        """The reduced gradient: sparse COO, coalesced, of the parameter's shape; without entries where no rank has
-        any.
-        """
+        """The reduced gradient: sparse COO, coalesced, of the parameter's shape. It has no rows if no rank has any."""
         self.finish()
         if self._reduced is None:
             self._reduced = self._empty()
         return self._reduced if self._reduced.is_coalesced() else self._reduced.coalesce()
 
     def stepped(self) -> torch.Tensor:
-        """`rows`, in the dtype and on the device of the master."""
+        """`rows()` in the dtype and on the device of the master."""
         rows, master = self.rows(), self.group.master
         return rows if master is None else rows.to(device=master.device, dtype=master.dtype)
 
     def read(self, part: LocalSlice) -> torch.Tensor | None:
-        """Elements of the reduced gradient, dense and 1-D, a new tensor; None where there is none."""
+        """Elements of the reduced gradient as a new dense 1-D tensor; None if there is no gradient."""
         self.notice()
         self.finish()
         if self._reduced is None:
@@ -198,7 +197,7 @@ class RowGradients:
         return self._reduced.to_dense().view(-1)[part.start : part.stop]
 
     def write(self, part: LocalSlice, values: torch.Tensor) -> None:
-        """Set what `read` gives, where there is something."""
+        """Set the elements that `read` returns. If there is no gradient, nothing happens."""
         if self._reduced is None:
             return
         whole = self._reduced.to_dense()
@@ -208,7 +207,7 @@ class RowGradients:
         self._attach()
 
     def unreduced(self, index: int) -> torch.Tensor | None:
-        """This rank's own sum of what no reduction has taken, dense; None where there is nothing."""
+        """This rank's own sum of the gradients that no reduction has taken, dense; None if there are none."""
         return self._own.to_dense() if self.dirty and self._own is not None else None
 
     def clear(self) -> None:
@@ -220,12 +219,12 @@ class RowGradients:
         self._detach()
 
     def tensors(self) -> list[torch.Tensor]:
-        """Indices and values that are held."""
+        """The indices and values of all rows."""
         held = [rows for rows in (self._own, self._reduced) if rows is not None]
         return [part for rows in held for part in (rows._indices(), rows._values())]
 
     def homes(self) -> list[Home]:
-        """They are in no home."""
+        """There are none: rows do not live in homes."""
         return []
 
     def _empty(self) -> torch.Tensor:
@@ -236,14 +235,14 @@ class RowGradients:
 
 
 def _rows(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A gradient as coalesced rows of `dtype`, in memory of their own."""
+    """A gradient as coalesced rows of `dtype`, in new memory."""
     rows = grad if grad.is_sparse else grad.to_sparse(1)
     coalesced = rows.to(dtype).coalesce()
     return coalesced.clone() if rows.is_coalesced() else coalesced
 
 
 def _alias(rows: torch.Tensor) -> torch.Tensor:
-    """Another sparse tensor over the same indices and values: adding to the first one in place gives it new ones."""
+    """Another sparse tensor with the same indices and values. An in-place addition to `rows` does not change it."""
     return torch.sparse_coo_tensor(
         rows._indices(), rows._values(), rows.shape, is_coalesced=rows.is_coalesced(), check_invariants=False
     )

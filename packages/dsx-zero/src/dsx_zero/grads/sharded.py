@@ -1,20 +1,21 @@
-"""What `.grad` of a parameter holds when no rank has the whole gradient.
+"""The value of `.grad` of a parameter when no rank has the whole gradient.
 
-From stage 1 on a rank keeps a shard of the averaged gradients, and with an accumulation dtype of its own `.grad` could
-not show them. A ``ShardedGradient`` stands in `.grad` then: a wrapper tensor with the logical shape, dtype and device
-of the gradient, and no values. So code that asks for gradients finds them, and none of it is ignored:
+From stage 1 on a rank keeps a shard of the averaged gradients; and if the accumulation has another dtype than the
+parameters, `.grad` cannot show them. Then `.grad` is a ``ShardedGradient``: a wrapper tensor with the logical shape,
+dtype and device of the gradient, and without values. So code that uses gradients finds them, and none of its operations
+is ignored:
 
-1. facts and factories (``shape``, ``torch.zeros_like(g)``) are answered, as for a ``PartitionedParameter``;
+1. facts and factories (``shape``, ``torch.zeros_like(g)``) work, as for a ``PartitionedParameter``;
 2. norms of whole gradients (``torch.nn.utils.clip_grad_norm_``, ``g.norm()``) are computed over all ranks;
 3. in-place writes change the gradient that the optimizer steps with: element-wise ones with a number (``g.mul_(0.5)``,
    ``clip_grad_value_``) on each rank's shard, all others on the whole gradient, of which all ranks keep rank 0's
    result;
-4. ``p.grad = None`` and ``zero_grad()`` take the stand-in away, which its owner notices;
-5. autograd's own accumulation is handed to the owner;
-6. everything else is computed with the values where a rank has them (stage 0, one rank), and else raises
-   ``ShardedGradientError`` with the parameter's name and the way to them.
+4. ``p.grad = None`` and ``zero_grad()`` remove the wrapper, which its owner notices;
+5. a gradient that autograd accumulates is passed to the owner;
+6. everything else is computed with the values if a rank has them (stage 0, one rank), and else raises
+   ``ShardedGradientError`` with the parameter's name and the way to the values.
 
-2, 3 and 6 are collective: every rank calls them. Where the gradient lies is known to the ``GradientSource``.
+2, 3 and 6 are collective: every rank calls them. The ``GradientSource`` knows where the gradient is.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ __all__ = ["GradientSource", "ShardedGradient", "ShardedGradientError"]
 
 
 class ShardedGradientError(ZeroStateError):
-    """The values of a gradient were asked for in a way that cannot give them."""
+    """A gradient was used in a way that needs values which this rank does not have."""
 
     code = "DSX305"
 
 
 class GradientSource(Protocol):
-    """Where a gradient is."""
+    """Gives access to a gradient."""
 
     @property
     def name(self) -> str:
@@ -47,35 +48,40 @@ class GradientSource(Protocol):
         ...
 
     def refusal(self, what: str) -> ShardedGradientError:
-        """The error for a use that is not possible: what was tried, and the way to do it."""
+        """The error for a use that is not possible. Its text says what was tried (`what`), and what to do instead."""
         ...
 
     def norm(self, order: float, *, added_up: bool) -> torch.Tensor:
-        """The norm of this order of the whole gradient, a 0-D tensor. Collective. `added_up`: the caller may add it to
-        those of other parameters (`torch.nn.utils.clip_grad_norm_` asks by `torch.linalg.vector_norm`).
+        """The norm of the whole gradient, a 0-D tensor. Collective.
+
+        Args:
+            order: order of the norm.
+            added_up: the caller may add it to those of other parameters (`torch.nn.utils.clip_grad_norm_` calls
+                `torch.linalg.vector_norm`).
         """
         ...
 
     def edit_shard(self, edit: Callable[[torch.Tensor], object]) -> None:
-        """Apply an element-wise `edit` to what this rank holds of the averaged gradient. Collective."""
+        """Apply an element-wise `edit` to this rank's part of the averaged gradient. Collective."""
         ...
 
     def edit_whole(self, edit: Callable[[torch.Tensor], object]) -> None:
-        """Apply `edit` to the whole averaged gradient on every rank; rank 0's result is kept by all. Collective."""
+        """Apply `edit` to the whole averaged gradient on every rank. All ranks keep rank 0's result. Collective."""
         ...
 
     def whole(self) -> torch.Tensor | None:
-        """The averaged gradient's values, if every rank has them. Collective."""
+        """The averaged gradient's values if every rank has them, else None. Collective."""
         ...
 
     def unscale(self, others: Sequence[GradientSource], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-        """What `torch.amp.GradScaler` does to this gradient and `others`; `found_inf` is then the same on all ranks.
+        """Unscale this gradient and `others` as `torch.amp.GradScaler` does. `found_inf` is the same on all ranks.
+
         Collective.
         """
         ...
 
     def zero(self) -> None:
-        """Make it zeros, contributions that have not been reduced yet included. Not collective."""
+        """Set the gradient to zeros, also contributions that have not been reduced yet. Not collective."""
         ...
 
 
@@ -122,13 +128,13 @@ _BY_NUMBER = frozenset(
     }
     | {"__imul__", "__itruediv__", "__iadd__", "__isub__", "__ipow__"}
 )
-"""In-place operations that treat each element alone, if their other arguments are numbers."""
+"""In-place operations that change each element separately, if their other arguments are numbers."""
 
 _NORMS = frozenset({torch.linalg.vector_norm, torch.norm, torch.Tensor.norm})
 
 
 class ShardedGradient(torch.Tensor):
-    """See the module's text. Every sharded parameter has one, made by `shard` and attached while it has a gradient."""
+    """See the module's text. `.grad` of a sharded parameter refers to it while the parameter has a gradient."""
 
     _source: GradientSource
     _arrived: torch.Tensor | None
@@ -145,32 +151,32 @@ class ShardedGradient(torch.Tensor):
 
     @property
     def source(self) -> GradientSource:
-        """Where the gradient is."""
+        """The object that has access to the gradient."""
         return self._source
 
     def take_arrived(self) -> torch.Tensor | None:
-        """The gradient that autograd has just added to this one, once."""
+        """Return the gradient that autograd has just added to this one, and forget it. None if there is none."""
         arrived, self._arrived = self._arrived, None
         return arrived
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        """Name and logical facts, no values."""
+        """The name and the logical facts, without values."""
         return (
             f"ShardedGradient({self._source.name!r}, shape={tuple(self.shape)}, dtype={self.dtype},"
             f" device='{self.device}')"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """Refused: the copy would have no values."""
+        """Raises `ShardedGradientError`: the copy would have no values."""
         raise self._source.refusal("copied with deepcopy")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refused: a pickle would have no values."""
+        """Raises `ShardedGradientError`: a pickle would have no values."""
         raise self._source.refusal("pickled")
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The six ways of the module's text."""
+        """Do one of the six things that the module's text lists."""
         kwargs = kwargs or {}
         if func in FACTS:
             with torch._C.DisableTorchFunctionSubclass():
@@ -204,7 +210,7 @@ class ShardedGradient(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What reached the dispatcher past the Python layer: autograd's accumulation; all else is refused by name."""
+        """Take what autograd accumulates. Other operations that bypass ``__torch_function__`` are refused by name."""
         gradient = _first(args, kwargs or {})
         if func is torch.ops.aten.detach.default:
             return gradient
@@ -212,7 +218,7 @@ class ShardedGradient(torch.Tensor):
             if func is torch.ops.aten.add_.Tensor:
                 gradient._arrived = args[1]
                 return gradient
-            # `create_graph=True`: autograd puts what it gets here in the place of this one
+            # with `create_graph=True` autograd replaces this gradient by what is returned here
             if func is torch.ops.aten.add.Tensor:
                 with torch._C.DisableTorchFunctionSubclass():
                     successor = ShardedGradient(gradient._source, gradient)
@@ -244,12 +250,12 @@ _SAME: frozenset[Callable[..., Any]] = frozenset(
     {torch.Tensor.detach, torch.detach, torch.Tensor.detach_, torch.Tensor.requires_grad_, torch.Tensor.contiguous}
     | {torch.Tensor.data.__get__}  # type: ignore[attr-defined]
 )
-"""What gives the gradient itself: it never has a graph of its own."""
+"""Functions that return the gradient itself: it never has a graph."""
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def _convert(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    """`model.to(...)` asks this of every gradient: a conversion that changes nothing gives the gradient itself."""
+    """Convert a gradient, as `model.to(...)` does. If nothing changes, the result is the gradient itself."""
     gradient, rest = args[0], args[1:]
     if not isinstance(gradient, ShardedGradient):  # `x.to(g)` asks for g's dtype and device only
         rest, kwargs = tree_map_only(ShardedGradient, stand_in, (rest, kwargs))
@@ -266,7 +272,7 @@ def _convert(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
 
 
 def _norm_order(args: Sequence[Any], kwargs: dict[str, Any]) -> float | None:
-    """The order of a norm over all elements of one gradient; None for any other use of the function."""
+    """The order, if the call is a norm over all elements of one gradient; None for any other call."""
     options = dict(kwargs)
     order = args[1] if len(args) > 1 else options.pop("ord", options.pop("p", 2))
     if (
@@ -281,7 +287,7 @@ def _norm_order(args: Sequence[Any], kwargs: dict[str, Any]) -> float | None:
 
 
 def _is_number(value: Any) -> bool:
-    """A Python number, a 0-D tensor, or an option that is not a tensor."""
+    """Whether `value` is a Python number, a 0-D tensor, or an option that is not a tensor."""
     if isinstance(value, torch.Tensor):
         return not isinstance(value, ShardedGradient) and value.dim() == 0
     return not isinstance(value, (list, tuple))
@@ -290,7 +296,7 @@ def _is_number(value: Any) -> bool:
 def _edit(
     gradient: ShardedGradient, func: Any, what: str, rest: Sequence[Any], kwargs: dict[str, Any]
 ) -> ShardedGradient:
-    """An in-place write."""
+    """Apply an in-place function to a gradient."""
     rest, kwargs = tree_map_only(
         ShardedGradient, lambda other: _values(other, f"used by {what}()"), (tuple(rest), kwargs)
     )
@@ -306,7 +312,7 @@ def _edit(
 
 
 def _edit_each(method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """`torch._foreach_*_` over gradients: the same in-place operation on each, with its own item of every list."""
+    """Apply `torch._foreach_*_` to gradients: the same in-place operation on each, with its item of every list."""
     func = getattr(torch.Tensor, method)
     for place, gradient in enumerate(args[0]):
         rest = [value[place] if isinstance(value, (list, tuple)) else value for value in args[1:]]

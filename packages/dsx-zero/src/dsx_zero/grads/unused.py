@@ -23,24 +23,29 @@ _MAX_NAMED = 8
 
 
 class IgnoreUnused:
-    """The default: no parameters are watched."""
+    """The default: a missing gradient is no error."""
 
     def check(self) -> None:
-        """Nothing to find."""
+        """Nothing to do: no parameter is watched."""
 
     def remove_hooks(self) -> None:
-        """There are none."""
+        """Nothing to do: there are no hooks."""
 
 
 class UnusedParameters:
-    """Watches which parameters get gradients."""
+    """Finds trainable parameters that got no gradient.
+
+    Args:
+        units: the units of the model.
+        ranks: the ranks that compare.
+    """
 
     def __init__(self, units: Iterable[Unit], ranks: dsx_comm.RankSet) -> None:
         self._ranks = ranks
         groups = [group for unit in units for group in unit.trainable]
         pairs = [(n, p) for group in groups for n, p in zip(group.layout.names, group.parameters)]
         self._names = [name for name, _ in pairs]
-        # For parameters that only some ranks hold (experts): these ranks. Tokens need not reach each of them.
+        # The ranks that hold a parameter, if only some do (experts). Tokens need not reach each of these ranks.
         self._holders = {
             name: dsx_comm.get_all_ranks_from_group(group.ranks.holders)
             for group in groups
@@ -57,10 +62,10 @@ class UnusedParameters:
         self._seen[index] = 1
 
     def check(self) -> None:
-        """Compare over the ranks (collective) and forget.
+        """Check the gradients since the last call on all ranks (collective), and begin a new count.
 
         Raises:
-            ZeroStateError: names the parameters and ranks; the same on all ranks, nothing has been changed.
+            ZeroStateError: on every rank, with the names of the parameters and ranks. Nothing has been changed.
         """
         mine, self._seen = self._seen, torch.zeros_like(self._seen)
         by_rank: list[Any] = [(mine.tolist(), self._holders)]
@@ -80,13 +85,13 @@ class UnusedParameters:
             )
 
     def remove_hooks(self) -> None:
-        """Stop watching."""
+        """Remove the hooks from the parameters."""
         for handle in self._handles:
             handle.remove()
 
 
 def _missing(by_rank: list[Any], index: int, name: str) -> list[int]:
-    """The ranks without a gradient of a parameter. If only some ranks hold it: these, if none of them has one."""
+    """The ranks without a gradient of a parameter. The holders of an expert count only if none of them has one."""
     without = [rank for rank, (seen, _) in enumerate(by_rank) if not seen[index]]
     if name not in by_rank[0][1]:
         return without

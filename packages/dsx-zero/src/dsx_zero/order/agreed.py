@@ -39,11 +39,11 @@ __all__ = ["AgreedOrder", "ScheduleDivergence"]
 
 _log = logging.getLogger(__name__)
 
-_THAW_AFTER = 2
+_UNFREEZE_AFTER = 2
 """Steps with deviations in a row after which the ranks agree again."""
 _FREEZE_AFTER = 2
-"""Uniform steps in a row after which the last one becomes the schedule (the first teaches which gradients to
-expect).
+"""Uniform steps in a row after which the last one becomes the schedule. (The first step teaches which gradients to
+expect.)
 """
 
 
@@ -54,8 +54,14 @@ class ScheduleDivergence(ZeroStateError):
 
 
 class AgreedOrder:
-    """See the module's text. ``names``: of the units. ``alone``: there is no other rank, so that gathers which are not
-    needed are left out.
+    """The `Order` of several ranks; see the module's text.
+
+    Args:
+        executor: executes the operations.
+        channel: sends words between the ranks.
+        limits: decide which units stay gathered until their next use; None: none do.
+        names: names of the units, by which a hang is explained.
+        alone: there is no other rank, so that gathers which this one does not need are not issued.
     """
 
     def __init__(
@@ -72,13 +78,13 @@ class AgreedOrder:
         self._alone = alone
         self._replay: Replay | None = None
         self._schedule: Schedule | None = None
-        self._strayed_steps = self._uniform_steps = 0
+        self._deviating_steps = self._uniform_steps = 0
         self._edits: EditWatch | None = None
         self._evaluation = EvaluationOrder(self._limits.apply)
         self._has_evaluated = False
         """Whether this rank's last pass was a forward without gradients."""
         self._begun: Callable[[], list[tuple[int, ...]]] | None = None
-        """The round in which a forward was begun by its frozen schedule, if it has not been read."""
+        """Reads the words of the round in which this rank began a forward by a frozen schedule; None: they are read."""
         self._new_step()
 
     def _new_step(self) -> None:
@@ -111,14 +117,14 @@ class AgreedOrder:
             return
         wanted = Operation(Kind.GATHER, unit)
         if replay is not None and during is Pass.TRAINING:
-            self._stray(wanted)
+            self._deviate(wanted)
         self._rendezvous(wanted, during)
 
     def _follow_evaluation(self) -> Replay | None:
-        """This rank's way through the schedule of forwards without gradients, which one begins here at the latest."""
+        """This rank's position in the schedule of forwards without gradients. Begins such a forward if none runs."""
         evaluation, self._has_evaluated = self._evaluation, True
         if evaluation.replay is None:
-            self._read_begun()  # of a forward before; its round may have dropped the schedule
+            self._read_begun()  # the round of the forward before may have dropped the schedule
             if evaluation.schedule is not None:
                 begins = Operation(Kind.FORWARD_BEGIN)
                 with dsx_comm.unit(str(begins)):
@@ -127,19 +133,19 @@ class AgreedOrder:
         return evaluation.replay
 
     def _read_begun(self) -> None:
-        """Read the words of the round in which this rank began a forward by the frozen schedule.
+        """Read the words of the round in which this rank began a forward with the frozen schedule.
 
-        It went on without them: whatever the others asked for, all execute that schedule first (`decide`).
+        The rank did not wait for them: whatever the others asked for, all execute that schedule first (`decide`).
         """
         begun, self._begun = self._begun, None
         if begun is not None:
             self._note([Post.from_words(words) for words in begun()])
 
     def _train(self) -> Replay | None:
-        """This rank's way through the schedule of the step, after forwards without gradients.
+        """This rank's position in the schedule of the training step.
 
-        It asks first whether other ranks still run some: going on by the frozen schedule would leave them without this
-        rank's shards.
+        After forwards without gradients the rank first asks whether other ranks still run some: if it followed the
+        frozen schedule at once, they would not get its shards.
         """
         if self._has_evaluated:
             self._has_evaluated = False
@@ -148,7 +154,7 @@ class AgreedOrder:
         return self._replay
 
     def _running(self) -> Replay | None:
-        """This rank's way through the schedule of the pass that it is in."""
+        """This rank's position in the schedule of the pass that it is in."""
         return self._evaluation.replay if self._has_evaluated else self._replay
 
     def use(self, unit: int) -> None:
@@ -235,13 +241,13 @@ class AgreedOrder:
             self._executor.run_reduce(operation.unit)
 
     def _checksum(self) -> int:
-        """Of all that was executed in this step; gathers and reduces apart, as the two run beside each other."""
+        """The checksum of this step's operations. Gathers and reduces have one each: their relative order varies."""
         for kind, before in self._sums.items():
             self._sums[kind] = checksum([found for found in self._executed if found.kind is kind], before)
         self._executed.clear()
         return (self._sums[Kind.GATHER] << 31) ^ self._sums[Kind.REDUCE]
 
-    def _stray(self, wanted: Operation) -> None:
+    def _deviate(self, wanted: Operation) -> None:
         if self._replay is not None:
             self._replay.complete()
         if self._deviation is None:
@@ -279,7 +285,7 @@ class AgreedOrder:
     def _post(
         self, wanted: Operation, during: Pass, edits: int = 0, skipped: bool = False, squares: float = 0.0
     ) -> Post:
-        """What this rank tells the others now."""
+        """The post of this rank for the next round."""
         position = 0 if self._replay is None else self._replay.position
         return Post(wanted, during, position, self._checksum(), self._deviation, edits, skipped, squares)
 
@@ -296,7 +302,7 @@ class AgreedOrder:
                 self._executor.discard(operation.unit)
 
     def _note(self, posts: list[Post]) -> None:
-        """Record the round for the schedules: of the training step if it is still uniform, and of evaluation."""
+        """Record the round for the schedules: that of the training step, if it is still uniform, and of evaluation."""
         operation = posts[0].operation
         if any(post.during is Pass.TRAINING for post in posts):
             if any(post.operation != operation or post.during is not Pass.TRAINING for post in posts):
@@ -306,8 +312,9 @@ class AgreedOrder:
         self._evaluation.note(posts)
 
     def _finish(self, posts: list[Post]) -> None:
-        """All ranks are at the boundary: compare, and choose the mode of the next step. The same outcome on every
-        rank.
+        """All ranks are at the boundary: compare, and choose the mode of the next step.
+
+        The outcome is the same on every rank.
         """
         if len({post.checksum for post in posts}) > 1:
             sums = ", ".join(f"rank {rank}: {post.checksum:016x}" for rank, post in enumerate(posts))
@@ -315,12 +322,12 @@ class AgreedOrder:
                 f"the ranks executed different collectives in this step ({sums}); results are not to be trusted. Every"
                 " rank has to build the same model and shard it with the same arguments"
             )
-        strayed = [(rank, post.deviation) for rank, post in enumerate(posts) if post.deviation is not None]
+        deviations = [(rank, post.deviation) for rank, post in enumerate(posts) if post.deviation is not None]
         frozen, uniform, record = self._schedule is not None, self._uniform, self._record
-        if strayed:
-            self._report(strayed)
-        self._strayed_steps = self._strayed_steps + 1 if strayed else 0
-        if frozen and self._strayed_steps >= _THAW_AFTER:
+        if deviations:
+            self._report(deviations)
+        self._deviating_steps = self._deviating_steps + 1 if deviations else 0
+        if frozen and self._deviating_steps >= _UNFREEZE_AFTER:
             self._schedule = None
         self._uniform_steps = self._uniform_steps + 1 if uniform else 0
         if not frozen and self._uniform_steps >= _FREEZE_AFTER:
@@ -330,9 +337,9 @@ class AgreedOrder:
         if self._edits is not None and self._edits.differ([post.edits for post in posts]):
             self._edits.refuse()
 
-    def _report(self, strayed: Sequence[tuple[int, Operation | None]]) -> None:
-        if self._channel.rank == 0 and self._strayed_steps == 0 and not self._alone:
-            needs = "; ".join(f"rank {rank} needed {operation}" for rank, operation in strayed)
+    def _report(self, deviations: Sequence[tuple[int, Operation | None]]) -> None:
+        if self._channel.rank == 0 and self._deviating_steps == 0 and not self._alone:
+            needs = "; ".join(f"rank {rank} needed {operation}" for rank, operation in deviations)
             _log.warning(
                 "beyond the agreed schedule of collectives: %s (correct, but slower than an unchanging order)", needs
             )

@@ -11,22 +11,26 @@ import torch
 __all__ = ["MANY", "Answer", "AskingChannel", "Asks", "ControlChannel", "ManyRanks", "OneRank", "channel_of"]
 
 MANY = 32
-"""Ranks from which on a thread that sends five messages in turn is no slower than an all-gather of 31."""
+"""From this number of ranks on, five messages sent in turn by a thread take no longer than an all-gather of 31."""
 
 
 class Answer(Protocol):
-    """What the ranks say to a question."""
+    """The answers of all ranks to a yes-or-no question."""
 
     def get(self) -> bool:
-        """Wait for all ranks: whether each of them said yes. To be called once."""
+        """Wait for all ranks. Returns whether each of them said yes. Call it once."""
         ...
 
 
 class Asks(Protocol):
-    """Asks all ranks questions."""
+    """Asks all ranks yes-or-no questions."""
 
     def ask(self, yes: bool) -> Answer:
-        """Start asking whether all ranks say yes, as this one does or not. Every rank asks, in the same order."""
+        """Start to ask whether all ranks say yes. Every rank calls it, in the same order.
+
+        Args:
+            yes: this rank's answer.
+        """
         ...
 
 
@@ -45,7 +49,7 @@ class AskingChannel(Asks, Protocol):
 
 
 class _Asked:
-    """The number of ranks that say no is under way."""
+    """The answer while the number of ranks that say no is in flight."""
 
     def __init__(self, noes: torch.Tensor, handle: Any) -> None:
         self._noes, self._handle = noes, handle
@@ -58,7 +62,7 @@ class _Asked:
 
 
 class _Said:
-    """One rank's own answer."""
+    """The answer of one rank alone."""
 
     def __init__(self, yes: bool) -> None:
         self._yes = yes
@@ -69,7 +73,7 @@ class _Said:
 
 
 class ControlChannel:
-    """The `Channel` of an order over a group for host tensors (the same ranks as the group of the tensors)."""
+    """The `Channel` over a group that can send host tensors. It has the same ranks as the group of the parameters."""
 
     def __init__(self, group: Any, rank: int, world_size: int) -> None:
         self.rank, self._group, self._world_size = rank, group, world_size
@@ -100,7 +104,7 @@ class ControlChannel:
 
 
 class ManyRanks(ControlChannel):
-    """The `Channel` of many ranks over gloo: words travel in ceil(log2 N) messages of each rank, not in N - 1."""
+    """The `Channel` of many ranks over gloo: each rank sends ceil(log2 N) messages instead of N - 1."""
 
     def __init__(self, group: Any, rank: int, world_size: int) -> None:
         super().__init__(group, rank, world_size)
@@ -111,13 +115,13 @@ class ManyRanks(ControlChannel):
 
 
 def channel_of(group: Any, rank: int, world_size: int) -> ControlChannel:
-    """The channel over a group of several ranks."""
+    """The channel over a group of several ranks, chosen by their number and backend."""
     many = world_size >= MANY and dsx_comm.get_backend(group) == "gloo"
     return (ManyRanks if many else ControlChannel)(group, rank, world_size)
 
 
 class OneRank:
-    """The `Channel` of one rank alone. Its order is frozen, and gathers are issued ahead, by the same rules."""
+    """The `Channel` of one rank alone. Its order freezes and gathers ahead by the same rules as for several ranks."""
 
     rank = 0
 

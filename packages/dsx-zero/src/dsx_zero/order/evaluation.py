@@ -10,7 +10,7 @@ If a rank needs a gather that the schedule does not have, all ranks drop the sch
 of it; the schedule of the training step stays. They also drop it if every rank skips a gather, because that gather is
 not needed any more.
 
-This file has the state and how it changes with each round; `agreed` asks and executes.
+This file has the state and how each round changes it; `agreed` runs the rounds and executes operations.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ _log = logging.getLogger(__name__)
 
 
 class EvaluationOrder:
-    """The schedule of forwards without gradients, and this rank's way through the running one.
+    """The schedule of forwards without gradients, and this rank's position in the running one.
 
-    Its state depends only on rounds, which are the same for all ranks; so all have the same schedule.
+    The state depends only on rounds, which are the same for all ranks. So all ranks have the same schedule.
 
     Args:
-        limits: turns gathers into uses of what is still gathered.
+        limits: turns a gather into a use where the unit may still be gathered (`ReuseLimits.apply`).
     """
 
     def __init__(self, limits: Callable[[Schedule], Schedule]) -> None:
         self.schedule: Schedule | None = None
         """None while the ranks agree on each gather."""
         self.replay: Replay | None = None
-        """Of the running forward, if it has begun to follow the schedule."""
+        """This rank's position in the running forward; None if it does not follow the schedule."""
         self._limits = limits
         self._record: list[Operation] = []
         self._last: list[Operation] | None = None  # what all ranks asked for in the forward before
         self._uniform = True
 
     def note(self, posts: Sequence[Post]) -> None:
-        """Learn from a round."""
+        """Update the state after a round with the posts of all ranks."""
         evaluating = [post for post in posts if post.during is Pass.EVALUATION]
         if not evaluating:
             return
@@ -59,7 +59,7 @@ class EvaluationOrder:
             _log.debug("the order of forwards without gradients is agreed on again: %s", "; ".join(needs))
             self._drop()
             self._learn(operation, alike)
-            self._uniform = False  # the record has not the beginning of this forward
+            self._uniform = False  # the record lacks the beginning of this forward
         elif alike and operation.kind is Kind.FORWARD_END and all(post.skipped for post in posts):
             self._drop()
 

@@ -1,4 +1,4 @@
-"""`Executor`: executes what an order of collectives decides: gathers (at stage 3) and reductions."""
+"""`Executor`: executes the gathers (at stage 3) and reductions that an order of collectives decides on."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Gathers(Protocol):
         ...
 
     def discard(self, unit: int) -> None:
-        """This rank passes by: the gathered unit is not needed here."""
+        """This rank does not need the gathered unit: free it."""
         ...
 
     def holds(self, unit: int) -> bool:
-        """Whether the unit is gathered here (or its gather is under way)."""
+        """Whether the unit is gathered on this rank, or its gather is in flight."""
         ...
 
     def may_run_ahead(self, unit: int) -> bool:
@@ -33,26 +33,26 @@ class Executor(Gathers, Protocol):
     """Executes operations. It is called in the same order on every rank, and must not ask the order for anything."""
 
     def run_reduce(self, unit: int) -> None:
-        """Issue the reduction of a unit with the gradients this rank has for it now (zeros where there are none)."""
+        """Issue the reduction of a unit with the gradients this rank has now; missing ones count as zeros."""
         ...
 
 
 class NoGathers:
-    """Stages 0-2: parameters are always whole."""
+    """The gathers of stages 0-2, where whole parameters are always in memory: there are none."""
 
     def run_gather(self, unit: int) -> None:
-        """Never asked for at these stages."""
+        """Raises `ZeroStateError`: no order gathers at these stages."""
         raise ZeroStateError(f"unit {unit} is whole at stages 0-2, there is nothing to gather")
 
     def discard(self, unit: int) -> None:
-        """Whole units stay."""
+        """Nothing to do: whole units stay."""
 
     def holds(self, unit: int) -> bool:
-        """They are always there."""
+        """True: whole units are always in memory."""
         return True
 
     def may_run_ahead(self, unit: int) -> bool:
-        """There is nothing to gather."""
+        """False: there is nothing to gather."""
         return False
 
 
@@ -65,15 +65,15 @@ class _AskUnit(Protocol):
 
 
 class CollectiveExecutor:
-    """The `Executor` of one model: `reduce` starts the reduction of a unit, `gathers` are the other half.
+    """The `Executor` of one model, made of a function that starts reductions and of gathers.
 
-    Its operations are those of the halves themselves, so that none of them costs another call.
+    Its methods are those of the parts themselves, so that an operation costs no additional Python call.
     """
 
     def __init__(self, reduce: _OnUnit, gathers: Gathers | None = None) -> None:
-        half: Gathers = gathers or NoGathers()
+        gathers = gathers or NoGathers()
         self.run_reduce: _OnUnit = reduce
-        self.run_gather: _OnUnit = half.run_gather
-        self.discard: _OnUnit = half.discard
-        self.holds: _AskUnit = half.holds
-        self.may_run_ahead: _AskUnit = half.may_run_ahead
+        self.run_gather: _OnUnit = gathers.run_gather
+        self.discard: _OnUnit = gathers.discard
+        self.holds: _AskUnit = gathers.holds
+        self.may_run_ahead: _AskUnit = gathers.may_run_ahead

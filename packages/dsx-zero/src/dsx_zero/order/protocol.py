@@ -1,5 +1,4 @@
-"""`Order`: a rank reports its needs to it while it computes, so that all ranks execute the same collectives in the same
-order.
+"""`Order`: a rank reports its needs to it, and all ranks execute the same collectives in the same order.
 
 `AgreedOrder` (`agreed`) is for several ranks; `NullOrder` executes every need immediately. `Channel` and
 `EditWatch` are arguments of an `AgreedOrder`.
@@ -17,29 +16,29 @@ __all__ = ["Channel", "EditWatch", "NullOrder", "Order"]
 
 
 class Order(Protocol):
-    """What a rank tells while it computes."""
+    """The calls by which a rank reports what it needs and what it has."""
 
     def gather(self, unit: int, *, during: Pass = Pass.TRAINING) -> None:
-        """This rank needs the unit now. On return its gather has been issued (or it is a use of a kept unit).
+        """This rank needs the unit now. On return its gather has been issued, unless the unit is still gathered.
 
-        In a pass whose order is known, the gathers that come next are issued too, as far as the executor allows.
+        In a pass whose order is known, the next gathers are issued too, as far as the executor allows.
         """
         ...
 
     def use(self, unit: int) -> None:
-        """This rank uses the unit, which it holds already."""
+        """This rank uses the unit, which is gathered already."""
         ...
 
     def reduce(self, unit: int) -> None:
-        """This rank has complete gradients for the unit. They may be left pending, for ``boundary`` to ask for."""
+        """This rank has complete gradients for the unit. The order may leave their reduction to ``boundary``."""
         ...
 
     def end_forward(self, *, during: Pass = Pass.TRAINING) -> None:
-        """The outermost forward ended."""
+        """The outermost forward has ended."""
         ...
 
     def end_backward(self) -> None:
-        """A backward ended."""
+        """A backward has ended."""
         ...
 
     def boundary(
@@ -55,58 +54,60 @@ class Order(Protocol):
         ...
 
     def complete(self, pending: Callable[[], Sequence[int]]) -> None:
-        """Between a backward and the step: all ranks reduce what is pending on any of them (``pending()`` as for
-        ``boundary``).
+        """Between a backward and the step: all ranks reduce the units that are pending on any of them.
+
+        ``pending()`` is that of ``boundary``.
         """
         ...
 
     def watch_edits(self, watch: EditWatch) -> None:
-        """At every boundary compare over the ranks what users wrote into parameters."""
+        """From now on compare over the ranks, at every boundary, what users wrote into parameters."""
         ...
 
     def join(self) -> None:
-        """The rank has run its last forward without gradients; serve the others until all have."""
+        """This rank has run its last forward without gradients; it takes part in those of the others until all end."""
         ...
 
     def keeps(self, unit: int) -> bool:
-        """Whether the unit's next use in this pass is meant to find it still gathered."""
+        """Whether the unit must stay gathered until its next use in this pass."""
         ...
 
 
 class Channel(Protocol):
-    """Carries words between the ranks."""
+    """Sends words between the ranks."""
 
     rank: int
 
     def exchange(self, words: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """The words of all ranks, by rank; returns when all have called it."""
+        """The words of all ranks, by rank. It returns when every rank has called it."""
         ...
 
     def post(self, words: tuple[int, ...]) -> Callable[[], list[tuple[int, ...]]]:
-        """`exchange` without the wait: calling the result waits. Only then may the next words be sent."""
+        """Start an `exchange`. Calling the result waits for the words; only after that may the next words be sent."""
         ...
 
 
 class EditWatch(Protocol):
-    """What users wrote into parameters between two steps (``edits.EditAgreement``)."""
+    """Summarises what users wrote into parameters between two steps (``edits.EditAgreement``)."""
 
     def word(self) -> int:
-        """A number below 2^31 that is the same on ranks that wrote the same."""
+        """A number below 2^31. Ranks that wrote the same values have the same number."""
         ...
 
     def differ(self, words: Sequence[int]) -> bool:
-        """Whether these words, by rank, say that ranks wrote differently what they hold alike. The same on all
-        ranks.
+        """Whether these words, by rank, say that ranks wrote different values into what they share.
+
+        The answer is the same on all ranks.
         """
         ...
 
     def refuse(self) -> None:
-        """The words differ. Collective; raises on every rank."""
+        """Raise on every rank, because the words differ. Collective."""
         ...
 
 
 class NullOrder:
-    """One rank: every need is executed as it comes."""
+    """The order of one rank alone: every need is executed at once."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -115,16 +116,16 @@ class NullOrder:
         self._executor.run_gather(unit)
 
     def use(self, unit: int) -> None:
-        """Nothing to keep count of."""
+        """Nothing to do: no schedule counts uses."""
 
     def reduce(self, unit: int) -> None:
         self._executor.run_reduce(unit)
 
     def end_forward(self, *, during: Pass = Pass.TRAINING) -> None:
-        """There is no rank to wait for."""
+        """Nothing to do: there is no other rank to wait for."""
 
     def end_backward(self) -> None:
-        """There is no rank to wait for."""
+        """Nothing to do: there is no other rank to wait for."""
 
     def boundary(
         self, pending: Callable[[], Sequence[int]], squares: Callable[[], float] | None = None
@@ -137,10 +138,10 @@ class NullOrder:
         self.boundary(pending)
 
     def watch_edits(self, watch: EditWatch) -> None:
-        """There is no rank to compare with."""
+        """Nothing to do: there is no other rank to compare with."""
 
     def join(self) -> None:
-        """There is no rank to serve."""
+        """Nothing to do: there is no other rank."""
 
     def keeps(self, unit: int) -> bool:
         return False

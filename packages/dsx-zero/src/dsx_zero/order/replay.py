@@ -12,17 +12,17 @@ class Replay:
     """How far a rank has come in a frozen schedule.
 
     ``position`` is the place after the last entry that this rank has used or passed by. Gathers may have been issued
-    ahead of it. A reduce is issued when the rank has offered it (its gradients are complete), every reduce before it is
-    issued and every gather that stands before it too; a rank that goes past it issues it with what it has. So a rank
-    that waits in one operation has issued everything that stands before it, and no two ranks wait for each other.
+    ahead of it. A reduce is issued when the rank has offered it (its gradients are complete) and every earlier reduce
+    and gather has been issued. A rank that passes by a reduce issues it with the gradients that it has. So a rank that
+    waits in one operation has issued everything before it, and no two ranks wait for each other.
 
-    The usual way, in which a rank needs what comes next, is kept short: each call is host time between two kernels.
+    The usual case, in which a rank needs the next entry, takes few calls: each call is host time between two kernels.
 
     Args:
         schedule: what all ranks execute.
         executor: executes the operations.
-        executed: the operations are noted in this list, in the order in which they are issued.
-        alone: there is no other rank, so that gathers which this one passes by are left out.
+        executed: operations are appended to this list when they are issued.
+        alone: there is no other rank, so that gathers which this one passes by are not issued.
     """
 
     def __init__(
@@ -39,11 +39,10 @@ class Replay:
         """Whether the rank has passed by a gather."""
 
     def gather(self, unit: int) -> bool:
-        """This rank needs a unit now. On return its gather has been issued, and later ones as far as the executor
-        allows.
+        """This rank needs a unit now. On return its gather has been issued, and later ones as the executor allows.
 
         Returns:
-            False if the rest of the schedule does not have the unit, or its gather was given up.
+            False if the rest of the schedule does not have the unit, or if the gathered unit was discarded.
         """
         entries, place = self.schedule.entries, self.schedule.needs[self.position]
         if place == len(entries) or entries[place].unit != unit:
@@ -52,7 +51,7 @@ class Replay:
                 return False
             place = found
         self._use(place)
-        stop = self.schedule.backward_ends[self.position]  # behind the end of a backward parameters may change
+        stop = self.schedule.backward_ends[self.position]  # after the end of a backward parameters may change
         while self._gather_place < stop and self._executor.may_run_ahead(entries[self._gather_place].unit):
             self._issue_gather()
             if self._reduce_place in self._offered:
@@ -60,18 +59,18 @@ class Replay:
         return self._executor.holds(unit)
 
     def use(self, unit: int) -> None:
-        """This rank uses a unit that it holds, which may be a use of the schedule."""
+        """This rank uses a unit that is gathered. If the schedule has a use for it, the rank goes on to that entry."""
         place = self.schedule.find_in_pass(Operation(Kind.GATHER, unit), self.position)
         if place is not None and self.schedule.entries[place].kind is Kind.USE:
             self._use(place)
 
     def keeps(self, unit: int) -> bool:
-        """Whether the unit's next use in this pass finds it still gathered."""
+        """Whether the unit stays gathered until its next use in this pass."""
         place = self.schedule.find_in_pass(Operation(Kind.GATHER, unit), self.position)
         return place is not None and self.schedule.entries[place].kind is Kind.USE
 
     def offer(self, unit: int) -> None:
-        """The rank has complete gradients for a unit. Nothing if this pass has reduced the unit already."""
+        """The rank has complete gradients for a unit. If this pass has reduced the unit already, nothing happens."""
         entries, place = self.schedule.entries, self._reduce_place
         if place < self.position or place == len(entries) or entries[place].unit != unit:
             found = self.schedule.find_in_pass(Operation(Kind.REDUCE, unit), max(self.position, place))
@@ -83,7 +82,7 @@ class Replay:
             self._issue_reduce()
 
     def pass_by(self, stop: int) -> None:
-        """Execute everything before ``stop``, giving up the gathers on the way."""
+        """Execute everything before ``stop``, and discard the units gathered there."""
         entries = self.schedule.entries
         for place in range(self.position, stop):
             if self._alone and place == self._gather_place:
@@ -95,7 +94,7 @@ class Replay:
         self.position = max(self.position, stop)
 
     def complete(self) -> None:
-        """Execute all that is left, giving up its gathers."""
+        """Execute the rest of the schedule, and discard the units gathered there."""
         self.pass_by(len(self.schedule))
 
     def _use(self, place: int) -> None:
@@ -109,7 +108,7 @@ class Replay:
             self._issue_offered()
 
     def _issue(self, stop: int) -> None:
-        """Issue all operations before place ``stop`` that are still due."""
+        """Issue all operations before place ``stop`` that have not been issued."""
         while self._gather_place < stop or self._reduce_place < stop:
             if self._gather_place < self._reduce_place:
                 self._issue_gather()
@@ -117,7 +116,7 @@ class Replay:
                 self._issue_reduce()
 
     def _issue_offered(self) -> None:
-        """Issue the reduces that are offered and have their turn."""
+        """Issue the next reduces, as long as they are offered and no gather comes before them."""
         while self._reduce_place in self._offered and self._reduce_place < self._gather_place:
             self._issue_reduce()
 

@@ -33,14 +33,14 @@ __all__ = [
 
 
 class Kind(IntEnum):
-    """What a rank asks for, and what a step consists of."""
+    """Kinds of operations: what a rank asks for, and what a schedule consists of."""
 
     GATHER = 0
-    """A unit's parameters are gathered by all."""
+    """All ranks gather a unit's parameters."""
     REDUCE = 1
-    """A unit's gradients are reduced by all; each rank gives what it has."""
+    """All ranks reduce a unit's gradients; each rank gives those that it has."""
     USE = 2
-    """A unit is used while still gathered from its use before (only in a ``Schedule``)."""
+    """A unit is used that is still gathered from its previous use (only in a ``Schedule``)."""
     FORWARD_END = 3
     """The outermost forward of a rank has ended."""
     BACKWARD_END = 4
@@ -56,7 +56,7 @@ class Kind(IntEnum):
 
 
 class Pass(IntEnum):
-    """What a rank is doing when it needs something. Each kind of pass has an order of its own."""
+    """What a rank is doing when it needs something. Each kind of pass has its own order."""
 
     EVALUATION = 0
     """A forward without gradients."""
@@ -70,7 +70,7 @@ _PAUSES = frozenset({Kind.FORWARD_END, Kind.BACKWARD_END})
 
 
 class Operation(NamedTuple):
-    """One entry of a schedule; ``unit`` is -1 for the marks. (A tuple, because it is hashed in every hook.)"""
+    """One entry of a schedule; ``unit`` is -1 for marks, which have no unit. (A tuple, as every hook hashes one.)"""
 
     kind: Kind
     unit: int = -1
@@ -140,8 +140,8 @@ def _number(bits: int) -> float:
 class Decision:
     """What all ranks do after one round.
 
-    1. all execute their schedule up to ``align``; 2. all execute ``operations`` in order; 3. the ranks in ``resume`` go
-    on (their post is fulfilled), the others post again.
+    1. All ranks execute their schedule up to ``align``. 2. All execute ``operations`` in order. 3. The ranks in
+    ``resume`` go on, because their post is fulfilled; the others post again.
     """
 
     align: int
@@ -155,15 +155,16 @@ def decide(posts: Sequence[Post]) -> Decision:
     * A forward without gradients that any rank begins is executed by all in its frozen order, at the place where each
       rank is: the ranks that begin it do not wait for this decision.
     * Gathers that any rank asks for are executed by all, in the order of the ranks that ask.
-    * With no gather asked for, one reduce is executed: the posted unit with the highest index, because backward runs
-      through the units from the last to the first; the ranks that posted it resume, the others join with what they
-      have.
+    * If no rank asks for a gather, one reduce is executed: that of the posted unit with the highest index, because
+      backward runs through the units from the last to the first. The ranks that posted it resume; the others take part
+      with the gradients they have.
     * When no rank asks for anything and some are at the end of a pass, those resume.
     * When every rank begins to train or is at its boundary, those that begin to train resume.
     * When every rank is at its boundary, or every rank has joined, all resume.
 
-    Raises ``ValueError`` when some ranks have joined and all others begin to train or are at their boundary: neither
-    can ever go on.
+    Raises:
+        ValueError: some ranks have joined, and all others begin to train or are at their boundary. Neither of them can
+            ever go on.
     """
     if not posts:
         raise ValueError("decide needs the post of at least one rank")
@@ -194,13 +195,13 @@ def _ranks(asked: Sequence[Operation], operations: tuple[Operation, ...]) -> fro
 
 
 def checksum(operations: Sequence[Operation], before: int = 0) -> int:
-    """Extend the running checksum ``before`` by executed operations (the same number on every machine)."""
+    """Extend the checksum ``before`` by executed operations. The result is the same on every machine."""
     return zlib.crc32(struct.pack(f"<{2 * len(operations)}i", *chain.from_iterable(operations)), before)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The operations of one whole step in the agreed order, marks included."""
+    """The operations of one complete step in the agreed order, marks included."""
 
     entries: tuple[Operation, ...]
 
@@ -227,32 +228,32 @@ class Schedule:
 
     @cached_property
     def gathers(self) -> list[int]:
-        """For every place that of the next gather at or after it (``len(entries)`` if there is none)."""
+        """For every place the place of the next gather at or after it (``len(entries)`` if there is none)."""
         return _next_places(self.entries, frozenset({Kind.GATHER}))
 
     @cached_property
     def reduces(self) -> list[int]:
-        """For every place that of the next reduce at or after it (``len(entries)`` if there is none)."""
+        """For every place the place of the next reduce at or after it (``len(entries)`` if there is none)."""
         return _next_places(self.entries, frozenset({Kind.REDUCE}))
 
     @cached_property
     def needs(self) -> list[int]:
-        """For every place that of the next gather or use at or after it (``len(entries)`` if there is none)."""
+        """For every place the place of the next gather or use at or after it (``len(entries)`` if there is none)."""
         return _next_places(self.entries, frozenset({Kind.GATHER, Kind.USE}))
 
     @cached_property
     def reuses(self) -> bool:
-        """Whether it has uses of units that are still gathered."""
+        """Whether the schedule has uses of units that are still gathered."""
         return any(entry.kind is Kind.USE for entry in self.entries)
 
     @cached_property
     def pass_ends(self) -> list[int]:
-        """For every place the end of its pass: that of the mark which ends it (``len(entries)`` if none does)."""
+        """For every place the place of the mark that ends its pass (``len(entries)`` if none does)."""
         return _next_places(self.entries, _PAUSES)
 
     @cached_property
     def backward_ends(self) -> list[int]:
-        """For every place that of the next end of a backward (``len(entries)`` if there is none)."""
+        """For every place the place of the next end of a backward (``len(entries)`` if there is none)."""
         return _next_places(self.entries, frozenset({Kind.BACKWARD_END}))
 
     def find(self, operation: Operation, start: int) -> int | None:
@@ -262,14 +263,17 @@ class Schedule:
         return places[index] if index < len(places) else None
 
     def find_in_pass(self, operation: Operation, start: int) -> int | None:
-        """Like ``find``, but not beyond the end of the pass that ``start`` lies in."""
+        """Like ``find``, but only up to the end of the pass in which ``start`` is."""
         places = self._places.get(operation, ())
         index = bisect_left(places, start)
         return places[index] if index < len(places) and places[index] <= self.pass_ends[start] else None
 
     def validate(self, units: int) -> None:
-        """Raise ``ValueError`` naming the first entry that cannot be (unit out of range, a use of what was never
-        gathered).
+        """Check every entry, for a model of ``units`` units.
+
+        Raises:
+            ValueError: names the first entry that is wrong: its unit is out of range, or a unit is used that was not
+                gathered before in its pass.
         """
         gathered: set[int] = set()
         for place, entry in enumerate(self.entries):
@@ -298,7 +302,7 @@ def _next_places(entries: Sequence[Operation], kinds: frozenset[Kind]) -> list[i
 
 
 def passes(entries: Sequence[Operation]) -> Iterator[tuple[int, int]]:
-    """Ranges ``[start, stop)`` of the passes, marks included."""
+    """The ranges ``[start, stop)`` of places of the passes, marks included."""
     start = 0
     for place, entry in enumerate(entries):
         if entry.kind in _PAUSES:
@@ -309,11 +313,14 @@ def passes(entries: Sequence[Operation]) -> Iterator[tuple[int, int]]:
 
 
 def elide_gathers(schedule: Schedule, numel: Sequence[int], *, max_reuse_distance: int, max_live: int) -> Schedule:
-    """Turn gathers of what was gathered shortly before in the same pass into uses.
+    """Turn a gather into a use if the unit was gathered shortly before in the same pass.
 
-    ``numel[u]`` are the elements of unit ``u``. The distance between two gathers of a unit is the number of elements
-    gathered between them, the unit's own included. A gather becomes a use when that is at most ``max_reuse_distance``
-    and the units kept together never exceed ``max_live`` elements.
+    The distance between two gathers of a unit is the number of elements gathered between them, the unit's own included.
+    A gather becomes a use if the distance is at most ``max_reuse_distance``, and if the units that are kept never have
+    more than ``max_live`` elements together.
+
+    Args:
+        numel: elements of each unit, by its index.
     """
     entries = list(schedule.entries)
     for start, stop in passes(schedule.entries):
@@ -340,13 +347,13 @@ def elide_gathers(schedule: Schedule, numel: Sequence[int], *, max_reuse_distanc
 
 
 class ReuseLimits:
-    """What decides whether a unit stays gathered until its next use (elements)."""
+    """Limits, in elements, that decide whether a unit stays gathered until its next use; see `elide_gathers`."""
 
     def __init__(self, numel: Sequence[int] = (), *, max_reuse_distance: int = 0, max_live: int = 0) -> None:
         self.numel, self.max_reuse_distance, self.max_live = tuple(numel), max_reuse_distance, max_live
 
     def apply(self, schedule: Schedule) -> Schedule:
-        """The schedule with the gathers left out that these limits make unnecessary."""
+        """The schedule with uses instead of the gathers that these limits make unnecessary."""
         if not self.numel or self.max_reuse_distance <= 0:
             return schedule
         return elide_gathers(schedule, self.numel, max_reuse_distance=self.max_reuse_distance, max_live=self.max_live)

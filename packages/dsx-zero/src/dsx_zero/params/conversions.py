@@ -1,6 +1,6 @@
-"""What `x.to(...)`, `x.half()`, `x.cuda()` and their relatives ask for: a dtype and a device, read from the arguments.
+"""Reads the dtype and device that `x.to(...)`, `x.half()`, `x.cuda()` and similar calls ask for from their arguments.
 
-Leaves out memory formats, which a partitioned parameter does not have.
+Left out: memory formats, which a partitioned parameter does not have.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def conversion_target(
         func: one of `CONVERSIONS`.
         args: its arguments without the tensor.
         kwargs: its keyword arguments.
-        dtype: the tensor's own, which holds where the conversion names none.
-        device: the tensor's own.
+        dtype: dtype of the tensor; it stays if the conversion names none.
+        device: device of the tensor; it stays if the conversion names none.
     """
     if func in _DTYPES:
         return _DTYPES[func], device

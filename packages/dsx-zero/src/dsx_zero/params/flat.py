@@ -31,26 +31,26 @@ __all__ = ["FlatGroup", "Unit", "cut_at_parts", "label_of", "local_parts"]
 
 @dataclass(frozen=True)
 class Part:
-    """The local part of one parameter: where it lies in the parameter and in what this rank steps."""
+    """The part of one parameter that this rank steps: its range in the parameter, and its place in what is stepped."""
 
     name: str
     slice: LocalSlice
 
 
 def local_parts(layout: FlatLayout, rank: int) -> tuple[Part, ...]:
-    """The parameters of which `rank` owns something, in layout order."""
+    """The parts that `rank` owns, in layout order. Parameters of which it owns nothing are left out."""
     found = ((name, layout.local_slice(name, rank)) for name in layout.names)
     return tuple(Part(name, part) for name, part in found if part is not None)
 
 
 def label_of(plan: GroupPlan) -> str:
-    """A name for stored data of a group: no other group of the model has it, in any layout."""
+    """A name for stored data of a group. No other group of the model has it, in any layout."""
     names, key = plan.layout.names, plan.key
     return f"{names[0] if names else ''}.{crc32(repr((names, key.trainable, str(key.dtype))).encode()):08x}"
 
 
 def cut_at_parts(home: Home, parts: Sequence[Part]) -> None:
-    """Let a home that lies in pieces be cut where the parameters begin and end."""
+    """Cut a home that can consist of pieces where the parameters begin and end."""
     if isinstance(home, Cuttable):
         places = [(part.slice.offset, part.slice.offset + part.slice.numel) for part in parts]
         home.cut_at(place for pair in places for place in pair)
@@ -60,14 +60,14 @@ class FlatGroup:
     """A flat buffer: its layout, its `nn.Parameter`s (in layout order), and where its values are.
 
     Attributes:
-        ranks: who shares it.
-        visible: the buffer of `layout.numel` elements that the parameters are views of; None in a partitioned group
+        ranks: the ranks that share the buffer.
+        visible: the buffer of `layout.numel` elements of which the parameters are views; None in a partitioned group
             (`PartitionedGroup`).
         shard: the `layout.shard_numel` elements that this rank owns.
         stepped: the elements that this rank's optimizer updates: the shard, at stage 0 all of them.
-        parts: where the parameters lie in `stepped`, in layout order, those of which this rank steps nothing left out.
-        master: the values that the optimizer updates, laid out as `stepped`; `stepped` itself where there are no
-            others.
+        parts: the parts of the parameters in `stepped`, in layout order.
+        master: the values that the optimizer updates, laid out like `stepped`; `stepped` itself if there are no
+            separate masters.
     """
 
     def __init__(
@@ -91,9 +91,9 @@ class FlatGroup:
         self.parts = local_parts(plan.layout, self.rank)
         self.master: Home | None = None
         self.generation = 0
-        """Grows with every change of the values, on all ranks alike: what was made of earlier values is old."""
+        """Counts all changes of the values, equally on all ranks. Data computed from an earlier generation is stale."""
         self.replaced = 0
-        """Grows with the changes that no step has made: values may be far from what they were."""
+        """Counts the changes that no step has made (edits, loads): values may be far from the earlier ones."""
 
     @classmethod
     def resident(cls, plan: GroupPlan, parameters: Sequence[nn.Parameter], *, memory: Memory) -> FlatGroup:
@@ -112,21 +112,26 @@ class FlatGroup:
         return group
 
     def note_replaced(self) -> None:
-        """Values were written that no step has made (an edit, a load); on all ranks alike."""
+        """Count a change that no step has made (an edit, a load). All ranks call it."""
         self.generation += 1
         self.replaced += 1
 
     def views(self, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The parameters' places in a buffer of `layout.numel` elements, in their logical shapes."""
+        """Views of a buffer of `layout.numel` elements: one for each parameter, in its logical shape."""
         layout, found = self.layout, []
         for offset, size, shape in zip(layout.offsets, layout.sizes, layout.shapes):  # a loop: no call per parameter
             found.append(buffer.narrow(0, offset, size).view(shape))
         return tuple(found)
 
     def make_master(self, dtype: torch.dtype, *, whole: bool, tier: Tier | None = None) -> None:
-        """Create the master values of the shard (or of everything, `whole`, where every rank steps everything).
+        """Create the master values.
 
         Parameters whose dtype is at least as wide as `dtype` are their own masters, if they live in `tier` already.
+
+        Args:
+            dtype: dtype of the masters.
+            whole: every rank steps all elements, so that masters are needed for all of them; else for the shard.
+            tier: where the masters live; None: on the device.
         """
         if whole and self.visible is not None:
             self.stepped = DeviceHome(self.visible)
@@ -144,26 +149,26 @@ class FlatGroup:
             write(self.master, read(self.stepped))
             return
         cut_at_parts(self.master, self.parts)
-        for part in self.parts:  # one after the other, and no padding
+        for part in self.parts:  # one after the other, without the padding
             start = part.slice.offset
             write(self.master, read(self.stepped, start, start + part.slice.numel), start)
 
     @property
     def own_master(self) -> Home | None:
-        """The master, if it is not the parameters' own home."""
+        """The master, if the parameters are not their own masters; else None."""
         return None if self.master is self.stepped else self.master
 
     @property
     def master_dtype(self) -> torch.dtype:
-        """The dtype that the optimizer works in; the parameters' own before there are masters."""
+        """The dtype in which the optimizer works; before there are masters that of the parameters."""
         return self.key.dtype if self.master is None else self.master.dtype
 
     def whole_slice(self, index: int) -> LocalSlice:
-        """Parameter `index` in a buffer of `layout.numel` elements, all of it."""
+        """The slice of all of parameter `index` in a buffer of `layout.numel` elements."""
         return LocalSlice(0, self.layout.sizes[index], self.layout.offsets[index])
 
     def all_visible(self) -> Home:
-        """The home of the whole parameters, where every rank has them."""
+        """The home of the whole parameters if every rank has them, else that of the shard."""
         return self.shard if self.visible is None else DeviceHome(self.visible)
 
     @property

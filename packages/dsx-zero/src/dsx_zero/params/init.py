@@ -1,18 +1,18 @@
-"""``Init``: build a model whose parameters are partitioned while it is built.
+"""``Init``: a context in which a model's parameters are partitioned while the model is built.
 
 Inside the context a module's parameters stay ordinary until the module is put into its parent. Its constructor has
 returned by then, so the parameters are partitioned (rank 0's values, one parameter at a time), and the whole tensors
 are freed. The root has no parent; its own parameters are partitioned when the context ends. Random numbers are drawn
 exactly as without ``Init``: the same seed gives the same model. ``dsx_zero.shard(stage=3)`` later moves the values into
-units; below stage 3 it makes the parameters whole again. In between the model can be converted as any other
+units; below stage 3 it makes the parameters whole again. Between the two the model can be converted like any other
 (``model.to(torch.bfloat16)``).
 
-Parameters on the meta device have no values to divide. Each rank makes room for its part, and ``dsx_zero.load``, or a
-write to the parameter, gives it values. ``remote_device`` says where the parts live until the model is sharded.
+Parameters on the meta device have no values to divide. Each rank allocates memory for its part, and ``dsx_zero.load``,
+or a write to the parameter, gives it values. ``remote_device`` says where the parts live until the model is sharded.
 
 If a launcher started this process as one of several and no process group exists yet, ``Init`` makes the default one.
 
-Only torch's registration hooks are used; no class or function of torch is replaced. It leaves out quantised parameters.
+Only torch's registration hooks are used; no class or function of torch is replaced. Left out: quantised parameters.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ __all__ = ["Init", "InitParameter", "MiCS_Init"]
 
 
 _AT_ONCE = 1 << 24
-"""Elements that are copied at once between homes without a view."""
+"""Elements of one piece, when values are copied between homes without a view."""
 
 
 class InitParameter:
     """The ``ParameterSource`` of a parameter that is partitioned but not yet in a unit.
 
     Args:
-        dtype, device: of the whole parameter.
+        dtype, device: dtype and device of the whole parameter.
         tier: where this rank's part lives.
     """
 
@@ -60,7 +60,7 @@ class InitParameter:
         self, name: str, layout: FlatLayout, ranks: RankSet, *, dtype: torch.dtype, device: torch.device, tier: Tier
     ) -> None:
         self.name, self.layout, self.ranks, self.device, self._tier = name, layout, ranks, device, tier
-        stored = f"init.{uuid.uuid4().hex}.{name}"  # names of modules' classes repeat
+        stored = f"init.{uuid.uuid4().hex}.{name}"  # the names alone repeat: they begin with the class of a module
         self.shard: Home = tier.home(stored, layout.shard_numel, dtype, device, OrdinaryMemory())
         if (view := self.shard.view()) is not None:
             view.zero_()
@@ -81,7 +81,7 @@ class InitParameter:
     def empty(
         cls, name: str, like: torch.Tensor, ranks: RankSet, *, device: torch.device, tier: Tier | None = None
     ) -> InitParameter:
-        """Room for this rank's part of a parameter with the shape and dtype of ``like``, which has no values yet."""
+        """Allocate this rank's part of a parameter with the shape and dtype of ``like``. It has no values yet."""
         layout = FlatLayout.build([(name, tuple(like.shape))], world_size=ranks.size, itemsize=like.element_size())
         return cls(name, layout, ranks, dtype=like.dtype, device=device, tier=tier or DeviceTier())
 
@@ -103,18 +103,22 @@ class InitParameter:
             edit(self._opened)
             return
         if not self.has_values and torch.get_default_device().type == "meta":
-            return  # as on any tensor without values
+            return  # as for every tensor on the meta device
         whole = self._whole()
         edit(whole)
         write_whole(self, self.name, whole)
         self.has_values = True
 
     def _whole(self) -> torch.Tensor:
-        """The values; zeros where none have been written."""
+        """The whole values; zeros if none have been written."""
         return read_whole(self.layout, self.name, self.shard, self.ranks, device=self.device)
 
     def write_part(self, start: int, values: torch.Tensor) -> None:
-        """Set elements of this rank's part, counted in the whole parameter. Not collective: each rank sets its own."""
+        """Set elements of this rank's part. Not collective: each rank sets its own.
+
+        Args:
+            start: position of the first element in the whole parameter.
+        """
         part = self.layout.local_slice(self.name, self.ranks.rank)
         if part is not None:
             write(self.shard, values, part.offset + start - part.start)
@@ -125,11 +129,11 @@ class InitParameter:
     def read(self) -> torch.Tensor | None:
         return self.full_tensor() if _CONTEXTS else None
 
-    def lend(self, output: Any) -> Any:
+    def watch_output(self, output: Any) -> Any:
         return output
 
     def set_requires_grad(self, value: bool) -> str | None:
-        return None  # before `shard` nothing depends on it
+        return None  # before `shard` it is always possible
 
     def gradient(self) -> torch.Tensor | None:
         return None
@@ -142,7 +146,7 @@ class InitParameter:
 
     def converted(self, dtype: torch.dtype, device: torch.device) -> InitParameter | None:
         if self._opened is not None:
-            return None  # what is gathered for editing must not lose its shard
+            return None  # a parameter that is gathered for editing must keep its shard
         made = InitParameter(self.name, self.layout, self.ranks, dtype=dtype, device=device, tier=self._tier)
         for start, stop in pieces(self.shard.numel, _AT_ONCE) if self.has_values else ():
             write(made.shard, read(self.shard, start, stop), start)
@@ -155,7 +159,7 @@ class InitParameter:
         return self._opened
 
     def close(self, *, source_rank: int | None) -> None:
-        """Free the whole parameter; with a ``source_rank``, keep that rank's values (collective)."""
+        """Free the whole parameter. With a ``source_rank`` all ranks keep that rank's values (collective)."""
         whole, self._opened = self._opened, None
         if whole is not None and source_rank is not None:
             write_whole(self, self.name, whole, source_rank=source_rank)
@@ -170,22 +174,23 @@ class Init:
 
     Args:
         module: partition the parameters of this module now.
-        data_parallel_group: the ranks to partition over (default: all).
-        dtype: floating-point parameters are converted to it; default: what the configuration's ``fp16`` or ``bf16``
-            says, else as built.
-        remote_device: where each rank's part lives until the model is sharded: "cpu", "nvme", or None, "none": what the
-            configuration's ``offload_param`` says, else the device.
-        pin_memory: page-locked host memory, for ``remote_device="cpu"``.
+        data_parallel_group: process group of the ranks among which parameters are divided; None: all ranks.
+        dtype: floating-point parameters are converted to it; None: the dtype of the configuration's ``fp16`` or
+            ``bf16`` section if one is enabled, else parameters are not converted.
+        remote_device: where each rank's part lives until the model is sharded: "cpu" or "nvme"; None or "none": the
+            device of the configuration's ``offload_param``, else the device of the parameter.
+        pin_memory: use page-locked host memory; for ``remote_device="cpu"``.
         config_dict_or_path, config: a configuration (a dict or a JSON file, comments allowed); the dtype and
             ``offload_param`` are read from it.
         enabled: False makes the context do nothing.
-        mpu: an object whose ``get_data_parallel_group()`` gives the ranks.
-        mem_efficient_linear: accepted; gathered weights are never kept for backward.
-        store: for ``remote_device="nvme"``, such as a ``dsx_nvme.TensorStore`` of this rank (``dsx.zero.Init`` makes
-            one).
+        mpu: an object whose ``get_data_parallel_group()`` returns the process group.
+        mem_efficient_linear: has no effect; accepted because scripts pass it. Gathered weights are never kept for
+            backward.
+        store: the store for ``remote_device="nvme"``, such as a ``dsx_nvme.TensorStore`` of this rank
+            (``dsx.zero.Init`` makes one).
 
     Raises:
-        ZeroConfigError: for arguments whose feature is not there yet.
+        ZeroConfigError: an argument asks for a feature that dsx does not have, or contradicts another argument.
     """
 
     def __init__(
@@ -266,8 +271,10 @@ class Init:
     @staticmethod
     @contextmanager
     def paused() -> Iterator[None]:
-        """What is built inside stays ordinary until its module is put into a parent outside: for experts, which are to
-        be marked (`allreduce=False`, `group_name`) before they are divided among the ranks that hold them.
+        """Modules that are built inside stay ordinary until they are put into a parent outside.
+
+        This is for experts: they must be marked (`allreduce=False`, `group_name`) before they are divided among the
+        ranks that hold them.
         """
         pause = Init(enabled=False)
         _CONTEXTS.append(pause)
@@ -311,7 +318,7 @@ class Init:
         owner._parameters[name] = face  # type: ignore[assignment]
 
     def _target(self) -> torch.device:
-        """Where parameters will compute that have no memory yet."""
+        """The device of parameters that are on the meta device now."""
         on_cuda = there_is_cuda(self._ranks.data.group)
         return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
 
@@ -353,7 +360,11 @@ _COMMA = re.compile(r'("(?:[^"\\\n]|\\.)*")|,(?=\s*[}\]])')
 
 
 def read_config(path: str | Path) -> Any:
-    """The JSON in a file, comments and trailing commas left out as where an engine reads it."""
+    """Read a JSON file. Comments and trailing commas are allowed, as in the configuration of an engine.
+
+    Raises:
+        ZeroConfigError: the file cannot be read, or is not JSON.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8")
         for left_out in (_COMMENT, _COMMA):
@@ -374,13 +385,13 @@ def _dtype_of(config: Mapping[str, Any] | None) -> torch.dtype | None:
 
 
 def _offload_of(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The section ``zero_optimization.offload_param``; empty where there is none."""
+    """The section ``zero_optimization.offload_param``; empty if there is none."""
     zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
     found = zero.get("offload_param") if isinstance(zero, Mapping) else None
     return {"device": "cpu", **found} if isinstance(found, Mapping) else {}
 
 
 MiCS_Init = Init
-"""The name that scripts know for hybrid sharding. How many ranks divide a copy (`mics_shard_size`) is decided when the
-model is sharded.
+"""The name that scripts use for hybrid sharding. The number of ranks that divide a copy (`mics_shard_size`) is decided
+when the model is sharded.
 """

@@ -1,7 +1,7 @@
 """The flat groups that a new layout of a sharded model keeps from the previous one.
 
 Re-planning regroups the parameters inside units. A group with the same parameters, the same ranks and the same places
-of its state stays the same object, with its memory, its masters and the hooks on its parameters; nothing of it is
+of its state stays the same object, with its memory, its masters and the hooks on its parameters. Nothing of it is
 copied.
 """
 
@@ -19,7 +19,7 @@ __all__ = ["KeptGroups"]
 
 @dataclass(frozen=True)
 class KeptGroups:
-    """Groups that go on, by their plans; partitioned ones go on as whole units only."""
+    """The groups that stay, by their plans. Partitioned groups stay only as complete units."""
 
     groups: Mapping[GroupPlan, FlatGroup] = field(default_factory=dict)
     units: Mapping[tuple[GroupPlan, ...], PartitionedUnit] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class KeptGroups:
         groups: Mapping[GroupPlan, FlatGroup],
         units: Mapping[tuple[GroupPlan, ...], PartitionedUnit],
     ) -> KeptGroups:
-        """Those of the earlier `groups` and `units` that these plans have too."""
+        """The earlier `groups` and `units` that these plans contain too."""
         plans = list(plans)
         wanted = {group for plan in plans for group in plan.groups}
         kept = {plan.groups: units[plan.groups] for plan in plans if not plan.resident and plan.groups in units}

@@ -25,12 +25,13 @@ __all__ = ["BufferPool", "Kind", "Memory", "OrdinaryMemory", "SharedMemory", "me
 _log = logging.getLogger(__name__)
 
 Kind = tuple[int, torch.dtype, torch.device]
-"""Of a buffer: elements, dtype, device."""
+"""Elements, dtype and device of a buffer."""
 
 
 class BufferPool(Protocol):
-    """Gradient buffers that are taken and given back during a backward: activations need the memory most when it
-    begins.
+    """Gradient buffers that are taken and given back during a backward.
+
+    They are not kept between backwards, because activations need the most memory when a backward begins.
     """
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -42,11 +43,11 @@ class BufferPool(Protocol):
         ...
 
     def drop(self) -> None:
-        """Give the idle buffers' memory back."""
+        """Free the memory of idle buffers."""
         ...
 
     def idle_bytes(self) -> int:
-        """Of memory that is held for buffers and not in use."""
+        """Bytes of memory that is kept for buffers and not in use."""
         ...
 
 
@@ -58,8 +59,11 @@ class Memory(Protocol):
         ...
 
     def pool(self, kinds: Iterable[Kind], *, idle: int) -> BufferPool:
-        """A pool for buffers of `kinds`, which may all be in use at once; `idle` of them are kept for reuse.
-        Collective.
+        """A pool for buffers. Collective.
+
+        Args:
+            kinds: the buffers that may be in use at the same time.
+            idle: how many idle buffers are kept for reuse.
         """
         ...
 
@@ -67,7 +71,7 @@ class Memory(Protocol):
 class OrdinaryPool:
     """Buffers in memory of this process. At most `limit` idle ones are kept; the least recently used are freed first.
 
-    The blocks of a model have equal sizes, so that two buffers serve all of them, whatever the number of units.
+    The blocks of a model have equal sizes, so that two buffers are enough for any number of units.
     """
 
     def __init__(self, limit: int) -> None:
@@ -96,10 +100,12 @@ class OrdinaryPool:
 
 
 class SharedPool:
-    """Host buffers from an arena that the ranks share: memory that is given back serves buffers of any size.
+    """Host buffers from an arena that the ranks share. Memory that is given back can be used for buffers of any size.
 
-    `drop` keeps the pages of the first `keep` bytes: new pages for every backward would cost more time than shared
-    memory saves.
+    Args:
+        arena: the memory.
+        keep: bytes at the start of the arena whose pages `drop` keeps: new pages for every backward would cost more
+            time than shared memory saves.
     """
 
     def __init__(self, arena: dsx_comm.SymmetricArena, keep: int) -> None:
@@ -123,7 +129,7 @@ class SharedPool:
 
 
 class OrdinaryMemory:
-    """This process' own."""
+    """Memory of this process."""
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """See `Memory.empty`."""
@@ -135,7 +141,7 @@ class OrdinaryMemory:
 
 
 class SharedMemory:
-    """Memory that the ranks of `group` share; ordinary memory, on all of them, where they cannot share any."""
+    """Memory that the ranks of `group` share. If they cannot share memory, all of them use ordinary memory."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -151,17 +157,18 @@ class SharedMemory:
             return torch.empty(numel, dtype=dtype)
 
     def pool(self, kinds: Iterable[Kind], *, idle: int) -> BufferPool:
-        """See `Memory.pool`; ordinary where a buffer is on a device."""
+        """See `Memory.pool`. If a buffer is on a device, the pool has ordinary memory."""
         kinds = list(kinds)
         if any(device.type != "cpu" for _, _, device in kinds):
             return OrdinaryPool(idle)
         sizes = sorted(
             (dsx_comm.SymmetricArena.space(numel * dtype.itemsize) for numel, dtype, _ in kinds), reverse=True
         )
-        # In use at once: those on the wire, one being filled, and the root's, which is open for most of the backward.
+        # In use at the same time: the buffers in flight, one that is being filled, and that of the root, which is in
+        # use for most of the backward.
         keep = sum(sizes[: idle + 2])
-        # Twice, which costs only addresses: stage 0 sets reduced buffers aside, and buffers of different sizes leave
-        # gaps.
+        # Twice the size, which costs only address space: stage 0 keeps reduced buffers, and buffers of different sizes
+        # leave gaps.
         room = 2 * sum(sizes)
         try:
             return SharedPool(dsx_comm.SymmetricArena(room, group=self._group), keep)
@@ -171,6 +178,6 @@ class SharedMemory:
 
 
 def memory_of(ranks: dsx_comm.RankSet, group: Any = None) -> Memory:
-    """The memory for buffers that these ranks communicate over `group` (None: the set's own)."""
+    """The memory for buffers that these ranks send over `group` (None: the group of the rank set)."""
     group = ranks.group if group is None else group
     return SharedMemory(group) if ranks.size > 1 and dsx_comm.get_backend(group) == "dsx" else OrdinaryMemory()

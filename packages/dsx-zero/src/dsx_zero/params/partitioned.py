@@ -3,20 +3,20 @@
 ``PartitionedParameter`` is a wrapper tensor: shape, dtype, device and ``requires_grad`` are the logical ones, and it
 holds no values. An operation on it does one of six things, depending on which operation it is:
 
-1. facts (``shape``, ``numel()``, ``dtype``, ``hash`` ...) are answered;
+1. facts (``shape``, ``numel()``, ``dtype``, ``hash`` ...) are answered by the wrapper;
 2. factories (``zeros_like(p)``, ``p.new_empty(...)``) make plain tensors;
-3. in-place writes (``p.normal_()``, ``p.mul_(2)``, ``p.data.copy_(x)``, ``nn.init.*``) are done on the whole tensor by
-   all ranks together; each rank keeps its shard of rank 0's result;
+3. in-place writes (``p.normal_()``, ``p.mul_(2)``, ``p.data.copy_(x)``, ``nn.init.*``) change the whole tensor on all
+   ranks together; each rank keeps its shard of rank 0's result;
 4. an operation inside a running forward (a weight read from another module) gathers the unit for as long as that
    forward runs, if the source can do that; an operation without gradients while a model is built under ``Init`` gets a
    copy of the values;
 5. conversions of the whole module (``model.to(...)``, ``model.half()``) convert this rank's shard, as long as the model
-   is not sharded; those that change nothing give the parameter itself at any time. Views (``p.data[3]``) are wrappers,
-   too, and lead writes to the parameter;
+   is not sharded; those that change nothing return the parameter itself at any time. Views (``p.data[3]``) are
+   wrappers, too, and pass writes to the parameter;
 6. everything else, native access included (``data_ptr``, ``numpy``, pickling ...), raises ``PartitionedParameterError``
-   with the parameter's name and the way to its values. It never gives an empty tensor.
+   with the parameter's name and the way to its values. It never returns an empty tensor.
 
-Where the values come from is known to the ``ParameterSource``; this file moves no bytes.
+The ``ParameterSource`` knows where the values are; this file moves no bytes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .tensors import tensors_in
 
 
 class PartitionedParameterError(ZeroStateError):
-    """The values of a partitioned parameter were asked for in a way that cannot give them."""
+    """A partitioned parameter was used in a way that needs values which this rank does not have."""
 
     code = "DSX303"
 
@@ -46,13 +46,13 @@ _ALIASES: frozenset[Callable] = frozenset(
     {torch.Tensor.detach, torch.Tensor.detach_, torch.detach, torch.Tensor.data.__get__}  # type: ignore[attr-defined]
 )
 _NATIVE = frozenset({"data_ptr", "numpy", "__array__", "__dlpack__", "storage", "untyped_storage", "_typed_storage"})
-"""Operations that give access to the memory itself; the memory of a copy would be the wrong one."""
+"""Operations that give access to the memory itself. They cannot work on a copy."""
 
 _GRAD = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 
 
 class PartitionedParameter(torch.Tensor):
-    """See the module's text. Made by ``shard(stage=3)`` and ``Init``; ``isinstance(p, nn.Parameter)`` holds."""
+    """See the module's text. ``shard(stage=3)`` and ``Init`` make it; ``isinstance(p, nn.Parameter)`` is True."""
 
     _is_param = True
     _source: ParameterSource
@@ -88,12 +88,12 @@ class PartitionedParameter(torch.Tensor):
 
     @property
     def source(self) -> ParameterSource:
-        """Where the values are."""
+        """The object that has access to the values."""
         return self._source
 
     @property
     def local_shard(self) -> torch.Tensor:
-        """This rank's elements, 1-D (no communication)."""
+        """This rank's elements, 1-D. No communication."""
         return self._source.local_shard()
 
     def full_tensor(self) -> torch.Tensor:
@@ -101,14 +101,14 @@ class PartitionedParameter(torch.Tensor):
         return self._source.full_tensor()
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        """Name and logical facts, no values."""
+        """The name and the logical facts, without values."""
         return (
             f"PartitionedParameter({self._source.name!r}, shape={tuple(self.shape)}, dtype={self.dtype}, "
             f"device='{self.device}', requires_grad={self.requires_grad})"
         )
 
     def __deepcopy__(self, memo: dict) -> torch.Tensor:
-        """Refused: a copy has whole parameters, so all ranks have to gather them for it."""
+        """Raises `PartitionedParameterError`: for a copy all ranks would have to gather the whole parameters."""
         raise PartitionedParameterError(
             f"parameter '{self._source.name}' (shape {tuple(self.shape)}, {self.dtype}) is partitioned over the ranks"
             " and cannot be copied with deepcopy: this rank does not have its values. Copy the model before it is"
@@ -117,7 +117,7 @@ class PartitionedParameter(torch.Tensor):
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refused: a pickle would hold one rank's shard and no way back."""
+        """Raises `PartitionedParameterError`: a pickle would have one rank's shard only."""
         raise self._refusal("pickled", code="DSX304")
 
     def _refusal(self, what: str, code: str = "") -> PartitionedParameterError:
@@ -140,7 +140,7 @@ class PartitionedParameter(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The six ways of the module's text."""
+        """Do one of the six things that the module's text lists."""
         kwargs = kwargs or {}
         if func == _GRAD:
             return args[0]._source.gradient()
@@ -171,9 +171,7 @@ class PartitionedParameter(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What reached the dispatcher past the Python layer: refused by name (``detach`` is what autograd itself
-        asks).
-        """
+        """Refuse operations that bypass ``__torch_function__``, except for ``detach``, which autograd calls."""
         if func is torch.ops.aten.detach.default:
             return _alias(args[0])
         raise _first(args, kwargs or {})._refusal(f"used by {func}")
@@ -186,7 +184,7 @@ def _first(args: Any, kwargs: Any) -> PartitionedParameter:
 
 
 def _alias(param: PartitionedParameter) -> PartitionedParameter:
-    """What ``p.data`` and ``p.detach()`` are: the same values (and writes), no gradient."""
+    """The result of ``p.data`` and ``p.detach()``: a wrapper over the same values, without a gradient."""
     with torch._C.DisableTorchFunctionSubclass():
         return PartitionedParameter(
             param._source, param.shape, dtype=param.dtype, device=param.device, requires_grad=False
@@ -201,7 +199,7 @@ def _written(args: Any, kwargs: Any) -> PartitionedParameter | None:
 
 def _write(target: PartitionedParameter, edit: Callable[[torch.Tensor], object]) -> PartitionedParameter:
     if torch.is_grad_enabled() and target.requires_grad:
-        # The same rule as for any leaf, and the same cure.
+        # torch has the same rule for every leaf, and the same remedy.
         raise RuntimeError(
             "a leaf Variable that requires grad is being used in an in-place operation (parameter "
             f"'{target._source.name}'): write under torch.no_grad() or through p.data"
@@ -212,9 +210,9 @@ def _write(target: PartitionedParameter, edit: Callable[[torch.Tensor], object])
 
 
 def _write_with(target: PartitionedParameter, func: Callable, args: Any, kwargs: Any) -> PartitionedParameter:
-    """``func`` in place on the whole of ``target``; other partitioned arguments are gathered first."""
+    """Apply ``func`` in place to the whole of ``target``. Other partitioned arguments are gathered first."""
     if getattr(func, "__module__", "") == "torch.nn.init":
-        # These switch gradients off themselves.
+        # These functions switch gradients off themselves.
         with torch.no_grad():
             return _write_with_whole(target, func, args, kwargs)
     return _write_with_whole(target, func, args, kwargs)
@@ -240,8 +238,9 @@ def _write_with_whole(target: PartitionedParameter, func: Callable, args: Any, k
 
 
 def _compute(func: Callable, args: Any, kwargs: Any) -> Any:
-    """An operation that reads values: possible inside a forward and while a model is built under ``Init``, refused
-    by name elsewhere.
+    """An operation that reads values. It works inside a forward, and while a model is built under ``Init``.
+
+    Elsewhere it raises `PartitionedParameterError`.
     """
     what = getattr(func, "__name__", str(func))
     if what in NOT_WRITES:
@@ -268,7 +267,7 @@ def _compute(func: Callable, args: Any, kwargs: Any) -> Any:
     plain_args, plain_kwargs = tree_map_only(PartitionedParameter, plain, (args, kwargs))
     output = func(*plain_args, **plain_kwargs)
     for source in borrowed:
-        output = source.lend(output)
+        output = source.watch_output(output)
     for tensor in tensors_in(output) if copies else ():
         if (known := copies.get(tensor.untyped_storage().data_ptr())) is not None and tensor.numel():
             raise known._refusal(
@@ -278,7 +277,7 @@ def _compute(func: Callable, args: Any, kwargs: Any) -> Any:
 
 
 def _view(func: Callable, args: Any, kwargs: Any) -> Any:
-    """A part of the parameter, which leads writes to it; inside a forward a part of the gathered parameter."""
+    """A view of the parameter that passes writes to it; inside a forward a view of the gathered parameter."""
     param = args[0] if args else None
     if not isinstance(param, PartitionedParameter) or param._source.borrow() is not None:
         return _compute(func, args, kwargs)
@@ -301,7 +300,7 @@ def _view(func: Callable, args: Any, kwargs: Any) -> Any:
 
 
 def _convert(func: Callable, args: Any, kwargs: Any) -> Any:
-    """A conversion of dtype or device: of this rank's shard, or inside a forward of the gathered parameter."""
+    """Convert dtype or device: of this rank's shard, or, inside a forward, of the gathered parameter."""
     param = args[0]
     rest, options = tree_map_only(PartitionedParameter, stand_in, (tuple(args[1:]), kwargs))
     if func is torch.Tensor.type and not rest and "dtype" not in options:
@@ -320,8 +319,7 @@ def _convert(func: Callable, args: Any, kwargs: Any) -> Any:
 
 def _set_data(param: PartitionedParameter, value: torch.Tensor) -> None:
     if isinstance(value, PartitionedParameter) and param._source.converted(param.dtype, param.device) is not None:
-        # Before the model is sharded: what `model.to(...)` does with the result of a conversion. The object stays the
-        # same one.
+        # `model.to(...)` sets the result of a conversion so, before the model is sharded. The object stays the same.
         if value.shape != param.shape:
             raise param._refusal(f"given other data (got {tuple(value.shape)} {value.dtype})")
         with torch._C.DisableTorchFunctionSubclass():
@@ -351,8 +349,8 @@ def _register_hook(param: PartitionedParameter, hook: Callable[[torch.Tensor], A
 
 
 def _register_accumulate_hook(param: PartitionedParameter, hook: Callable[[torch.Tensor], Any]) -> Any:
-    # The hook gets the parameter that its owner knows: the plain one has no memory once its unit is freed. Weakly,
-    # because Python's collector does not see what a tensor's hooks hold.
+    # The hook gets the partitioned parameter, because the plain one has no memory when its unit is freed. The
+    # reference is weak, because Python's collector does not see the references of a tensor's hooks.
     known = weakref.ref(param)
 
     def call(plain: torch.Tensor) -> Any:

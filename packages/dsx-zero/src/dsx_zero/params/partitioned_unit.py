@@ -32,7 +32,7 @@ __all__ = ["PartitionedUnit", "Place", "UnitState", "is_partitioned"]
 
 
 class UnitState(Enum):
-    """What memory a unit holds beside its shards."""
+    """The memory that a unit has besides its shards."""
 
     PARTITIONED = "none"
     GATHERING = "the whole parameters, whose values are on their way"
@@ -41,7 +41,7 @@ class UnitState(Enum):
 
 @dataclass(frozen=True)
 class Place:
-    """One place of the model that holds a parameter."""
+    """One attribute of a module that holds a parameter."""
 
     module: nn.Module
     attribute: str
@@ -77,12 +77,12 @@ class UnitParameter(SourceWithPlain):
             self.plain.detach().copy_(whole)
 
     def open(self) -> torch.Tensor:
-        """Treat operations on the partitioned face as operations on the gathered parameter (which must be there)."""
+        """From now on apply operations on the partitioned parameter to the plain one, whose unit must be gathered."""
         self._opened = True
         return self.plain.detach()
 
     def close(self, *, source_rank: int | None) -> None:
-        """The end of ``open``; with a ``source_rank``, keep that rank's values (collective)."""
+        """End ``open``. With a ``source_rank`` all ranks keep that rank's values (collective)."""
         self._opened = False
         if source_rank is not None:
             whole = write_whole(self.group, self.name, self.plain.detach(), source_rank=source_rank)
@@ -91,37 +91,37 @@ class UnitParameter(SourceWithPlain):
 
     @property
     def plain(self) -> nn.Parameter:
-        """The parameter's plain face (to be read only while its unit is gathered)."""
+        """The plain parameter. Read it only while its unit is gathered."""
         return self.group.parameters[self._index]
 
     def borrow(self) -> torch.Tensor | None:
         if self._opened:
             return self.plain
-        lender = self.unit.lender
-        return self.plain if lender is not None and lender.lends(self.unit) else None
+        gather_on_use = self.unit.gather_on_use
+        return self.plain if gather_on_use is not None and gather_on_use.gather_for_use(self.unit) else None
 
-    def lend(self, output: Any) -> Any:
-        lender = self.unit.lender
-        return output if lender is None or self._opened else lender.watch(self.unit, output)
+    def watch_output(self, output: Any) -> Any:
+        gather_on_use = self.unit.gather_on_use
+        return output if gather_on_use is None or self._opened else gather_on_use.watch(self.unit, output)
 
     def set_requires_grad(self, value: bool) -> str | None:
-        self.plain.requires_grad_(value)  # where it was laid out as frozen, the next forward finds that
+        self.plain.requires_grad_(value)  # if the layout has it as frozen, the next forward notices the change
         return None
 
 
-class Lender:
-    """Gathers a unit for an operation outside its own modules (implemented by ``GatherLifetime``)."""
+class GatherOnUse:
+    """Gathers units for operations outside their own modules. ``GatherLifetime`` implements it."""
 
-    def lends(self, unit: PartitionedUnit) -> bool:
-        """Gather the unit until the running forward ends; False if none runs."""
+    def gather_for_use(self, unit: PartitionedUnit) -> bool:
+        """Gather the unit until the running forward or backward ends. Returns False if none runs."""
         raise NotImplementedError
 
     def gathered(self, units: Sequence[int]) -> AbstractContextManager[None]:
-        """The units' whole parameters are in memory inside the context."""
+        """Inside the context the units' whole parameters are in memory."""
         raise NotImplementedError
 
     def watch(self, unit: PartitionedUnit, output: Any) -> Any:
-        """See to it that the backward of ``output`` finds the unit gathered."""
+        """Return ``output``, watched so that the unit is gathered for its backward."""
         raise NotImplementedError
 
 
@@ -147,15 +147,20 @@ def is_partitioned(group: FlatGroup) -> bool:
 
 
 class PartitionedUnit:
-    """See the module's text. ``lender`` serves operations on its parameters from outside its modules; shards live in
-    ``tier``, on the device in ``memory(ranks)``.
+    """See the module's text.
+
+    Args:
+        plan: groups and parameters of the unit.
+        gather_on_use: gathers the unit for operations outside its modules.
+        memory: gives the memory for shards on the device, for the ranks that share them.
+        tier: where shards live; None: on the device.
     """
 
     def __init__(
         self,
         plan: UnitPlan,
         *,
-        lender: Lender | None = None,
+        gather_on_use: GatherOnUse | None = None,
         memory: Callable[[RankSet], Memory] = lambda ranks: OrdinaryMemory(),
         tier: Tier | None = None,
     ) -> None:
@@ -164,7 +169,7 @@ class PartitionedUnit:
         self.index = plan.index
         self.state = UnitState.PARTITIONED
         self.uses = 0
-        """How many forwards and backwards use the unit; its memory stays while there are any."""
+        """Number of forwards and backwards that use the unit. Its memory stays while it is above 0."""
         self.storages = tuple(
             GatheredStorage(group.layout.numel, dtype=group.key.dtype, device=group.key.device) for group in plan.groups
         )
@@ -175,27 +180,28 @@ class PartitionedUnit:
         self.numel = sum(store.numel for store in self.storages)
         """Elements of the gathered parameters, padding included."""
         self.name = str(plan)
-        self.lender = lender
+        self.gather_on_use = gather_on_use
         self._places: list[Place] = []
 
     def renumber(self, plan: UnitPlan) -> None:
-        """The model is given a new layout, and this unit has another number: `plan` has the same groups."""
+        """Take the index of `plan`, which has the same groups: the model gets a new layout."""
         self.plan, self.index, self.name = plan, plan.index, str(plan)
 
     def plain_of(self) -> dict[int, nn.Parameter]:
-        """The plain parameter for the ``id`` of each partitioned one."""
+        """The plain parameters, by the ``id`` of the partitioned ones."""
         return {id(place.partitioned): place.plain for place in self._places}
 
     def as_unit(self) -> Unit:
-        """What the gradients and the optimizer work on."""
+        """The unit in the form in which gradients and optimizer use it."""
         return Unit(self.plan, self.groups)
 
     def adopt(self, model: nn.Module, infos: Mapping[str, ParameterInfo]) -> dict[int, nn.Parameter]:
-        """Take over the model's parameters: values into the shards, partitioned faces into the modules.
+        """Take over the model's parameters: values into the shards, partitioned parameters into the modules.
 
-        The values are taken from the parameters that the modules hold now (partitioned ones of ``Init`` are read whole,
-        one at a time), rank by rank the same: rank 0's. Returns the plain parameter for the ``id`` of each one that was
-        replaced.
+        The values are those of rank 0. Partitioned parameters of ``Init`` are gathered one at a time.
+
+        Returns:
+            The plain parameters, by the ``id`` of the parameters that were replaced.
         """
         plain_of = {}
         for group in self.groups:
@@ -224,8 +230,10 @@ class PartitionedUnit:
 
     @staticmethod
     def _face(original: torch.Tensor, source: UnitParameter, info: ParameterInfo) -> PartitionedParameter:
-        """The partitioned face, whose `requires_grad` is its user's. One that is there already (from `Init`, or from
-        sharding before) is used again, so that objects outside the model that hold it hold the model's parameter.
+        """The partitioned parameter. It keeps the `requires_grad` that its user set.
+
+        One that exists already (from `Init`, or from an earlier layout) is used again, so that objects outside the
+        model that refer to it still refer to the model's parameter.
         """
         if not isinstance(original, PartitionedParameter):
             return PartitionedParameter(
@@ -235,7 +243,7 @@ class PartitionedUnit:
         return original
 
     def swap_in(self) -> None:
-        """Let the modules hold the plain parameters. The unit must be gathered.
+        """Put the plain parameters into the modules. The unit must be gathered.
 
         A place that holds another tensor keeps it: `torch.func.functional_call` computes with tensors of its caller.
         """
@@ -244,13 +252,13 @@ class PartitionedUnit:
                 place.module._parameters[place.attribute] = place.plain
 
     def swap_out(self) -> None:
-        """Let the modules hold the partitioned parameters."""
+        """Put the partitioned parameters into the modules."""
         for place in self._places:
             if place.module._parameters.get(place.attribute) is place.plain:
                 place.module._parameters[place.attribute] = place.partitioned  # type: ignore[assignment]
 
     def allocate(self) -> None:
-        """Take the memory of the gathered parameters."""
+        """Allocate the memory of the gathered parameters."""
         for storage in self.storages:
             storage.allocate()
 
@@ -262,7 +270,7 @@ class PartitionedUnit:
 
 
 def _move_hooks(original: torch.Tensor, plain: nn.Parameter) -> None:
-    """Hooks that users have put on a parameter of an earlier layout go on with the one that takes its place."""
+    """Move hooks that users registered on a parameter of an earlier layout to the parameter that replaces it."""
     if not isinstance(original, PartitionedParameter) or (leaf := original.source.leaf()) is None:
         return
     for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):

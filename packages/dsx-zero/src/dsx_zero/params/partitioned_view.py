@@ -1,4 +1,4 @@
-"""Parts of a partitioned parameter: what `p[3]`, `p.data[:, 0]`, `p.t()` or `p.chunk(3)` are outside of a forward.
+"""Views of a partitioned parameter: the results of `p[3]`, `p.data[:, 0]`, `p.t()` or `p.chunk(3)` outside a forward.
 
 Initialisation code writes parts (`nn.init.zeros_(weight[padding_idx])`), so a view must pass such writes to its
 parameter. It is a wrapper like the parameter itself, without values; its source uses the parameter's source. An index
@@ -26,7 +26,7 @@ VIEWS: frozenset[Callable[..., Any]] = frozenset(
     {torch.Tensor.__getitem__, torch.Tensor.T.__get__, torch.Tensor.mT.__get__}  # type: ignore[attr-defined]
     | {getattr(owner, name) for owner in (torch, torch.Tensor) for name in _NAMES if hasattr(owner, name)}
 )
-"""Functions whose results lie in the memory of their first argument (some of them only for some arguments)."""
+"""Functions whose results share memory with their first argument (some of them only for some arguments)."""
 
 View = Callable[[torch.Tensor], torch.Tensor]
 
@@ -34,11 +34,11 @@ View = Callable[[torch.Tensor], torch.Tensor]
 def find_views(
     func: Callable[..., Any], like: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[list[tuple[torch.Tensor, View]], bool] | None:
-    """What `func` makes of a tensor with the shape of `like`: each result on the meta device, with the function that
-    cuts it out.
+    """The views that `func` makes of a tensor with the shape of `like`.
 
     Returns:
-        The results and whether `func` returns a sequence of them; None if a result is a copy.
+        Each result on the meta device, with the function that makes it from a tensor; and whether `func` returns a
+        sequence of them. None if a result is a copy.
     """
     stand = torch.empty(like.shape, dtype=like.dtype, device="meta")
     made = func(stand, *args, **kwargs)
@@ -54,7 +54,7 @@ def find_views(
 
 
 class ViewSource:
-    """The `ParameterSource` of a view: the part that `view` cuts out of what `base` has."""
+    """The `ParameterSource` of a view: `view` makes it from the tensor of `base`."""
 
     def __init__(self, base: ParameterSource, view: View) -> None:
         self._base, self._view, self.name = base, view, base.name
@@ -76,8 +76,8 @@ class ViewSource:
         whole = self._base.read()
         return None if whole is None else self._view(whole)
 
-    def lend(self, output: Any) -> Any:
-        return self._base.lend(output)
+    def watch_output(self, output: Any) -> Any:
+        return self._base.watch_output(output)
 
     def set_requires_grad(self, value: bool) -> str | None:
         return "it is a view of a parameter" if value else None

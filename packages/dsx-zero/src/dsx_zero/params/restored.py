@@ -1,8 +1,8 @@
-"""Partitioned parameters become whole ones again: those that stay whole at stage 3, and all of them below stage 3.
+"""Replaces partitioned parameters by whole ones: those that stay whole at stage 3, and all of them below stage 3.
 
 The modules get an ordinary `nn.Parameter` instead. The partitioned object, which an optimizer or a list of
-parameters may still hold, refers to the new one: reading, in-place writes and accessors work on the parameter that
-is trained.
+parameters may still hold, refers to the new one: reads, in-place writes and accessors work on the parameter that is
+trained.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ __all__ = ["WholeParameter", "current_parameter", "restore_model", "restore_para
 
 
 class WholeParameter(SourceWithPlain):
-    """The `ParameterSource` of an object whose parameter is whole now: everything is done on the parameter itself."""
+    """The `ParameterSource` of a partitioned object whose parameter is whole now: it works on the parameter itself."""
 
     def __init__(self, name: str, plain: nn.Parameter) -> None:
         self.name, self._plain = name, plain
 
     @property
     def plain(self) -> nn.Parameter:
-        """The parameter that is whole."""
+        """The whole parameter."""
         return self._plain
 
     def local_shard(self) -> torch.Tensor:
@@ -38,12 +38,12 @@ class WholeParameter(SourceWithPlain):
         return self.plain.detach().clone()
 
     def write(self, edit: Callable[[torch.Tensor], object]) -> None:
-        edit(self.plain)  # not a detached view: the version that counts edits is the parameter's
+        edit(self.plain)  # not a detached view: edits are counted by the version of the parameter
 
     def borrow(self) -> torch.Tensor | None:
         return self.plain
 
-    def lend(self, output: Any) -> Any:
+    def watch_output(self, output: Any) -> Any:
         return output
 
     def set_requires_grad(self, value: bool) -> str | None:
@@ -52,7 +52,7 @@ class WholeParameter(SourceWithPlain):
 
 
 def restore_parameter(model: nn.Module, names: Sequence[str], face: PartitionedParameter) -> nn.Parameter:
-    """Put a whole parameter with the values and attributes of `face` under each of `names` (collective)."""
+    """Replace `face` under each of `names` by a whole parameter with its values and attributes (collective)."""
     plain = nn.Parameter(face.full_tensor(), requires_grad=face.requires_grad)
     vars(plain).update({key: value for key, value in vars(face).items() if key not in ("_source", "_is_param")})
     for name in names:
@@ -75,9 +75,7 @@ def restore_model(model: nn.Module) -> None:
 
 
 def current_parameter(parameter: Any) -> Any:
-    """The parameter that trains now, given an object that stood for it before it was made whole; anything else as it
-    is.
-    """
+    """The parameter that replaced a partitioned object and is trained now; any other object unchanged."""
     if isinstance(parameter, PartitionedParameter) and isinstance(parameter.source, WholeParameter):
         return parameter.source.plain
     return parameter

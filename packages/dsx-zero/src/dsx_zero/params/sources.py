@@ -13,11 +13,11 @@ __all__ = ["ParameterSource", "SourceWithPlain"]
 
 
 class ParameterSource(Protocol):
-    """Where a partitioned parameter's values are. All methods but ``local_shard`` and ``borrow`` are collective."""
+    """Gives a partitioned parameter its values. All methods but ``local_shard`` and ``borrow`` are collective."""
 
     @property
     def name(self) -> str:
-        """The parameter's first name in the model (what errors call it)."""
+        """The parameter's first name in the model, which errors use."""
         ...
 
     def local_shard(self) -> torch.Tensor:
@@ -29,7 +29,7 @@ class ParameterSource(Protocol):
         ...
 
     def write(self, edit: Callable[[torch.Tensor], object]) -> None:
-        """Apply ``edit`` to the whole tensor on every rank; rank 0's result is kept by all."""
+        """Apply ``edit`` to the whole tensor on every rank. All ranks keep rank 0's result."""
         ...
 
     def borrow(self) -> torch.Tensor | None:
@@ -37,40 +37,40 @@ class ParameterSource(Protocol):
         ...
 
     def read(self) -> torch.Tensor | None:
-        """A copy of the values for code that builds the same model on all ranks; None where operations may not read
-        (collective).
+        """A copy of the values for operations while a model is built; None if they must not read. Collective."""
+        ...
+
+    def watch_output(self, output: Any) -> Any:
+        """Return the result of an operation on a borrowed parameter, watched so that the values are gathered for its
+        backward.
         """
         ...
 
-    def lend(self, output: Any) -> Any:
-        """The result of an operation on a borrowed parameter, watched so that its backward finds the values again."""
-        ...
-
     def set_requires_grad(self, value: bool) -> str | None:
-        """Freeze the parameter or let it train; the reason, if that cannot be."""
+        """Freeze the parameter or let it train. Returns the reason if that is not possible, else None."""
         ...
 
     def gradient(self) -> torch.Tensor | None:
-        """What ``.grad`` is."""
+        """The value of ``.grad``."""
         ...
 
     def set_gradient(self, value: torch.Tensor | None) -> bool:
-        """Set or clear ``.grad``; False if that cannot be."""
+        """Set or clear ``.grad``. Returns False if that is not possible."""
         ...
 
     def leaf(self) -> torch.Tensor | None:
-        """The tensor that backward gives this rank's gradient, to put hooks on; None before the model is sharded."""
+        """The tensor that gets this rank's gradient in backward, for hooks; None before the model is sharded."""
         ...
 
     def converted(self, dtype: torch.dtype, device: torch.device) -> ParameterSource | None:
-        """A source of the same values in another dtype or on another device (no communication); None where these are
-        fixed.
+        """A source of the same values in another dtype or on another device, without communication; None if dtype and
+        device cannot change any more.
         """
         ...
 
 
 class SourceWithPlain(ABC):
-    """What sources have in common whose parameter has a plain `nn.Parameter` too, which autograd works on."""
+    """Base of sources whose parameter also has a plain `nn.Parameter`, on which autograd works."""
 
     @property
     @abstractmethod
@@ -91,9 +91,9 @@ class SourceWithPlain(ABC):
         return self.plain
 
     def read(self) -> torch.Tensor | None:
-        """Not there: ranks may do different things with a sharded model."""
+        """None: ranks may do different things with a sharded model, so operations must not read."""
         return None
 
     def converted(self, dtype: torch.dtype, device: torch.device) -> ParameterSource | None:
-        """Not there: the optimizer works with the values as they are."""
+        """None: the optimizer works with the present dtype and device."""
         return None

@@ -10,7 +10,7 @@ after the refill. Two rules make that exact:
 * after an optimizer step the counter of ``base``, which is that of all views, is moved, so that a backward through a
   graph from before the step raises torch's own error, as it does without sharding.
 
-Left out: which code needs the bytes and when (gather/lifetime.py), and where they come from (the collectives).
+Left out: when the bytes are needed (gather/lifetime.py), and where they come from (the collectives).
 Reading a view while ``allocated`` is false crashes the process; no such view may be reachable then.
 """
 
@@ -20,14 +20,14 @@ import torch
 
 
 class GatheredStorage:
-    """A flat buffer of ``numel`` elements whose memory can be given back and taken again under the same views.
+    """A flat buffer of ``numel`` elements whose memory can be freed and allocated again under the same views.
 
-    It holds its memory (undefined contents) after construction; views are made while it is there.
+    After construction the memory is allocated (with undefined contents), so that views can be made.
     """
 
     def __init__(self, numel: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
         self.base = torch.empty(numel, dtype=dtype, device=device)
-        """The tensor that all views share their version counter with."""
+        """The tensor whose version counter all views share."""
         self._storage = self.base.untyped_storage()
         self._nbytes = self._storage.nbytes()
         self.numel = numel
@@ -36,7 +36,7 @@ class GatheredStorage:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held while allocated."""
+        """Bytes of the memory while it is allocated."""
         return self._nbytes
 
     @property
@@ -49,25 +49,25 @@ class GatheredStorage:
 
     @property
     def allocated(self) -> bool:
-        """Whether the memory is there; an empty buffer always is."""
+        """Whether the memory is allocated. For an empty buffer it is always True."""
         return self._nbytes == 0 or self._storage.nbytes() > 0
 
     def view(self, start: int, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
-        """A tensor of ``shape`` over the elements from ``start`` on (made and read only while allocated)."""
+        """A tensor of ``shape`` over the elements from ``start`` on. Make and read it only while ``allocated``."""
         size = torch.Size(shape)
         return self.base[start : start + size.numel()].view(size)
 
     def allocate(self) -> None:
-        """Take the memory again (contents undefined); nothing if it is there."""
+        """Allocate the memory, with undefined contents, unless it is allocated."""
         if self._storage.nbytes() != self._nbytes:
             self._storage.resize_(self._nbytes)
 
     def free(self) -> None:
-        """Give the memory back; the views stay, and must not be read."""
+        """Free the memory. The views stay, and must not be read."""
         if self._storage.nbytes():
             self._storage.resize_(0)
 
     def poison(self) -> None:
-        """Fill the memory with NaN, where it is there and can hold them: for tests of who reads after `free`."""
+        """Fill allocated memory of a floating-point dtype with NaN. Tests use it to find reads after `free`."""
         if self.allocated and self.dtype.is_floating_point:
             self.fill.fill_(float("nan"))

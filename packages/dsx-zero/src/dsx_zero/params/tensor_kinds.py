@@ -1,7 +1,7 @@
-"""What kind of operation a function on a tensor is: for wrapper tensors that have logical facts and no values.
+"""Classifies functions on tensors, for wrapper tensors that have metadata but no values.
 
-`PartitionedParameter` and `ShardedGradient` look up each operation here. Facts are answered from the wrapper itself,
-factories get a stand-in, writes are done where the values are. Leaves out what happens then.
+`PartitionedParameter` and `ShardedGradient` look up each operation here. Questions for facts are answered from the
+wrapper itself, factories get a stand-in, and writes are applied where the values are. Left out: how that is done.
 """
 
 from __future__ import annotations
@@ -46,20 +46,22 @@ FACTS: frozenset[Callable[..., Any]] = frozenset(
     | {torch.numel, torch.is_floating_point, torch.is_complex, torch.is_same_size, torch.is_signed, torch.is_inference}
     | {torch._has_compatible_shallow_copy_type}  # pyright: ignore[reportPrivateImportUsage]  # asked by `nn.Module.to`
 )
-"""Questions that the wrapper's own metadata answers."""
+"""Functions that only read metadata, which the wrapper itself has."""
 
 FACTORIES: frozenset[Callable[..., Any]] = frozenset(
     _methods("new", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided")
     | {torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like}
     | {torch.randint_like, torch.result_type, torch.promote_types, torch.can_cast}
 )
-"""What makes another tensor from the metadata alone."""
+"""Functions that make another tensor from the metadata alone."""
 
 NOT_WRITES = frozenset(
     {"detach_", "requires_grad_", "resize_", "resize_as_", "rename_", "set_", "share_memory_", "squeeze_", "unsqueeze_"}
     | {"t_", "transpose_", "swapaxes_", "swapdims_", "as_strided_", "retain_grad", "sparse_resize_", "apply_", "map_"}
 )
-"""In-place by name but no change of values; or of a kind that a shard cannot follow (metadata, storage)."""
+"""Functions with the name of an in-place function that change no values, or change metadata or storage, which a shard
+cannot follow.
+"""
 
 _OPERATOR_WRITES = frozenset(
     {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"}
@@ -76,5 +78,5 @@ def is_write(func: Callable[..., Any]) -> bool:
 
 
 def stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    """A plain tensor with the logical facts of a wrapper, which takes the memory of one element."""
+    """A plain tensor with the metadata of a wrapper. It needs the memory of one element."""
     return torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)

@@ -1,4 +1,4 @@
-"""Finding the tensors in what a module takes and returns."""
+"""Finds the tensors in the arguments and outputs of a module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 __all__ = ["tensors_in"]
 
 _CLOSED = (type, torch.nn.Module, ModuleType, FunctionType)
-"""Objects whose attributes are not values that a module returns."""
+"""Types of objects whose attributes are not searched."""
 
 
 def tensors_in(value: Any, *, objects: bool = False) -> list[torch.Tensor]:
@@ -22,8 +22,8 @@ def tensors_in(value: Any, *, objects: bool = False) -> list[torch.Tensor]:
 
     Args:
         value: what to search.
-        objects: also search the attributes of any other object (key-value caches). What only an iterator holds is never
-            found.
+        objects: also search the attributes of all other objects, such as key-value caches. Tensors that only an
+            iterator can produce are never found.
     """
     found: list[torch.Tensor] = []
     seen: set[int] = set()

@@ -1,6 +1,7 @@
-"""Reading and writing one whole parameter whose elements are divided among the ranks' shards. Collective.
+"""Reads and writes one whole parameter whose elements are divided among the ranks' shards. Collective.
 
-Used outside training's own passes (``full_tensor``, in-place writes, saving); passes gather whole units instead.
+It is used outside of forwards and backwards (``full_tensor``, in-place writes, saving); these gather whole units
+instead.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ def _slices(layout: FlatLayout, name: str) -> list[LocalSlice | None]:
 
 
 def read_whole(layout: FlatLayout, name: str, shard: Home, ranks: RankSet, *, device: torch.device) -> torch.Tensor:
-    """The parameter ``name`` as a new tensor of its logical shape on ``device``, from the ``shard`` of each of
-    ``ranks`` (bit for bit).
+    """The parameter ``name`` as a new tensor of its logical shape on ``device``.
+
+    It is made from the ``shard`` of each of ``ranks``, bit for bit. Collective.
     """
     mine = layout.local_slice(name, ranks.rank)
     piece = None if mine is None else _elements(shard, mine)
@@ -39,8 +41,10 @@ def join_whole(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    """What is laid out as the parameter ``name`` is, as a new tensor of its shape, from this rank's elements and those
-    of the others.
+    """Join the elements of all ranks into a new tensor with the shape of the parameter ``name`` (collective).
+
+    Args:
+        mine: this rank's elements of a tensor that is laid out like the parameter; None if it has none.
     """
     whole = torch.empty(layout.shapes[layout.index(name)], dtype=dtype, device=device)
     slices = _slices(layout, name)
@@ -67,7 +71,7 @@ def _elements(home: Home, part: LocalSlice | None) -> torch.Tensor:
 
 
 class Shards(Protocol):
-    """What holds a rank's shard of a flat layout (a ``FlatGroup``, or a parameter of ``Init``)."""
+    """An object with a rank's shard of a flat layout: a ``FlatGroup``, or a parameter of ``Init``."""
 
     layout: FlatLayout
     shard: Home
@@ -76,10 +80,14 @@ class Shards(Protocol):
 
 
 def write_whole(group: Shards, name: str, whole: torch.Tensor, *, source_rank: int = 0) -> torch.Tensor:
-    """Make ``whole`` of rank ``source_rank`` (of those that hold the parameter) the parameter's value: each rank keeps
-    its elements, in shard and master.
+    """Make ``whole`` of rank ``source_rank`` the parameter's value (collective). Each rank keeps its elements, in shard
+    and master.
 
-    Returns that rank's tensor, which may be ``whole`` itself, written to.
+    Args:
+        source_rank: number of the rank among those that hold the parameter.
+
+    Returns:
+        The tensor of that rank. It may be ``whole`` itself, overwritten.
     """
     if whole.numel() == 0:
         return whole
@@ -94,8 +102,8 @@ def write_whole(group: Shards, name: str, whole: torch.Tensor, *, source_rank: i
     values = whole.reshape(-1)[part.start : part.stop]
     if group.master is not None and group.master is not group.shard:
         with opened(group.master, part.offset, part.offset + part.numel) as master:
-            # Where the value is what the master rounds to already, the master keeps the digits that the parameter does
-            # not have.
+            # An element that is equal to the present parameter did not change: its master keeps the digits that the
+            # parameter does not have.
             new, old = values.to(master.device), _elements(group.shard, part).to(master.device)
             torch.where(old == new, master, new.to(master.dtype), out=master)
     write(group.shard, values, part.offset)

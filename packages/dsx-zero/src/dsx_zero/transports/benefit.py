@@ -1,8 +1,10 @@
-"""The benefit gate of ZeRO++: at the start one line says whether the configured settings save time on these links with
-these units; with `zeropp_gate.mode: "auto"` settings that do not are left out.
+"""The benefit gate of ZeRO++: does the configured communication save time on these links with these units?
 
-Rates come from the configuration, or are measured once, in a fraction of a second. The arithmetic is in `gate`. All
-ranks decide by the same numbers. Experts, which only some ranks share, are not considered.
+A line in the log says so when the model is sharded. With `zeropp_gate.mode: "auto"` settings that save no time are
+switched off.
+
+Rates come from the configuration, or are measured once, in a fraction of a second. `gate` has the arithmetic. All ranks
+decide with the same numbers. Experts, which only some ranks share, are not considered.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ __all__ = ["features_of", "settings_that_pay"]
 _log = logging.getLogger(__name__)
 
 _GATHERS = 2
-"""Of the values of a unit: for the forward and for the backward."""
+"""Gathers of a unit in one forward and backward pass: one for each."""
 
 
 def features_of(settings: ZeroConfig) -> Features:
-    """What a configuration asks for."""
+    """The parts of ZeRO++ that a configuration asks for."""
     weights = settings.zero_quantized_weights or settings.zero_quantized_nontrainable_weights
     return Features(
         near=settings.near_ranks,
@@ -57,8 +59,16 @@ def settings_that_pay(
     *,
     own: Transports | None = None,
 ) -> ZeroConfig:
-    """The configuration, in the mode "auto" without what does not pay; says so on rank 0. Collective over the
-    data-parallel ranks `data`. `own`: transports of the caller's, of which nothing is known.
+    """The configuration; in the mode "auto" without the settings that save no time. Rank 0 logs the estimate.
+
+    Collective over `data`.
+
+    Args:
+        plans: the units of the model.
+        data: the data-parallel ranks.
+        groups: makes the groups over which links are measured.
+        precision: says in which dtype gradients are sent.
+        own: the caller's own transports; nothing is known of their time, so nothing is changed.
     """
     asked, gate = features_of(settings), settings.zeropp_gate
     nothing = replace(Features(), only_frozen=asked.only_frozen, gradient_block=asked.gradient_block)
@@ -109,7 +119,7 @@ def _rates(
     device: torch.device,
     data: dsx_comm.RankSet,
 ) -> LinkRates:
-    """Measured; given rates in the place of measured ones."""
+    """The measured rates, with those of the configuration in place of measured ones."""
     rates = measure_rates(hierarchy, asked.gradient_bits or asked.weight_bits or 8, device, data.group)
     gate = settings.zeropp_gate
     return replace(
@@ -124,7 +134,7 @@ def _given(measured: PathRate | None, rate: float | None) -> PathRate | None:
 
 
 def _names(asked: Features, best: Features) -> tuple[str, ...]:
-    """The settings that ask for what the best choice leaves out."""
+    """The names of the settings that the best choice switches off."""
     left_out = {
         "zero_hpz_partition_size": asked.near != best.near,
         "zero_quantized_weights": asked.weight_bits != best.weight_bits and not asked.only_frozen,

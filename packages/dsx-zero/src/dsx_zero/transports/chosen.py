@@ -36,27 +36,28 @@ class Transports(Protocol):
     """Makes the transports of one model. Every rank has the same ones, and makes them in the same order."""
 
     def gather(self, sets: Collection[RankSet]) -> Transport:
-        """For the parameters of stage 3, which these sets of ranks share."""
+        """The transport for the parameters of stage 3, which these sets of ranks share."""
         ...
 
     def reduce(self, op: Any, ranks: RankSet, *, scatters: bool) -> ReduceTransport:
-        """For the gradients of one rank set.
+        """The transport for the gradients of one rank set.
 
         Args:
             op: `dsx_comm.ReduceOp.SUM` or `AVG`.
-            ranks: who shares them.
-            scatters: each rank keeps a shard of the result (stages 1-3); else all of it, in the place of the source.
+            ranks: the ranks that share the gradients.
+            scatters: True: each rank keeps a shard of the result (stages 1-3); False: each rank keeps all of it, in
+                place of the source.
         """
         ...
 
 
 @dataclass(frozen=True)
 class PlainTransports:
-    """Values as they are.
+    """Transports that send exact values.
 
     Attributes:
-        wire: the dtype in which gradients are sent, for the dtype of their parameter.
-        most: elements of the greatest message of a reduction.
+        wire: maps the dtype of a parameter to the dtype in which its gradient is sent.
+        most: most elements in one message of a reduction.
     """
 
     wire: Callable[[torch.dtype], torch.dtype]
@@ -81,16 +82,16 @@ class ZeroPlusPlus:
     """Transports that send fewer bytes, and fewer of them between nodes.
 
     Attributes:
-        plain: carries what is not quantised.
-        groups: where groups of nodes come from.
-        weight_bits: of gathered parameters; 0: they are not quantised.
-        only_frozen: of these, those that are not trained.
-        differences: of trained parameters with secondary shards the differences to these are sent (`differences`).
-        gradient_bits: of reduced gradients; 0: they are not quantised.
+        plain: makes transports for values that are not quantised.
+        groups: makes the groups inside and across nodes.
+        weight_bits: bits of gathered parameters; 0: they are not quantised.
+        only_frozen: quantise only parameters that are not trained.
+        differences: for trained parameters with secondary shards, send the differences to these (`differences`).
+        gradient_bits: bits of reduced gradients; 0: they are not quantised.
         gradient_block: elements of gradients that share a scale.
-        gradient_feedback: (decay, period) of `dsx_comm.QuantizationFeedback` for gradients; None: none.
-        two_levels: gathers go between nodes first (`mics_hierarchical_params_gather`).
-        keepers: of what it has made, those with errors.
+        gradient_feedback: (decay, period) of `dsx_comm.QuantizationFeedback` for gradients; None: no error feedback.
+        two_levels: gathers run between nodes first (`mics_hierarchical_params_gather`).
+        keepers: the transports made so far that keep errors.
     """
 
     plain: PlainTransports
@@ -113,7 +114,7 @@ class ZeroPlusPlus:
             primary = HierarchicalGather(primary, several)
         form = BlockFormat(self.weight_bits, BLOCK) if self.weight_bits else None
         if form is not None and self.differences:
-            # Ranks without near ones (experts) have no second copy that differences could be added to.
+            # Rank sets without near ranks (experts) have no second copy to which differences could be added.
             alone = QuantizedGather(primary, BlockFormat(8, BLOCK))
             keeper = DifferenceGather(primary, alone, form)
             self.keepers.append(keeper)

@@ -1,20 +1,20 @@
-"""Parameters in 4 or 2 bits: each rank sends how its shard differs from what the others have of it.
+"""Parameters in 4 or 2 bits: each rank sends the difference between its shard and the copy that the others have.
 
-    d  = w - copy              this rank's shard, and what all ranks have of it
+    d  = w - copy              w: this rank's shard; copy: the values that all ranks have of it
     copy <- copy + Q(d)        on every rank, from the same message
 
-The error is at most half a code of `d`, which is the size of an optimizer step, not of the parameters: it is some per
-cent of one step, and the next difference contains it again. (To add the rounding error to the next *value* instead,
-Q(w + e), bounds the mean of what is sent, and lets each value jump by a whole code of the parameters from step to step.
-A sum of updates forgives that; a forward pass, which is not linear, computes with one of them. Difference coding of
-this kind is EF21, arXiv:2106.05203.)
+The error is at most half a quantisation step of `d`, and `d` has the size of an optimizer step, not of the parameters.
+So the error is a few per cent of one optimizer step, and the next difference contains it again. (Adding the rounding
+error to the next *value* instead, Q(w + e), bounds only the mean of the values that are sent: each value may jump by a
+full quantisation step of the parameters between optimizer steps. A sum of updates averages that out, but a forward
+pass, which is not linear, computes with one of these values. Difference coding of this kind is EF21, arXiv:2106.05203.)
 
-Whole copies on every rank are what stage 3 is there to avoid, so they are the secondary shards of `SecondaryGather`:
-ranks near by have a copy among them. A gather after a step takes two messages that start together, the copy from the
-ranks near by in full precision and the differences from all ranks in few bits. What no step has made (the first
-values, a load, an edit) may be far from the copy and is sent as it is.
+Stage 3 avoids whole copies on every rank. So the copy is the secondary shards of `SecondaryGather`: the near ranks have
+a copy together. A gather after a step takes two messages that start together: the copy from the near ranks in full
+precision, and the differences from all ranks in few bits. Values that no step has made (the first values, a load, an
+edit) may be far from the copy, and are sent exactly.
 
-Left out: ranks without near ones (experts), whose parameters another transport carries.
+Left out: rank sets without near ranks (experts), whose parameters another transport carries.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ __all__ = ["DifferenceGather"]
 
 
 class _Restored(NamedTuple):
-    """What the other ranks had of this rank's shard when a checkpoint was made.
+    """The values that the other ranks had of this rank's shard when a checkpoint was made.
 
     Attributes:
         values: 1-D, of the shard's size and dtype.
-        current: they were what the model computed with; else there had been a step since.
-        replaced: `FlatGroup.replaced` behind the load: with a later edit they count for nothing.
+        current: True: the model computed with these values; False: there had been a step since.
+        replaced: `FlatGroup.replaced` after the load. If it is higher, there was an edit, and the values are not used.
     """
 
     values: torch.Tensor
@@ -54,9 +54,9 @@ class DifferenceGather(SecondaryGather):
     """Gathers with secondary shards that differences keep up to date.
 
     Args:
-        exact: carries values that may be far from the copy, and what is not trained.
-        alone: carries the parameters of ranks that have no near ones.
-        form: bits and blocks of differences.
+        exact: carries values that may be far from the copy, and groups that are not trained.
+        alone: carries the parameters of rank sets without near ranks.
+        form: bits and block size of differences.
     """
 
     def __init__(self, exact: Transport, alone: Transport, form: BlockFormat) -> None:
@@ -114,7 +114,7 @@ class DifferenceGather(SecondaryGather):
         return Then([copy, message], add, keeps=difference)
 
     def _begin_with(self, source: torch.Tensor, group: FlatGroup) -> torch.Tensor:
-        """The values to send as they are: those of the shard, or those that the job of a checkpoint would have now."""
+        """The values to send exactly: those of the shard, or those that the job of a checkpoint would have now."""
         restored = self._restored.pop(group, None)
         if restored is None or restored.replaced != group.replaced:
             return source.clone()
@@ -128,13 +128,13 @@ class DifferenceGather(SecondaryGather):
     # Checkpoints ------------------------------------------------------------------------------------------------------
 
     def errors(self, group: FlatGroup) -> Sequence[FlatError]:
-        """See `KeepsErrors.errors`: what the other ranks have of this rank's shard."""
+        """See `KeepsErrors.errors`: the values that the other ranks have of this rank's shard."""
         restored = self._restored.get(group)
         if restored is not None and restored.replaced == group.replaced:
             return [self._stored(group, restored.values, current=restored.current)]
         sent = self._sent.get(group)
         if sent is None or self._replaced.get(group) != group.replaced:
-            return []  # the next gather sends the values as they are
+            return []  # the next gather sends exact values
         self.settle(group)
         return [self._stored(group, sent, current=self._generation.get(group) == group.generation)]
 
@@ -147,7 +147,7 @@ class DifferenceGather(SecondaryGather):
         return {}
 
     def whole_errors(self, group: FlatGroup) -> Mapping[str, torch.Tensor]:
-        """See `KeepsErrors.whole_errors`: a new layout begins with values as they are."""
+        """See `KeepsErrors.whole_errors`: there are none, because a new layout begins with exact values."""
         return {}
 
     def read_errors(self, group: FlatGroup, stored: StoredErrors) -> Callable[[], None]:
@@ -163,15 +163,17 @@ class DifferenceGather(SecondaryGather):
         def install() -> None:
             self._restored.pop(group, None)
             if values is not None:
-                behind = group.replaced + 1  # the load itself is a replacement, which is noted when all is written
+                behind = group.replaced + 1  # the load itself counts as a replacement when everything is written
                 self._restored[group] = _Restored(values, key == CURRENT, behind)
 
         return install
 
 
 def _difference(values: torch.Tensor, copy: torch.Tensor, group: FlatGroup) -> torch.Tensor:
-    """values - copy in float32 [shard]; nothing between parameters, where the copy holds what rounding has left, and
-    nothing where they are equal, infinities too. A value that is not finite and was sends a block that is not.
+    """values - copy, float32 [shard].
+
+    It is zero between parameters, where the copy has remainders of rounding, and where both are equal, also where both
+    are the same infinity. A value that has become infinite or NaN makes its block infinite or NaN.
     """
     difference = (values.to(torch.float32) - copy).masked_fill_(values == copy, 0.0)
     first = group.rank * group.layout.shard_numel

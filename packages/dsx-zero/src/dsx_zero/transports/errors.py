@@ -1,21 +1,22 @@
-"""Errors of quantised messages in checkpoints and in models that are laid out anew: after a load or a new layout the
-errors from before are still compensated.
+"""Errors of quantised messages in checkpoints, and in new layouts of a model.
 
-A transport that keeps errors returns them per flat group as `FlatError`s, ranges of the group's flat buffer; in a
-checkpoint they are ranges of parameters (`ParamSlice.ranges`) under names with an "@", by which other parts know that
-not every job has them:
+Errors from before a load or a new layout are still compensated after it.
 
-    gradient_error@R            of the first hop; rank R's of all elements
-    gradient_error_between@N    of the second hop; each rank of node N those of the elements it adds up
-    gradient_error_count@all    how many messages LoCo's `reset_T` has counted; one number per parameter
-    weight_sent@all             what all ranks had of the parameters before the last step (`differences`)
-    weight_current@all          the same, where no step has come since
+A transport that keeps errors returns them per flat group as `FlatError`s, which are ranges of the group's flat buffer.
+In a checkpoint they are ranges of parameters (`ParamSlice.ranges`). Their names contain an "@", which marks state that
+not every job has:
 
-A job with the same ranks and nodes goes on with the same bits. In a job with another layout every rank takes the mean
+    gradient_error@R            errors of the first hop of rank R, for all elements
+    gradient_error_between@N    errors of the second hop of node N; each rank has those of the elements it adds up
+    gradient_error_count@all    number of messages that LoCo's `reset_T` has counted; one number per parameter
+    weight_sent@all             values that all ranks had of the parameters before the last step (`differences`)
+    weight_current@all          the same, if there has been no step since
+
+A job with the same ranks and nodes continues with the same bits. In a job with another layout every rank takes the mean
 of all ranks' errors, so that the sum that reaches the parameters in the end is the same.
 
-When a model is laid out anew, the errors of gradients are kept (`carry_errors`). Parameters need nothing: the first
-gather of a new layout sends the exact values.
+When a model gets a new layout, the errors of gradients are kept (`carry_errors`). Errors of parameters are not needed:
+the first gather of a new layout sends the exact values.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from ..params.flat import FlatGroup
 __all__ = ["FlatError", "KeepsErrors", "StoredErrors", "carry_errors", "errors_of", "note_lost"]
 
 WORKER, BETWEEN = "gradient_error@", "gradient_error_between@"
-"""Beginnings of names."""
+"""Prefixes of names."""
 COUNT = "gradient_error_count@all"
 SENT, CURRENT = "weight_sent@all", "weight_current@all"
 
@@ -41,7 +42,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FlatError:
-    """Errors of elements `[start, start + numel)` of a flat buffer. `values`: float32, 1-D."""
+    """Errors of elements `[start, start + values.numel())` of a flat buffer.
+
+    Attributes:
+        key: name in a checkpoint.
+        start: first element.
+        values: float32, 1-D.
+    """
 
     key: str
     start: int
@@ -49,7 +56,7 @@ class FlatError:
 
 
 class StoredErrors(Protocol):
-    """Where errors come from, by the names of parameters (`dsx_zero.Reader` is one)."""
+    """Gives stored errors by the names of parameters (such as `dsx_zero.Reader`)."""
 
     def state_keys(self, name: str) -> tuple[str, ...]: ...
 
@@ -57,31 +64,35 @@ class StoredErrors(Protocol):
 
 
 class KeepsErrors(Protocol):
-    """A transport with errors."""
+    """A transport that keeps errors."""
 
     def errors(self, group: FlatGroup) -> Sequence[FlatError]:
-        """What the group's next messages are to make up for, or begin with."""
+        """The errors that the group's next messages compensate, or the values with which they begin."""
         ...
 
     def numbers(self, group: FlatGroup) -> Mapping[str, int]:
-        """What else belongs to the group's errors, alike on all ranks: a number by its name."""
+        """Numbers that belong to the group's errors, by name. They are the same on all ranks."""
         ...
 
     def whole_errors(self, group: FlatGroup) -> Mapping[str, torch.Tensor]:
-        """The errors to carry into another layout, by name: values of all `group.layout.numel` elements, as far as the
-        ranks of this node have them together (collective).
+        """The errors to carry into another layout, by name: values of all `group.layout.numel` elements.
+
+        Values that no rank of this node has are zero. Collective.
         """
         ...
 
     def read_errors(self, group: FlatGroup, stored: StoredErrors) -> Callable[[], None]:
-        """Read a group's errors; what is returned puts them in place of those that are there (none where none are
-        stored).
+        """Read a group's errors.
+
+        Returns:
+            A function that replaces the present errors by those that were read. If none are stored, there are none
+            afterwards.
         """
         ...
 
 
 def errors_of(found: Sequence[FlatError], group: FlatGroup, name: str) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """(key, first element, values) of one parameter of the group."""
+    """(key, first element, values) of each range of errors of one parameter of the group."""
     index = group.layout.index(name)
     offset, size = group.layout.offsets[index], group.layout.sizes[index]
     for error in found:
@@ -91,7 +102,7 @@ def errors_of(found: Sequence[FlatError], group: FlatGroup, name: str) -> Iterat
 
 
 def read_range(stored: StoredErrors, key: str, group: FlatGroup, out: torch.Tensor, start: int) -> None:
-    """Fill `out`, elements from `start` on of the group's flat buffer, with what is stored under a key."""
+    """Fill `out`, the elements of the group's flat buffer from `start` on, with the values stored under a key."""
     layout = group.layout
     for name, offset, size in zip(layout.names, layout.offsets, layout.sizes):
         first, last = max(start, offset), min(start + out.numel(), offset + size)
@@ -103,14 +114,19 @@ def read_range(stored: StoredErrors, key: str, group: FlatGroup, out: torch.Tens
 
 
 def stored_keys(stored: StoredErrors, group: FlatGroup, begin: str) -> tuple[str, ...]:
-    """The names of stored errors of a kind, in order."""
+    """The sorted names of stored errors that begin with `begin`."""
     found = (key for name in group.layout.names for key in stored.state_keys(name))
     return tuple(sorted({key for key in found if key.startswith(begin)}))
 
 
 @dataclass
 class _Carried:
-    """`StoredErrors` of one unit that is laid out anew. `values`: whole parameters, flattened, by key and name."""
+    """`StoredErrors` of one unit that gets a new layout.
+
+    Attributes:
+        values: errors of whole parameters, flattened, by key and by name of the parameter.
+        numbers: numbers, by key and by name of the parameter.
+    """
 
     values: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     numbers: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -129,12 +145,12 @@ def carry_errors(
     keepers: Sequence[KeepsErrors],
     into: Sequence[KeepsErrors],
 ) -> None:
-    """Take errors into another layout (collective).
+    """Carry errors into another layout (collective).
 
     Args:
-        old: of each unit the groups that were trained, and those that are trained from now on.
-        keepers: had the errors of the former.
-        into: have those of the latter.
+        old: for each unit, the groups that were trained, and the groups that are trained from now on.
+        keepers: the transports that have the errors of the former.
+        into: the transports that get them for the latter.
     """
     for before, after in old:
         carried = _Carried()
@@ -154,7 +170,7 @@ def carry_errors(
 
 
 def note_lost(stored: StoredErrors, groups: Sequence[FlatGroup], keepers: Sequence[KeepsErrors]) -> None:
-    """Say so where a checkpoint has errors and this job sends nothing that could make up for them."""
+    """Log it if a checkpoint has errors and this job has no error feedback that could compensate them."""
     if not keepers and any(stored_keys(stored, group, begin) for group in groups for begin in (WORKER, BETWEEN)):
         _log.info(
             "the checkpoint has errors of quantised gradients, and this job has no error feedback (one rank, or other"

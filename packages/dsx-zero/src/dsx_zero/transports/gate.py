@@ -1,5 +1,6 @@
-"""Estimates the time to send parameters and gradients in one forward and backward pass, with and without each part of
-ZeRO++: plain arithmetic.
+"""Estimates the communication time of one forward and backward pass, with and without each part of ZeRO++.
+
+This file is plain arithmetic.
 
 For a buffer of S bytes among N ranks, D on each node, with s = S / N, one rank sends
 
@@ -9,9 +10,9 @@ For a buffer of S bytes among N ranks, D on each node, with s = S / N, one rank 
     differences (hpZ)                    a quantised gather over all, and a gather near
     quantised reduce-scatter             (D - 1) / D S inside, then (nodes - 1) s between, both in fewer bits
 
-where the bytes between nodes are the least that have to cross, divided evenly among the ranks of a node. Time is
-latency of the messages, bytes by rate, and the arithmetic of quantisation. Overlap with computation is not counted: if
-computation hides all messages, sending less saves nothing.
+where the bytes between nodes are the fewest that must cross, divided evenly among the ranks of a node. The time is the
+latency of the messages, plus bytes divided by rate, plus the arithmetic of quantisation. Overlap with computation is
+not considered: if computation hides all messages, sending less saves no time.
 """
 
 from __future__ import annotations
@@ -27,8 +28,14 @@ __all__ = ["Buffer", "Estimate", "Features", "Places", "estimate", "subsets"]
 
 @dataclass(frozen=True)
 class Buffer:
-    """A flat buffer. `numel`: elements; `gathers`: how often its values are gathered in a pass (0: they stay whole);
-    `itemsize`, `gradient_itemsize`: bytes of a value and of a gradient on their way; `trained`: it has gradients.
+    """A flat buffer.
+
+    Attributes:
+        numel: elements.
+        gathers: how often its values are gathered in a pass; 0: they stay whole.
+        itemsize: bytes of a value when it is sent.
+        gradient_itemsize: bytes of a gradient when it is sent.
+        trained: the buffer has gradients.
     """
 
     numel: int
@@ -50,15 +57,21 @@ class Places:
         return self.nodes * self.devices
 
     def near(self, ranks: int) -> Places:
-        """The places of so many neighbours."""
+        """The nodes of `ranks` neighbouring ranks."""
         return Places(1, ranks) if ranks <= self.devices else Places(ranks // self.devices, self.devices)
 
 
 @dataclass(frozen=True)
 class Features:
-    """What is asked for. `near`: ranks with secondary shards (0: none); bits of 0: not quantised; `only_frozen`:
-    parameters that are not trained are quantised, and no others; `differences`: of trained ones differences to
-    secondary shards are sent; `gradient_block`: gradients that share a scale.
+    """The parts of ZeRO++ that are used.
+
+    Attributes:
+        near: number of near ranks with secondary shards; 0: none.
+        weight_bits, gradient_bits: bits of parameters and gradients; 0: not quantised.
+        only_frozen: only parameters that are not trained are quantised.
+        differences: for trained parameters, differences to secondary shards are sent.
+        gradient_block: gradients that share a scale.
+        two_levels: gathers run between nodes first, then inside them.
     """
 
     near: int = 0
@@ -87,7 +100,7 @@ class Estimate:
 
 
 def estimate(buffers: Sequence[Buffer], features: Features, places: Places, rates: LinkRates) -> Estimate:
-    """What communication of one forward and backward pass takes, per rank."""
+    """Time and bytes of the communication of one forward and backward pass, per rank."""
     total = Estimate()
     for buffer in buffers:
         for number in range(buffer.gathers):
@@ -98,7 +111,7 @@ def estimate(buffers: Sequence[Buffer], features: Features, places: Places, rate
 
 
 def subsets(asked: Features) -> Iterator[Features]:
-    """What is asked for, and everything that is less and can be. Few bits of parameters need secondary shards."""
+    """`asked`, and each valid choice with parts of it switched off. (Few bits of weights need secondary shards.)"""
     near, weights, gradients, levels = (
         dict.fromkeys((value, type(value)())) for value in
         (asked.near, asked.weight_bits, asked.gradient_bits, asked.two_levels)
@@ -153,5 +166,5 @@ def _time(path: PathRate | None, messages: int, nbytes: float) -> float:
 
 
 def _quantised(numel: int, bits: int, block: int = 2048) -> float:
-    """Bytes of codes and of a scale of 4 bytes for each block of elements."""
+    """Bytes of the codes of `numel` elements, and of a scale of 4 bytes for each block."""
     return numel * (bits / 8 + 4 / block)

@@ -13,7 +13,7 @@ __all__ = ["PlainGather"]
 
 
 class PlainGather(Stateless):
-    """One all-gather over `RankSet.gather_group`, made ready once per group."""
+    """One all-gather over `RankSet.gather_group`, which is prepared once per flat group."""
 
     def __init__(self) -> None:
         self._prepared: dict[FlatGroup, dsx_comm.PreparedCollective] = {}

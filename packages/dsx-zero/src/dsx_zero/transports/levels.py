@@ -20,7 +20,11 @@ __all__ = ["HierarchicalGather", "SecondaryGather", "part_of"]
 
 
 class SecondaryGather:
-    """Gathers with secondary shards, where a group's ranks have near ones. `primary`: the gather over all ranks."""
+    """Gathers with secondary shards, for groups whose ranks have near ranks.
+
+    Args:
+        primary: gathers over all ranks.
+    """
 
     def __init__(self, primary: Transport) -> None:
         self._primary = primary
@@ -34,9 +38,7 @@ class SecondaryGather:
         return self._primary.tensors() + list(self._shards.values())
 
     def start(self, out: torch.Tensor, source: torch.Tensor, group: FlatGroup, label: str) -> Pending | None:
-        """See `Transport.start`. Which shards are read follows from what was gathered before, so all ranks choose
-        alike.
-        """
+        """See `Transport.start`. Earlier gathers decide which shards are read, so all ranks choose the same."""
         near = group.ranks.near
         if near is None:
             return self._primary.start(out, source, group, label)
@@ -47,7 +49,7 @@ class SecondaryGather:
         return self._read(out, group, label, near)
 
     def _read(self, out: torch.Tensor, group: FlatGroup, label: str, near: dsx_comm.RankSet) -> Pending:
-        """Gather the secondary shards of the ranks near by."""
+        """Gather the secondary shards of the near ranks."""
         self.settle(group)
         prepared = self._prepared.get(group)
         if prepared is None:
@@ -58,7 +60,7 @@ class SecondaryGather:
         return prepared.start(out, self._shards[group])
 
     def settle(self, group: FlatGroup) -> None:
-        """Wait until the group's secondary shard holds what its last gather has brought."""
+        """Wait until the group's secondary shard holds the values of its last gather."""
         filling = self._filling.pop(group, None)
         if filling is not None:
             filling.wait()
@@ -75,13 +77,18 @@ class SecondaryGather:
 
 
 def part_of(out: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """The share of one of `size` ranks in a 1-D buffer that is divided evenly among them."""
+    """The part of rank `rank` in a 1-D buffer that is divided evenly among `size` ranks."""
     numel = out.numel() // size
     return out[rank * numel : (rank + 1) * numel]
 
 
 class HierarchicalGather(Stateless):
-    """Gathers between nodes first, then inside them. `hierarchies`: the nodes of each rank set that spans several."""
+    """Gathers between nodes first, then inside them.
+
+    Args:
+        plain: gathers for rank sets that are on one node.
+        hierarchies: the nodes of each rank set that is on several nodes.
+    """
 
     def __init__(self, plain: Transport, hierarchies: Mapping[dsx_comm.RankSet, dsx_comm.Hierarchy]) -> None:
         self._plain, self._hierarchies = plain, hierarchies

@@ -1,4 +1,4 @@
-"""Which ranks of a set are on one node, and groups inside and across the nodes."""
+"""Finds the ranks of a set that are on the same node, and makes groups inside and across the nodes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["hierarchy_of", "ranks_per_node"]
 
 
 def ranks_per_node(ranks: dsx_comm.RankSet) -> int:
-    """How many neighbouring ranks of a set stand on each node; 1 where nodes have different numbers of them.
+    """The number of neighbouring ranks of a set on each node; 1 if nodes have different numbers of them.
 
-    Launchers number ranks node by node and set LOCAL_WORLD_SIZE; without it there is one node.
+    Launchers number ranks node by node and set LOCAL_WORLD_SIZE. Without that variable there is one node.
     """
     held = dsx_comm.get_all_ranks_from_group(ranks.group)
     found = os.environ.get("LOCAL_WORLD_SIZE", "")
@@ -26,8 +26,11 @@ def ranks_per_node(ranks: dsx_comm.RankSet) -> int:
 
 
 def hierarchy_of(ranks: dsx_comm.RankSet, groups: AuxiliaryGroups, kind: str) -> dsx_comm.Hierarchy:
-    """The nodes of a set of several ranks, with groups that nothing else uses (collective over the set). `kind`: what
-    they are for.
+    """The nodes of a set of several ranks, with groups that nothing else uses (collective over the set).
+
+    Args:
+        groups: makes the groups.
+        kind: use of the groups, for their names.
     """
     devices = ranks_per_node(ranks)
     nodes = ranks.size // devices

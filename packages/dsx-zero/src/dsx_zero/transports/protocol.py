@@ -22,48 +22,48 @@ __all__ = ["ReduceTransport", "Stateless", "Then", "Transport", "Wrapper", "carr
 
 
 class Transport(Protocol):
-    """Carries buffers."""
+    """Sends flat buffers between ranks."""
 
     def start(self, out: torch.Tensor, source: torch.Tensor, group: FlatGroup, label: str) -> Pending | None:
         """Start a collective over the ranks that share `group`. Every rank calls it in the same order.
 
         Args:
-            out: 1-D, filled once the result has been waited for. A gather fills all `group.layout.numel` elements, a
-                reduce-scatter this rank's `group.layout.shard_numel`, an all-reduce `source` itself.
-            source: this rank's values: its shard for a gather, all its gradients for a reduction. They must be left
-                alone until the result has been waited for.
-            group: whose values they are.
-            label: what the communication is for, where a hang is explained.
+            out: 1-D, filled when the result has been waited for. A gather fills all `group.layout.numel` elements, a
+                reduce-scatter this rank's `group.layout.shard_numel`. For an all-reduce it is `source` itself.
+            source: this rank's values: its shard for a gather, all its gradients for a reduction. They must not change
+                until the result has been waited for.
+            group: the flat group of the values.
+            label: name of the communication in the explanation of a hang.
 
         Returns:
-            What to wait for; None when it is done.
+            What to wait for; None if the result is complete.
         """
         ...
 
     def tensors(self) -> list[torch.Tensor]:
-        """What it keeps between two messages: secondary shards, errors."""
+        """The tensors it keeps between two messages, such as secondary shards and errors."""
         ...
 
 
 class ReduceTransport(Transport, Protocol):
-    """Carries gradients."""
+    """Sends gradients."""
 
     def result_dtype(self, source: torch.dtype, group: FlatGroup) -> torch.dtype:
-        """The dtype of `out` that loses nothing of what arrives, for gradients of dtype `source`."""
+        """The dtype in which the result of gradients of dtype `source` arrives: an `out` of it loses nothing."""
         ...
 
 
 @runtime_checkable
 class Wrapper(Protocol):
-    """A transport around another one, which carries some buffers as that one does."""
+    """A transport around another one. It may send some buffers exactly as that one does."""
 
     def passes(self, numel: int, dtype: torch.dtype, group: FlatGroup) -> Transport | None:
-        """The transport inside, if nothing else is done to a source of `numel` elements of `dtype`; else None."""
+        """The transport inside, if it alone handles sources of `numel` elements of `dtype`; else None."""
         ...
 
 
 def carrier_of(transport: Transport, numel: int, dtype: torch.dtype, group: FlatGroup) -> Transport:
-    """The innermost transport that does all that `transport` does for such sources. Asked once per buffer."""
+    """The innermost transport that does everything that `transport` does for such sources. Call it once per buffer."""
     while isinstance(transport, Wrapper):
         inner = transport.passes(numel, dtype, group)
         if inner is None:
@@ -73,7 +73,7 @@ def carrier_of(transport: Transport, numel: int, dtype: torch.dtype, group: Flat
 
 
 class Stateless:
-    """Base of transports that keep nothing."""
+    """Base of transports that keep no tensors."""
 
     def tensors(self) -> list[torch.Tensor]:
         """See `Transport.tensors`."""
@@ -81,7 +81,13 @@ class Stateless:
 
 
 class Then:
-    """Pending messages, and a function that runs once when all of them have arrived. `keeps`: memory they need."""
+    """Pending messages, and a function that is called once after all of them have arrived.
+
+    Args:
+        pending: the messages; None for one that has arrived.
+        finish: the function; None: there is nothing to do.
+        keeps: objects whose memory the messages need.
+    """
 
     __slots__ = ("_finish", "_keeps", "_pending")
 
@@ -92,7 +98,7 @@ class Then:
         self._finish, self._keeps = finish, keeps
 
     def wait(self) -> None:
-        """Wait, then finish."""
+        """Wait for the messages, then call the function."""
         pending, self._pending = self._pending, ()
         for found in pending:
             found.wait()
@@ -102,5 +108,5 @@ class Then:
             finish()
 
     def is_completed(self) -> bool:
-        """Would `wait` return without waiting for a rank?"""
+        """Whether all messages have arrived, so that `wait` does not wait."""
         return all(is_done(found) for found in self._pending)

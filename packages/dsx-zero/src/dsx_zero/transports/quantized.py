@@ -27,12 +27,12 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class QuantizedGather:
-    """Every rank, the owner too, goes on with the values that the codes stand for, so that all have the same.
+    """Gathers quantised parameters. Every rank, the owner too, uses the dequantised values, so that all have the same.
 
     Args:
         exact: carries the groups that are not quantised.
         form: bits of a code, and elements of a block.
-        only_frozen: quantise groups that are not trained, and no others.
+        only_frozen: quantise only groups that are not trained.
     """
 
     def __init__(self, exact: Transport, form: BlockFormat, *, only_frozen: bool = False) -> None:
@@ -53,15 +53,17 @@ class QuantizedGather:
 
 
 class QuantizedReduceScatter:
-    """An all-to-all of integers in two hops, inside nodes and between them, with sums in float32.
+    """Reduces quantised gradients: an all-to-all of integers in two hops, inside nodes and between them.
+
+    Sums are computed in float32.
 
     Args:
-        exact: carries what is not quantised.
+        exact: carries gradients that cannot be quantised.
         op: `dsx_comm.ReduceOp.SUM` or `AVG`.
-        ranks: who shares the buffers.
-        hierarchy: their nodes.
+        ranks: the ranks that share the buffers.
+        hierarchy: the nodes of these ranks.
         form: bits of a code, and elements of a block.
-        feedback: makes the memory of one group's errors; None: there is none.
+        feedback: makes the error feedback of one group; None: there is no error feedback.
     """
 
     def __init__(
@@ -122,7 +124,7 @@ class QuantizedReduceScatter:
         return errors
 
     def numbers(self, group: FlatGroup) -> Mapping[str, int]:
-        """See `KeepsErrors.numbers`: how many messages were counted towards forgetting the errors."""
+        """See `KeepsErrors.numbers`: the number of messages that LoCo's `reset_T` has counted."""
         memory = self._feedback.get(group)
         return {} if memory is None or not memory.period else {COUNT: memory.calls}
 
@@ -139,7 +141,7 @@ class QuantizedReduceScatter:
         return whole
 
     def _between(self, group: FlatGroup) -> list[int]:
-        """Where the parts that this rank adds up for each node begin in the flat buffer."""
+        """For each node, the position in the flat buffer at which the part begins that this rank adds up."""
         places, numel = self._hierarchy, group.layout.shard_numel
         return [(node * places.devices + places.device) * numel for node in range(places.nodes)]
 
@@ -147,7 +149,7 @@ class QuantizedReduceScatter:
         """See `KeepsErrors.read_errors`."""
         make = self._make_feedback
         if make is None or group.ranks.group is not self._ranks.group:
-            return lambda: None  # no errors, or those of another set of ranks
+            return lambda: None  # there is no error feedback, or the group belongs to another rank set
         workers, between = stored_keys(stored, group, WORKER), stored_keys(stored, group, BETWEEN)
         rows = self._read_rows(group, stored, workers, between) if workers or between else {}
         calls = _number(stored, group, COUNT)
@@ -181,7 +183,8 @@ class QuantizedReduceScatter:
             for key in (*workers, *between):
                 read_range(stored, key, group, one.zero_(), 0)
                 flat += one
-            # A mean is over the ranks that there are now: each makes up for the mean of then. A sum is not.
+            # With a mean each rank takes the mean of the saved errors, because the next mean is over the present
+            # ranks. With a sum, the total of the saved errors is divided among the present ranks.
             flat /= len(workers) if self._op == dsx_comm.ReduceOp.AVG else layout.world_size
         first = flat.view(places.nodes, places.devices, -1).transpose(0, 1).reshape(-1)
         rows[0] = first.view(places.nodes if places.intra is None else places.devices, -1)
@@ -189,6 +192,6 @@ class QuantizedReduceScatter:
 
 
 def _number(stored: StoredErrors, group: FlatGroup, key: str) -> int:
-    """A number that the parameters of a group have in common; the greatest, should they not; 0 where none has it."""
+    """The number stored under a key for a group's parameters: the largest if they differ, 0 if none has it."""
     found = [stored.state(key, name, 0, 0) for name in group.layout.names if key in stored.state_keys(name)]
     return max((int(number) for number in found if isinstance(number, (int, float))), default=0)

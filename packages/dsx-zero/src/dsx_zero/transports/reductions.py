@@ -1,6 +1,6 @@
 """Reductions of gradients: exact, in another dtype, and in pieces of a maximum size.
 
-A stage has one kind of reduction: stage 0 all-reduces in place, stages 1-3 scatter.
+Each stage has one kind of reduction: stage 0 all-reduces in place, stages 1-3 reduce-scatter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ __all__ = ["AllReduce", "Cast", "HybridReduceScatter", "InPieces", "ReduceScatte
 
 
 class AllReduce(Stateless):
-    """The sum or mean in place, on every rank. `op`: `dsx_comm.ReduceOp.SUM` or `AVG`."""
+    """Computes the sum or mean in place, on every rank.
+
+    Args:
+        op: `dsx_comm.ReduceOp.SUM` or `AVG`.
+    """
 
     def __init__(self, op: Any) -> None:
         self._op = op
@@ -36,12 +40,13 @@ class AllReduce(Stateless):
 
 
 class RowsAllReduce(Stateless):
-    """The sum or mean of sparse COO gradients: only rows that some rank has are sent (`dsx_comm.sparse_allreduce`),
-    while backward goes on. `out` is a sparse tensor too.
+    """Computes the sum or mean of sparse COO gradients while backward goes on.
+
+    Only rows that some rank has are sent (`dsx_comm.sparse_allreduce`). `out` is a sparse tensor too.
 
     Args:
         op: `dsx_comm.ReduceOp.SUM` or `AVG`.
-        group: the ranks; only for these reductions, because their second message starts in the background.
+        group: the process group. Nothing else may use it, because the second message starts in the background.
     """
 
     def __init__(self, op: Any, group: Any) -> None:
@@ -59,7 +64,7 @@ class RowsAllReduce(Stateless):
 
 
 class ReduceScatter(Stateless):
-    """This rank's shard of the sum or mean, in one reduce-scatter that is made ready once per group and size."""
+    """Computes this rank's shard of the sum or mean: one reduce-scatter, prepared once per group and size."""
 
     def __init__(self, op: Any) -> None:
         self._op = op
@@ -81,8 +86,9 @@ class ReduceScatter(Stateless):
 
 
 class HybridReduceScatter(Stateless):
-    """This rank's shard of the sum over all copies of the buffer (hybrid sharding): a reduce-scatter among those that
-    share it, then an all-reduce of the shard over `RankSet.copies`.
+    """Computes this rank's shard of the sum or mean over all copies of the buffer (hybrid sharding).
+
+    It is a reduce-scatter among the ranks that share a copy, then an all-reduce of the shard over `RankSet.copies`.
     """
 
     def __init__(self, op: Any) -> None:
@@ -101,7 +107,12 @@ class HybridReduceScatter(Stateless):
 
 
 class Cast:
-    """Sends gradients in another dtype than the one they are kept in. `wire`: that dtype for a parameter's dtype."""
+    """Sends gradients in another dtype than that of their buffer.
+
+    Args:
+        inner: sends them.
+        wire: maps the dtype of a parameter to the dtype in which its gradient is sent.
+    """
 
     def __init__(self, inner: ReduceTransport, wire: Callable[[torch.dtype], torch.dtype]) -> None:
         self._inner, self._wire = inner, wire
@@ -131,8 +142,9 @@ class Cast:
 
 
 class InPieces:
-    """Cuts messages at `most` elements. All pieces are sent at once: what is sent of a unit beyond `most` elements is
-    copied, and the copies go as soon as the unit has arrived.
+    """Cuts messages into pieces of at most `most` elements. All pieces are sent at once.
+
+    The pieces of a reduce-scatter are copies, which are freed when the unit's reduction is complete.
     """
 
     def __init__(self, inner: ReduceTransport, most: int) -> None:
