@@ -48,8 +48,9 @@ if "die" in sys.argv and not first and not (HERE / "died").exists():
     time.sleep(600)
 ranks, batch = 2, micro * steps * 2
 seconds = (0.2 + micro * steps * (0.1 if micro <= 8 else 0.2)) * {0: 1.1, 1: 1.0, 2: 1.2, 3: 1.5}[stage]
-facts = {"num_params": 1000, "trainable_num_params": 1000, "activation_mem_per_gpu": 1000 * micro, "peak_bytes": 1000 * micro,
-         "memory_bytes": 10**9, "device": "cpu", "world_size": ranks, "data_parallel": ranks, "ranks_per_host": ranks,
+facts = {"num_params": 1000, "trainable_num_params": 1000, "activation_mem_per_gpu": 1000 * micro,
+         "peak_bytes": 1000 * micro, "memory_bytes": 10**9, "device": "cpu", "world_size": ranks,
+         "data_parallel": ranks, "ranks_per_host": ranks,
          "sixteen_bit": False, "step_seconds": seconds, "pass_seconds": seconds - 0.2, "flops_per_sample": 5e9}
 if "no-flops" in sys.argv:
     del facts["flops_per_sample"]
@@ -57,9 +58,11 @@ if first:
     pathlib.Path(section["model_info_path"]).write_text(json.dumps(facts))
     if "plans" in sys.argv:
         asked = json.loads((folder / "candidates.json").read_text())
-        plans = {one["key"]: [1000 * one["micro"] if one["micro"] <= 16 else 10**12, 0.5 + 0.1 * one["micro"]] for one in asked}
+        plans = {one["key"]: [1000 * one["micro"] if one["micro"] <= 16 else 10**12, 0.5 + 0.1 * one["micro"]]
+                 for one in asked}
         (folder / "plans.json").write_text(json.dumps({"plans": plans, "reason": ""}))
-metrics = {"fwd": None, "bwd": None, "step": None, "latency": seconds, "throughput": batch / seconds, "peak_bytes": 1000 * micro}
+metrics = {"fwd": None, "bwd": None, "step": None, "latency": seconds, "throughput": batch / seconds,
+           "peak_bytes": 1000 * micro}
 (folder / "metrics.json.part").write_text(json.dumps(metrics))
 os.replace(folder / "metrics.json.part", folder / "metrics.json")
 """
@@ -120,8 +123,8 @@ class Playground:
         def job(nodes, devices):
             return Job(
                 script=str(self.folder / "train.py"), args=args, world_size=devices or ranks,
-                start=start, run=lambda args: self.ran.append(list(args)) or 0, shown=lambda args: " ".join(["run", *args]),
-                say=self.said.append,
+                start=start, run=lambda args: self.ran.append(list(args)) or 0,
+                shown=lambda args: " ".join(["run", *args]), say=self.said.append,
             )  # fmt: skip
 
         return Autotuner(args, job)
@@ -354,7 +357,8 @@ play.tuner("die").tune()
 
 def test_batch_sizes_on_the_command_line_follow(play):
     play.write({MICRO: "auto", "train_batch_size": "auto"}, max_train_micro_batch_size_per_gpu=8,
-               arg_mappings={MICRO: "--per_device_train_batch_size", "gradient_accumulation_steps": "--accumulate"})  # fmt: skip
+               arg_mappings={MICRO: "--per_device_train_batch_size",
+                             "gradient_accumulation_steps": "--accumulate"})  # fmt: skip
     result = play.tuner("--per_device_train_batch_size", "4").tune()
     assert result.rows[0].candidate.micro == 4, "the command line's size is where the search begins"
     command = (play.folder / "exps" / result.best.name / "command.txt").read_text()

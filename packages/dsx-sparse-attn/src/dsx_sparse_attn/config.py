@@ -114,6 +114,7 @@ class SparseAttentionConfig(BaseModel):
         if defaults == "class":
             keys = tuple(key for key in keys if key in self.model_fields_set)
         try:
-            return kind(num_heads, block=self.block, **{k: getattr(self, k) for k in keys})  # pyright: ignore[reportCallIssue]
+            given = {k: getattr(self, k) for k in keys}
+            return kind(num_heads, block=self.block, **given)  # pyright: ignore[reportCallIssue]
         except LayoutError as error:
             raise LayoutError(f"sparse_attention (mode {self.mode!r}): {error}") from error

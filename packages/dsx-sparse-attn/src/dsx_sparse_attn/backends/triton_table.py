@@ -85,7 +85,7 @@ class Row(NamedTuple):
 def _r(
     kernel: str, bits: int, dim: int, bias: str, least_block: int, tiles: tuple[int, int, int, int], *shared: int | None
 ) -> Row:
-    return Row(kernel, bits == 32, dim, bias == "bias", least_block, Tiles(*tiles), shared)  # pyright: ignore[reportArgumentType]
+    return Row(kernel, bits == 32, dim, bias == "bias", least_block, Tiles(*tiles), shared)  # type: ignore[arg-type]
 
 
 # kernel, bits, dim, bias, least block, (rows, cols, warps, stages), shared memory on sm_80, sm_90, sm_100

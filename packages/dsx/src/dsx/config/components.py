@@ -30,9 +30,10 @@ OPTIMIZER_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "Lamb": ("lr", "betas", "eps", "weight_decay", "bias_correction", "max_coeff", "min_coeff", "amsgrad",
              "eps_inside_sqrt", "set_grad_none"),
     "Lion": ("lr", "betas", "weight_decay", "fp32_optimizer_states", "set_grad_none"),
-    "Adagrad": ("lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value", "amsgrad", "fp32_optimizer_states",
-                *_TORCH_SWITCHES),
-    "Muon": ("lr", "muon_lr", "adam_lr", "momentum", "nesterov", "weight_decay", "ns_steps", "ns_method", "betas", "eps"),
+    "Adagrad": ("lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value", "amsgrad",
+                "fp32_optimizer_states", *_TORCH_SWITCHES),
+    "Muon": ("lr", "muon_lr", "adam_lr", "momentum", "nesterov", "weight_decay", "ns_steps", "ns_method", "betas",
+             "eps"),
     "MuAdam": ("lr", "betas", "eps", "weight_decay", "amsgrad", *_TORCH_SWITCHES),
     "MuAdamW": ("lr", "betas", "eps", "weight_decay", "amsgrad", *_TORCH_SWITCHES),
     "MuSGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov", *_TORCH_SWITCHES),
@@ -45,11 +46,11 @@ _SWITCHES = frozenset(
      "eps_inside_sqrt", "maximize", "capturable", "differentiable", "cuda_aware"}
 )  # fmt: skip
 _NUMBERS = frozenset(
-    {"lr", "muon_lr", "adam_lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value", "momentum", "max_coeff", "min_coeff", "coeff_beta",
-     "factor_max", "factor_min", "factor_threshold", "variance_floor"}
+    {"lr", "muon_lr", "adam_lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value", "momentum",
+     "max_coeff", "min_coeff", "coeff_beta", "factor_max", "factor_min", "factor_threshold", "variance_floor"}
 )  # fmt: skip
-_COUNTS = {"ns_steps": 1, "freeze_step": 1, "var_freeze_step": 1, "var_update_scaler": 1, "local_step_scaler": 1, "local_step_clipper": 1,
-           "variance_window": 0}  # fmt: skip
+_COUNTS = {"ns_steps": 1, "freeze_step": 1, "var_freeze_step": 1, "var_update_scaler": 1, "local_step_scaler": 1,
+           "local_step_clipper": 1, "variance_window": 0}  # fmt: skip
 """Arguments that are whole numbers, with the smallest allowed value."""
 _CHOICES = {
     "comm_backend_name": ("nccl", "mpi", "hccl", "compressed", "gloo", "dsx"),
@@ -146,8 +147,8 @@ def _argument_problems(path: str, params: dict[str, Any], known: Any, owner: str
             continue
         full = f"{path}.{name}"
         if name == "max_grad_norm":
-            yield Problem("value", full, "clipping is not the optimizer's work here", got=show(params[name]), where=where(full),
-                          fix="set the top-level key gradient_clipping")  # fmt: skip
+            yield Problem("value", full, "clipping is not the optimizer's work here", got=show(params[name]),
+                          where=where(full), fix="set the top-level key gradient_clipping")  # fmt: skip
             continue
         near = nearest(name, known)
         yield Problem(
@@ -176,13 +177,14 @@ def _scheduler_problems(section: Any, where: Any) -> Iterator[Problem]:
     try:
         SCHEDULES[own](_StandIn(section.params), **section.params)
     except (ScheduleError, TypeError) as error:
-        yield Problem("value", "scheduler.params", str(error), got=show(section.params), where=where("scheduler.params"),
-                      fix=f"see {own} in docs/config.md")  # fmt: skip
+        yield Problem("value", "scheduler.params", str(error), got=show(section.params),
+                      where=where("scheduler.params"), fix=f"see {own} in docs/config.md")  # fmt: skip
 
 
 class _StandIn:
-    """Stands for an optimizer. It has one parameter group per value of the longest per-group list, so that the values
-    of such lists are checked too.
+    """A stand-in for an optimizer, with one parameter group for each value of the longest list of values per group.
+
+    So the values of such lists are checked, too.
     """
 
     def __init__(self, params: dict[str, Any]) -> None:
@@ -195,7 +197,8 @@ def _required_problems(
 ) -> list[Problem]:
     fixed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [
-        Problem("missing", f"{path}.{name}", f"{owner} needs this argument", where=where(path), fix=f'add "{name}"; it has no default, and "auto" cannot be resolved for it')
+        Problem("missing", f"{path}.{name}", f"{owner} needs this argument", where=where(path),
+                fix=f'add "{name}"; it has no default, and "auto" cannot be resolved for it')
         for name, parameter in signature.parameters.items()
         if name not in skip and parameter.default is inspect.Parameter.empty and parameter.kind not in fixed
         and name not in params

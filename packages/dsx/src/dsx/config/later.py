@@ -1,7 +1,7 @@
 """Sections of features that dsx does not have, and the section `compile`, of which dsx has a part.
 
-They are checked so that a configuration with them can be read. A section of a feature that dsx does not have is accepted
-if it is switched off, and refused with an explanation if it is switched on (see ``availability.py``).
+They are checked so that a configuration with them can be read. A section of a feature that dsx does not have is
+accepted if it is switched off, and refused with an explanation if it is switched on (see ``availability.py``).
 """
 
 from __future__ import annotations

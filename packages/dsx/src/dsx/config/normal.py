@@ -30,10 +30,11 @@ SECOND_NAMES: dict[str, str] = {
 
 SECTIONS_THAT_MAY_BE_NULL = frozenset(
     {
-        "activation_checkpointing", "aio", "amp", "autotuning", "bf16", "checkpoint", "comet", "comms_logger", "compile",
-        "compression_training", "csv_monitor", "curriculum_learning", "data_efficiency", "data_types", "eigenvalue",
-        "elasticity", "expert_parallel", "flops_profiler", "fp16", "hybrid_engine", "nebula", "pipeline", "progressive_layer_drop",
-        "quantize_training", "tensor_parallel", "tensorboard", "timers", "torch_autocast", "wandb", "zero_optimization",
+        "activation_checkpointing", "aio", "amp", "autotuning", "bf16", "checkpoint", "comet", "comms_logger",
+        "compile", "compression_training", "csv_monitor", "curriculum_learning", "data_efficiency", "data_types",
+        "eigenvalue", "elasticity", "expert_parallel", "flops_profiler", "fp16", "hybrid_engine", "nebula", "pipeline",
+        "progressive_layer_drop", "quantize_training", "tensor_parallel", "tensorboard", "timers", "torch_autocast",
+        "wandb", "zero_optimization",
     }
 )  # fmt: skip
 

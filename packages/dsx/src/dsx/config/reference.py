@@ -29,12 +29,13 @@ A configuration is one JSON object: a dictionary, a file, or base64 text. Files 
 comments and trailing commas. Whole numbers may be written as `5e8`. An unknown key, a wrong type, a key given twice or
 two keys that contradict each other are errors; all of them are reported together, with their place in the file.
 
-`"auto"` may stand for any value: it is the default, or is computed (batch sizes), or is taken from the optimizer
+Any value may be `"auto"`. Then it is the default, or it is computed (batch sizes), or it is taken from the optimizer
 (`scheduler.params.warmup_max_lr`). `dsx config explain FILE` shows every value in effect and where it came from.
 
-The last column tells whether a key works today. *later* means that asking for it is an error that names what will bring
-it; a block that is switched off is fine. *no effect* means that it is accepted with a warning, because published
-configurations carry it.
+The last column says whether a key works today. *later* means that dsx does not have the feature: using the key is an
+error, and the text says why; a block that is switched off is accepted. *refused* means that dsx will not have the
+feature; the text says what to use instead. *no effect* means that the key is accepted with a warning, because published
+configurations have it.
 """
 
 _BATCH = """## Batch sizes
@@ -62,13 +63,13 @@ _PRECISION = """## Precision
 | `torch_autocast` | fp32 | `dtype` | fp32 | fp32 | fp32 | for float16 |
 | `amp` O1 | fp32 | fp16 | fp32 | fp32 | fp32 | yes |
 
-`data_types.grad_accum_dtype` changes the accumulation, `communication_data_type` the reduction. Buffers keep the dtype they were
-made with (rotary frequencies would be useless in 16 bits); `data_types.buffer_dtype` casts them. fp16 and bf16 are not
-mixed in one run: neither holds what the other does.
+`data_types.grad_accum_dtype` changes the accumulation, `communication_data_type` the reduction. Buffers keep the dtype
+with which they were made (rotary frequencies would be useless in 16 bits); `data_types.buffer_dtype` casts them. fp16
+and bf16 are not mixed in one run: neither can represent all values of the other.
 
-The loss is scaled in backward and gradients are divided by the same scale, in every ZeRO stage and also without ZeRO;
-one set of rules (hysteresis, window, minimum) holds everywhere, and the step at which the scale doubles is not divided
-by the new scale.
+The loss is multiplied by the scale in backward, and gradients are divided by the same scale, in every ZeRO stage and
+also without ZeRO. The same rules (hysteresis, window, minimum) hold everywhere. The gradients of the step after which
+the scale doubles are still divided by the old scale.
 """
 
 

@@ -71,7 +71,8 @@ def _one_precision_mode(root: Any, where: Any) -> Iterator[Problem]:
     if len(on) > 1:
         both = " and ".join(on)
         yield Problem(
-            "conflict", f"{on[1]}.enabled", f"{both} cannot be combined", got=", ".join(f"{name}.enabled true" for name in on),
+            "conflict", f"{on[1]}.enabled", f"{both} cannot be combined",
+            got=", ".join(f"{name}.enabled true" for name in on),
             expected=f"one of {', '.join(on)}", where=where(f"{on[1]}.enabled"),
             fix=f'switch all but one off, for example "{on[0]}": {{"enabled": false}}',
         )  # fmt: skip
@@ -91,15 +92,17 @@ def _low_master(root: Any, where: Any) -> Iterator[Problem]:
     for section, key in (("fp16", "fp16_master_weights_and_grads"), ("bf16", "bf16_master_weights_and_grads")):
         block = getattr(root, section)
         if getattr(block, key) and not block.enabled:
-            yield Problem("conflict", f"{section}.{key}", f"this needs {section}.enabled", got="true", where=where(f"{section}.{key}"),
+            yield Problem("conflict", f"{section}.{key}", f"this needs {section}.enabled", got="true",
+                          where=where(f"{section}.{key}"),
                           fix=f"set {section}.enabled to true or remove the key")  # fmt: skip
         elif getattr(block, key) and stage == 0:
-            yield Problem("conflict", f"{section}.{key}", "low-precision masters need ZeRO", got="zero_optimization.stage 0",
-                          expected="zero_optimization.stage 1, 2 or 3", where=where(f"{section}.{key}"),
-                          fix="choose a stage or remove the key")  # fmt: skip
+            yield Problem("conflict", f"{section}.{key}", "low-precision masters need ZeRO",
+                          got="zero_optimization.stage 0", expected="zero_optimization.stage 1, 2 or 3",
+                          where=where(f"{section}.{key}"), fix="choose a stage or remove the key")  # fmt: skip
     if root.bf16.bf16_optimizer_states and not root.bf16.bf16_master_weights_and_grads:
         yield Problem("conflict", "bf16.bf16_optimizer_states", "bf16 states need bf16 masters", got="true",
-                      where=where("bf16.bf16_optimizer_states"), expected="bf16.bf16_master_weights_and_grads true as well",
+                      where=where("bf16.bf16_optimizer_states"),
+                      expected="bf16.bf16_master_weights_and_grads true as well",
                       fix="set both or neither")  # fmt: skip
 
 
@@ -147,8 +150,8 @@ def _reduction(root: Any, where: Any) -> Iterator[Problem]:
 def _sparse_gradients(root: Any, where: Any) -> Iterator[Problem]:
     stage = root.zero_optimization.stage
     if root.sparse_gradients and stage:
-        yield Problem("conflict", "sparse_gradients", f"stage {stage} divides dense gradients among the ranks", got="true",
-                      expected="zero_optimization.stage 0, or false", where=where("sparse_gradients"),
+        yield Problem("conflict", "sparse_gradients", f"stage {stage} divides dense gradients among the ranks",
+                      got="true", expected="zero_optimization.stage 0, or false", where=where("sparse_gradients"),
                       fix="use stage 0, or build embeddings with sparse=False and remove the key")  # fmt: skip
 
 
@@ -189,5 +192,5 @@ def _one_bit(root: Any, where: Any) -> Iterator[Problem]:
         return
     stage, op = root.zero_optimization.stage, root.gradient_allreduce_op
     for found in one_bit.conflicts(section.type, zero_stage=stage, gradient_allreduce_op=op):
-        yield Problem("conflict", found.key, found.reason, got=found.got, expected=found.expected, where=where(found.key),
-                      fix=found.fix)  # fmt: skip
+        yield Problem("conflict", found.key, found.reason, got=found.got, expected=found.expected,
+                      where=where(found.key), fix=found.fix)  # fmt: skip

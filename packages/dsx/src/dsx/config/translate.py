@@ -98,8 +98,8 @@ def _problem(item: Any, model: type[BaseModel], where: Any) -> Problem:
         return _not_among(path, item["input"], context["expected"], place, _expected_at(model, loc))
     if kind in _EXPECTED:
         expected = _expected_at(model, loc) or _EXPECTED[kind]
-        return Problem("type", path, "wrong type", got=f"{got} ({_kind(item['input'])})", expected=expected, where=place,
-                       fix=_type_fix(item["input"], expected))  # fmt: skip
+        return Problem("type", path, "wrong type", got=f"{got} ({_kind(item['input'])})", expected=expected,
+                       where=place, fix=_type_fix(item["input"], expected))  # fmt: skip
     if kind in _BOUNDS:
         name, words = _BOUNDS[kind]
         return Problem("value", path, "the value is out of range", got=got, where=place,

@@ -107,7 +107,8 @@ class Probes:
         owner = self._engine.module.get_submodule(path)
         kept = owner._parameters[leaf]
         try:
-            owner._parameters[leaf] = nn.Parameter(torch.zeros_like(kept, requires_grad=False))  # type: ignore[arg-type]
+            other = torch.zeros_like(kept, requires_grad=False)  # type: ignore[arg-type]
+            owner._parameters[leaf] = nn.Parameter(other)
             self._engine._parts.optimizer.step()
             noticed = False
         except RuntimeError as error:
