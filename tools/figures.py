@@ -36,7 +36,7 @@ def pages() -> list[Path]:
 
 
 def filled(text: str, folder: Path | None = None) -> str:
-    """The text of a page with every table made anew. Raises FiguresError where a mark names no usable file."""
+    """The text of a page with every table made again. Raises FiguresError where a mark names no usable file."""
 
     def table(found: re.Match[str]) -> str:
         record = Record.load((folder or FOLDER) / f"{found[1]}.json")

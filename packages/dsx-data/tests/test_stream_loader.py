@@ -45,7 +45,7 @@ def test_global_batches_do_not_depend_on_ranks_and_workers(window, world, worker
     alone = loaders(stream, 1)
     assert first == groups(alone) and second == groups(alone)
     assert sorted(i for group in first for i in group) == list(range(36))
-    assert (first != second) == bool(window), "a window is shuffled anew each epoch"
+    assert (first != second) == bool(window), "a window is shuffled differently in each epoch"
     if not window:
         assert first[0] == [0, 1, 2, 3, 4, 5]
 

@@ -1,4 +1,4 @@
-"""Steps that go over kept tables of addresses: the same bits as steps that begin anew, whatever happens between them,
+"""Steps that go over kept tables of addresses: the same bits as steps that begin again, whatever happens between them,
 and the same errors.
 """
 
@@ -70,7 +70,7 @@ def pair(kind="adam"):
 
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_bits_as_steps_that_begin_anew(kind, in_place):
+def test_the_same_bits_as_steps_that_begin_again(kind, in_place):
     both = pair(kind)
     for step in range(5):
         for params, optimizer in both:

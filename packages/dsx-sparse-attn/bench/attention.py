@@ -231,7 +231,7 @@ def _peak_extra(kind: str, seq: int, pipe) -> None:
         }[kind]
         run = trains(attend, *inputs(4, length))
         before = _status("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again
         run()
     pipe.send(_status("VmHWM") - before)
 

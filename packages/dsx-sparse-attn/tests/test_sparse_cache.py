@@ -1,4 +1,4 @@
-"""What is made from a layout is made once, made anew after a write, and goes with the layout."""
+"""What is made from a layout is made once, made again after a write, and goes with the layout."""
 
 import gc
 import weakref

@@ -70,7 +70,7 @@ def test_an_input_of_several_checkpoints_is_kept_once():
         y = checkpointing.checkpoint(function, y, mask)
     assert puts.count(5) == 1 and puts.count(8) == 3
     y.sum().backward()
-    mask.mul_(2)  # another value: kept anew
+    mask.mul_(2)  # another value: kept again
     checkpointing.checkpoint(function, x, mask).sum().backward()
     assert puts.count(5) == 2
 

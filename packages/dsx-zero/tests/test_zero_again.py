@@ -1,4 +1,4 @@
-"""A model that is sharded already can be sharded anew: at any stage after any other, after the first optimizer or
+"""A model that is sharded already can be sharded again: at any stage after any other, after the first optimizer or
 instead of it.
 """
 
@@ -46,7 +46,7 @@ class Lines(logging.Handler):
 
 
 def again(rank, world, pairs, how):
-    """For each pair of stages: train, shard anew, train on; the values of each."""
+    """For each pair of stages: train, shard again, train on; the values of each."""
     import dsx_zero
 
     found = []
@@ -93,7 +93,7 @@ def test_any_stage_after_any_other(world, how):
 
 
 def converted(rank, world, stage):
-    """A model that was sharded in fp32 is converted and sharded anew in bf16."""
+    """A model that was sharded in fp32 is converted and sharded again in bf16."""
     import dsx_zero
 
     net, optimizer = dsx_zero.shard(model(), sgd, stage=stage, config=CONFIGS[1])
@@ -161,7 +161,7 @@ def test_a_part_that_another_model_trains_is_refused(stage):
 
 
 def same_optimizer(rank, world, stage):
-    """One optimizer object shards a model twice: it begins anew, and keeps nothing of the first time."""
+    """One optimizer object shards a model twice: it begins again, and keeps nothing of the first time."""
     import dsx_zero
 
     net = model()

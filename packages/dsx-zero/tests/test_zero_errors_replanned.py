@@ -1,4 +1,4 @@
-"""A model that is laid out anew goes on with the errors of its quantised gradients, and with the count towards
+"""A model that is given a new layout goes on with the errors of its quantised gradients, and with the count towards
 forgetting them: element by element what they were, whichever rank of a node has them now.
 """
 

@@ -1,4 +1,4 @@
-"""Laying a model out anew at a wrong moment, with wrong tensors or not alike on the ranks: an error that names the way,
+"""Giving a model a new layout at a wrong moment, with wrong tensors or not alike on the ranks: an error that names the way,
 and training goes on as if nobody had asked.
 """
 

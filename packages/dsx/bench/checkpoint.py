@@ -278,7 +278,7 @@ def resident(peak: bool) -> int:
 
 
 def forget_peak() -> None:
-    """From now on the peak is counted anew."""
+    """From now on the peak is counted again."""
     Path("/proc/self/clear_refs").write_text("5")
 
 

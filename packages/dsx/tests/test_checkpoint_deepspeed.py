@@ -495,7 +495,7 @@ def test_optimizer_states_of_experts_find_their_expert(tmp_path, stage, world, n
         assert torch.equal(found.masters[name].fetch().reshape(moment.shape), low[name].float())
 
 
-def test_experts_that_cannot_be_told_apart_begin_anew(tmp_path, caplog):
+def test_experts_that_cannot_be_told_apart_begin_again(tmp_path, caplog):
     write_experts(tmp_path, 1, 2)
     for rank in range(2):
         path = tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"

@@ -86,7 +86,7 @@ def write(root):
 
 
 def indexed(change):
-    """Change the index and seal it anew."""
+    """Change the index and seal it again."""
 
     def make(root):
         from dsx.checkpoint.format import seal

@@ -193,7 +193,7 @@ def test_disk_is_taken_where_it_is_newer_and_memory_is_not_found_by_a_new_run(tm
     disk, memory = tmp_path / "disk", tmp_path / "memory"
     run_ranks(work, 2, str(disk), str(memory), 5, 2, "01", 5)
     assert {one[0] for one in run_ranks(work, 2, str(disk), str(memory), 1)} == {"disk"}
-    shutil.rmtree(disk)  # the user begins anew
+    shutil.rmtree(disk)  # the user begins again
     third = run_ranks(work, 2, str(disk), str(memory), 1)
     assert {one[0] for one in third} == {""}
     assert_equal(merged(one[3] for one in third), expected, range(1))

@@ -137,7 +137,7 @@ class SymmetricArena:
     def trim(self, *, keep: int = 0) -> None:
         """Return the pages of what is free to the system, but for those of the first `keep` bytes.
 
-        A page that is used anew costs much more than one that was kept: 0.6 to 1 ms per MB where we measured it.
+        A page that is new costs much more time than one that was kept: 0.6 to 1 ms per MB where we measured it.
         """
         lowest = keep // _PAGE * _PAGE
         for begin, end in self._touched_and_free():

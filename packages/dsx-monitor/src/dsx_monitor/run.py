@@ -86,7 +86,7 @@ def _read_meta(path: Path) -> dict[str, Any]:
             raise ValueError("a start that is no object")
         return meta
     except (ValueError, KeyError, TypeError) as error:
-        logger.warning("monitor: %s is damaged and is written anew: %s: %s", path, type(error).__name__, error)
+        logger.warning("monitor: %s is damaged and is written again: %s: %s", path, type(error).__name__, error)
         return {"starts": []}
 
 

@@ -204,7 +204,7 @@ def _whole_updates(config: Config, data: ModuleType) -> LoaderRule:
         if not (ordered or isinstance(dataset, data.SharedStream)):
             if options.rank == 0:
                 logger.warning(
-                    "elasticity: the samples of %s cannot be shared out anew: it goes on at the same number of ranks"
+                    "elasticity: the samples of %s cannot be shared out again: it goes on at the same number of ranks"
                     " only, and the last update of its epochs is smaller; wrap it in dsx.data.SharedStream",
                     type(dataset).__name__,
                 )

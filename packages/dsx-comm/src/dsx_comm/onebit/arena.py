@@ -101,7 +101,7 @@ class Arena:
 
         The same number of ranks: every rank gets its own error back. Another: every rank gets the mean of all, which
         leaves the mean over the workers, all that ever reaches the parameters, as it was. Servers' errors belong to
-        elements, not to ranks, and are cut anew.
+        elements, not to ranks, and are divided again.
         """
         feedback = self.feedback
         if feedback is None:

@@ -180,7 +180,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 f"{type(self).__name__}: {len(fresh)} of {len(list(self.parameters()))} parameters (the first of shape "
                 f"{tuple(fresh[0].shape)}) have no state, but the variance is frozen since step "
                 f"{self.clock.variance_steps}; "
-                "add parameters before, load a checkpoint that has them, or start anew"
+                "add parameters before, load a checkpoint that has them, or start again"
             )
         for parameter in fresh:
             self.state[parameter].update(self.state_template(parameter))

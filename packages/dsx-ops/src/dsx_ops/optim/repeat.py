@@ -1,8 +1,8 @@
-"""Steps that repeat the one before: the tables of addresses are kept, and filled anew by native code that looks at
+"""Steps that repeat the one before: the tables of addresses are kept, and filled again by native code that looks at
 every tensor.
 
 With thousands of small tensors a step costs what Python does per tensor, not what memory does. A ledger holds one
-batch's table and what the tensors in it must be like. In the next step native code reads all addresses anew (tensors
+batch's table and what the tensors in it must be like. In the next step native code reads all addresses again (tensors
 may have moved) and checks each tensor as `spec.check_slot` does; only then anything is written. Anything unusual, and
 the ledger says no: then the ordinary way is taken, which finds out what it is and names errors. Between steps a ledger
 holds parameters and numbers, so that it keeps no gradient and no state alive.
@@ -66,7 +66,7 @@ class _Ledger:
         return list(map(every.__getitem__, self._places))
 
     def renew(self, states: list[Any]) -> bool:
-        """Read all addresses anew. False when this is no repetition."""
+        """Read all addresses again. False when this is no repetition."""
         return self._reader.read(self.params, states, self.step, self.table)
 
     def run(self, module: Any, states: list[Any], numbers: Lowered) -> None:

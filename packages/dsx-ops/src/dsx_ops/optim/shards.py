@@ -1,7 +1,7 @@
 """Parameters that are DTensors, as FSDP2 and tensor parallelism make them: this rank's shard is what gets updated.
 
 An elementwise rule gives the same numbers shard by shard, so that nothing is communicated. States are DTensors like
-their parameter, which is what distributed checkpoints can cut anew for another number of ranks. Rules that need whole
+their parameter, which is what distributed checkpoints can cut again for another number of ranks. Rules that need whole
 tensors (Lamb's norms, scales per block of 8-bit states) refuse. Other tensor subclasses without memory of their own are
 refused here too: a kernel would be given no address.
 """

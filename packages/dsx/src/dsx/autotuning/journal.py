@@ -71,7 +71,7 @@ class Journal:
         Args:
             folder: the results folder, held by `only_tuner`.
             about: what is tuned, as plain values; compared with what the journal says.
-            overwrite: begin anew; an older journal is kept beside it.
+            overwrite: begin again; an older journal is kept beside it.
 
         Raises:
             AutotuningError: the folder holds measurements of something else, or its journal cannot be read.
@@ -131,7 +131,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
                 _cut(path, lines[:-1])
                 return entries
             raise AutotuningError(
-                f"{path}, line {number} is not JSON; remove the file to begin anew, or choose another results_dir"
+                f"{path}, line {number} is not JSON; remove the file to begin again, or choose another results_dir"
             ) from None
     return entries
 

@@ -175,7 +175,7 @@ class LoadDisks(Protocol):
         ...
 
     def mend(self, root: Path, name: str, ranks: Ranks) -> bool:
-        """A checkpoint was found to be damaged: write it anew from copies. Collective; False where nothing was
+        """A checkpoint was found to be damaged: write it again from copies. Collective; False where nothing was
         mended.
         """
         ...

@@ -5,7 +5,7 @@
 Every `snapshot_every` updates the ranks keep a snapshot in the memory of their nodes (`peers.py`), written behind
 training. Ranks that are asked to end (because nodes join or leave, or the machine is taken away) take one more after
 the update that runs, so that nothing is lost; ranks that are killed cost the updates since the last snapshot, which are
-computed again, with the same samples. The agents then start all ranks anew, and `resume` finds the newest state.
+computed again, with the same samples. The agents then start all ranks again, and `resume` finds the newest state.
 
 At another number of ranks the global batch stays, because the section `elasticity` chooses micro-batch and accumulation
 for it; random generators cannot go on as they were, and begin a stream that no earlier round has used.
@@ -324,7 +324,7 @@ class ElasticRun:
         )  # fmt: skip
 
     def _is_restarting(self) -> bool:
-        """Whether this node's agent only starts its ranks anew, so that the memory of the nodes is enough."""
+        """Whether this node's agent only starts its ranks again, so that the memory of the nodes is enough."""
         folder = os.environ.get(AGENT_VARIABLE)
         return folder is not None and (Path(folder) / RESTARTING).exists()
 

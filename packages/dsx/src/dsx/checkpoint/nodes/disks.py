@@ -51,7 +51,7 @@ class NodeDisks:
         bring(self.nodes, root, name, request, ranks)
 
     def mend(self, root: Path, name: str, ranks: Ranks) -> bool:
-        """Write damaged bytes anew from copies on other nodes. Collective."""
+        """Write damaged bytes again from copies on other nodes. Collective."""
         return mend_copies(self.nodes, root, name, ranks)
 
     def checks(self, ranks: Ranks) -> bool:

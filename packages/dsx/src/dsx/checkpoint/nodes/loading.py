@@ -220,7 +220,7 @@ def mend_copies(nodes: Nodes, root: Path, tag: str, ranks: Ranks) -> bool:
         return False
     if damage.nodes and not damage.lost and ranks.rank == 0:
         logger.warning(
-            "load_checkpoint: %s: %d damaged bytes on the disks of nodes %s were written anew from copies on other"
+            "load_checkpoint: %s: %d damaged bytes on the disks of nodes %s were written again from copies on other"
             " nodes; look at these disks",
             root / tag, damage.nbytes, damage.nodes,
         )  # fmt: skip
