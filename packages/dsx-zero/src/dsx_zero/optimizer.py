@@ -129,6 +129,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._before_forward: Any = None
         self._loss_scale: Callable[[], float] = lambda: 1.0
         self._dynamic_loss_scale = False
+        self._own_squares: tuple[torch.Tensor, bool] | None = None
+        """This rank's part of the square of the norm of the running step, and whether all gradients are fp64; None
+        where it was not computed before the ranks' words had arrived.
+        """
         self._all_double = False  # of the gradients of the running step
         self._nonfinite = NonFiniteWarning()
         self.steps_done = 0
@@ -474,7 +478,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._unused.check()
         run.averaging.announce_clipping(max_norm)
         local = run.averaging.local()
-        total = run.gradients.finish(self._squares if self._host_reads_norm() else None)
+        self._own_squares, by_word = None, self._host_reads_norm()
+        total = run.gradients.finish(
+            self._squares if by_word else None, None if by_word else partial(self._launch_squares, local=local)
+        )
         stepped = self._early.complete(grad_scale, max_norm)
         norm = self._norm(grad_scale, needed=bool(max_norm) or run.checks_overflow or not local, total=total)
         late, self.steps_done = self._late.is_late(self.steps_done), self.steps_done + 1
@@ -817,7 +824,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         local = run.averaging.local()
         groups = [group for group in run.norm_groups if not local or group != run.ranks.group]
         if total is None:
-            mine, all_double = self._sum_of_squares(groups, whole=run.whole and not local)
+            mine, all_double = self._own_squares or self._sum_of_squares(groups, whole=run.whole and not local)
         else:
             mine, all_double = torch.tensor(total, dtype=torch.float64, device=self._device), self._all_double
             groups = [group for group in groups if group is not run.ranks.group]
@@ -835,6 +842,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if run.ranks.size == 1 or run.averaging.local() or run.ranks.group not in run.norm_groups:
             return False
         return self._device.type == "cpu" or (run.checks_overflow and self._device.type != "mps")
+
+    def _launch_squares(self, *, local: bool) -> None:
+        """Start computing this rank's part of the square of the norm on the device. The words of the other ranks travel
+        while the host launches it.
+        """
+        if not local:
+            run = self._runtime
+            self._own_squares = self._sum_of_squares(run.norm_groups, whole=run.whole)
 
     def _squares(self) -> float:
         """This rank's part of the square of the norm, on the host."""

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import dsx_comm
 import torch
@@ -41,6 +41,8 @@ from .rows import RowGradients
 
 __all__ = ["BackwardWatch", "Gradients", "LocalGradients", "ReduceOrder", "ReducedGradients"]
 
+_T = TypeVar("_T")
+
 
 class ReduceOrder(Protocol):
     """Decides, equally on all ranks, when each unit is reduced. Its executor calls `Reductions.run_reduce`."""
@@ -54,10 +56,13 @@ class ReduceOrder(Protocol):
         ...
 
     def boundary(
-        self, pending: Callable[[], Sequence[int]], squares: Callable[[], float] | None = None
+        self,
+        pending: Callable[[], Sequence[int]],
+        squares: Callable[[], float] | None = None,
+        meanwhile: Callable[[], object] | None = None,
     ) -> float | None:
         """Step boundary. `pending()` gives the units whose gradients no reduction has taken yet; the sum of `squares()`
-        over the ranks, which travels with what they agree on.
+        over the ranks, which travels with what they agree on. `meanwhile()` is called while that is under way.
         """
         ...
 
@@ -92,9 +97,14 @@ class Gradients(Protocol):
 
     def no_sync(self) -> Any: ...
 
-    def finish(self, squares: Callable[[], float] | None = None) -> float | None:
+    def finish(
+        self, squares: Callable[[], float] | None = None, meanwhile: Callable[[], object] | None = None
+    ) -> float | None:
         """The optimizer steps now: complete every reduction. The sum over the ranks of `squares()`, which reads reduced
         gradients, or None where it has to be added up otherwise.
+
+        `meanwhile()` reads reduced gradients too; it runs while the ranks exchange words, where they do. Its last call
+        sees the gradients that the step uses.
         """
         ...
 
@@ -387,7 +397,9 @@ class ReducedGradients:
 
     # Between backwards -----------------------------------------------------------------------------------------------
 
-    def finish(self, squares: Callable[[], float] | None = None) -> float | None:
+    def finish(
+        self, squares: Callable[[], float] | None = None, meanwhile: Callable[[], object] | None = None
+    ) -> float | None:
         """Complete every reduction, late gradients included. See `Gradients.finish`."""
         self._clock.forget()
         self._last = False
@@ -398,16 +410,17 @@ class ReducedGradients:
             self._reductions.finish_alone()
         else:
             asked = None if squares is None else partial(self._reduced, squares)
-            total = self._order.boundary(self._reductions.dirty, asked)
+            beside = None if meanwhile is None else partial(self._reduced, meanwhile)
+            total = self._order.boundary(self._reductions.dirty, asked, beside)
             self._reductions.wait()
         self._completed, self._new = True, False
         self._reductions.drop_idle()
         return total
 
-    def _reduced(self, squares: Callable[[], float]) -> float:
-        """`squares()` of gradients whose reductions are complete."""
+    def _reduced(self, read: Callable[[], _T]) -> _T:
+        """`read()` of gradients whose reductions are complete."""
         self._reductions.wait()
-        return squares()
+        return read()
 
     def watch_edits(self, watch: EditWatch) -> None:
         """See `Gradients.watch_edits`."""
@@ -593,7 +606,9 @@ class LocalGradients:
             handle.remove()
         self._handles.clear()
 
-    def finish(self, squares: Callable[[], float] | None = None) -> float | None:
+    def finish(
+        self, squares: Callable[[], float] | None = None, meanwhile: Callable[[], object] | None = None
+    ) -> float | None:
         """Give parameters without a gradient zeros. There is no other rank."""
         for group in self._groups:
             for name, parameter in zip(group.layout.names, group.parameters):

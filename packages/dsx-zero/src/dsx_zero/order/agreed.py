@@ -196,7 +196,10 @@ class AgreedOrder:
             replay.pass_by(place + 1)
 
     def boundary(
-        self, pending: Callable[[], Sequence[int]], squares: Callable[[], float] | None = None
+        self,
+        pending: Callable[[], Sequence[int]],
+        squares: Callable[[], float] | None = None,
+        meanwhile: Callable[[], object] | None = None,
     ) -> float | None:
         replay = self._train()
         if replay is not None:
@@ -207,7 +210,7 @@ class AgreedOrder:
                 self._deviation = wanted
             self._rendezvous(wanted, Pass.TRAINING)
         edits = 0 if self._edits is None else self._edits.word()
-        posts = self._rendezvous(Operation(Kind.BOUNDARY), Pass.TRAINING, edits, squares)
+        posts = self._rendezvous(Operation(Kind.BOUNDARY), Pass.TRAINING, edits, squares, meanwhile)
         self._finish(posts)
         return None if squares is None else sum(post.squares for post in posts)  # in rank order, so equal on all
 
@@ -254,20 +257,33 @@ class AgreedOrder:
             self._deviation = wanted
 
     def _rendezvous(
-        self, wanted: Operation, during: Pass, edits: int = 0, squares: Callable[[], float] | None = None
+        self,
+        wanted: Operation,
+        during: Pass,
+        edits: int = 0,
+        squares: Callable[[], float] | None = None,
+        meanwhile: Callable[[], object] | None = None,
     ) -> list[Post]:
-        """Post ``wanted`` round by round, serving the others, until it is fulfilled."""
+        """Post ``wanted`` round by round, serving the others, until it is fulfilled. ``meanwhile`` is called while the
+        first words are under way, and again whenever a round has reduced gradients.
+        """
         skipped = False
         if self._evaluation.replay is not None:  # in a round all ranks have executed the same of it: all or nothing
             self._evaluation.replay.complete()
             skipped = self._evaluation.replay.skipped
         self._read_begun()
         name = self._names.get(wanted.unit, str(wanted))  # where a hang is explained
-        found = 0.0 if squares is None else squares()
+        found, work = 0.0 if squares is None else squares(), meanwhile
         while True:
             mine = self._post(wanted, during, edits, skipped, found)
             with dsx_comm.unit(name):
-                posts = [Post.from_words(words) for words in self._channel.exchange(mine.to_words())]
+                answers = self._channel.post(mine.to_words())
+                try:
+                    if work is not None:
+                        work()
+                finally:
+                    words_by_rank = answers()  # the channel is in step with the others even after an error
+            posts, work = [Post.from_words(words) for words in words_by_rank], None
             try:
                 decision = decide(posts)
             except ValueError as error:
@@ -276,8 +292,8 @@ class AgreedOrder:
                     " the same calls on gradients (`clip_grad_norm_`, changes of `.grad`)"
                 ) from error
             self._carry_out(decision, wanted)
-            if squares is not None and any(operation.kind is Kind.REDUCE for operation in decision.operations):
-                found = squares()  # gradients that came late have been reduced
+            if any(operation.kind is Kind.REDUCE for operation in decision.operations):
+                found, work = 0.0 if squares is None else squares(), meanwhile  # late gradients have been reduced
             self._note(posts)
             if self._channel.rank in decision.resume:
                 return posts

@@ -42,10 +42,16 @@ class Order(Protocol):
         ...
 
     def boundary(
-        self, pending: Callable[[], Sequence[int]], squares: Callable[[], float] | None = None
+        self,
+        pending: Callable[[], Sequence[int]],
+        squares: Callable[[], float] | None = None,
+        meanwhile: Callable[[], object] | None = None,
     ) -> float | None:
         """The rank comes to its optimizer step. ``pending()`` gives the units whose gradients have not been reduced
         yet.
+
+        ``meanwhile()`` is called when this rank's gradients have been reduced, while the words of the ranks are under
+        way; again if gradients are reduced after that, and not where there is no other rank.
 
         Returns:
             The sum over the ranks of ``squares()``, which is asked for when this rank's gradients have been reduced;
@@ -128,7 +134,10 @@ class NullOrder:
         """Nothing to do: there is no other rank to wait for."""
 
     def boundary(
-        self, pending: Callable[[], Sequence[int]], squares: Callable[[], float] | None = None
+        self,
+        pending: Callable[[], Sequence[int]],
+        squares: Callable[[], float] | None = None,
+        meanwhile: Callable[[], object] | None = None,
     ) -> float | None:
         for unit in pending():
             self._executor.run_reduce(unit)
