@@ -62,7 +62,7 @@ def trained(engine, rank, steps, first=0, between=lambda engine: None):
     return losses
 
 
-def early(rank, world, stage):
+def early(rank, world, stage, place):
     said, found = [], []
     announce = dsx_zero.ZeroOptimizer.step_during_backward
 
@@ -73,7 +73,7 @@ def early(rank, world, stage):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dsx_zero.ZeroOptimizer, "step_during_backward", noting)
         for on in (True, False):
-            engine = built(stage, step_during_backward=on)
+            engine = built(stage, step_during_backward=on, **place)
             losses = trained(engine, rank, 5)
             with dsx_zero.GatheredParameters(engine.module):
                 found.append((losses, [p.detach().clone() for p in engine.module.parameters()]))
@@ -81,7 +81,7 @@ def early(rank, world, stage):
         assert said[:5] == [False, False, True, True, True]  # once per update, and two trials
         assert not any(said[5:])
         said.clear()
-        engine = built(stage, clipping=1.0)
+        engine = built(stage, clipping=1.0, **place)
         trained(engine, rank, 3)
         engine.destroy()
         assert said == []
@@ -90,9 +90,9 @@ def early(rank, world, stage):
     assert all(torch.equal(a, b) for a, b in zip(values, same, strict=True))
 
 
-@pytest.mark.parametrize(("stage", "world"), [(1, 2), (2, 1), (3, 2)])
-def test_units_are_stepped_during_backward_with_the_bits_of_a_step_after_it(stage, world):
-    run_ranks(early, world, stage)
+@pytest.mark.parametrize(("stage", "world", "device"), [(1, 2, "cpu"), (2, 1, "cpu"), (3, 2, "cpu"), (2, 2, "nvme")])
+def test_units_are_stepped_during_backward_with_the_bits_of_a_step_after_it(stage, world, device, tmp_path):
+    run_ranks(early, world, stage, {"device": device, "nvme_path": str(tmp_path)})
 
 
 def several_losses(rank, world):

@@ -240,6 +240,7 @@ KEYS = {
     "zeropp_gate": "packages/dsx-zero/tests/test_zero_benefit_gate.py",
     "offload_optimizer.late_update_after": "packages/dsx-zero/tests/test_zero_late_update.py",
     "offload_optimizer.step_during_backward": "packages/dsx-zero/tests/test_zero_step_during_backward.py",
+    "offload_optimizer.max_in_cpu": "packages/dsx-zero/tests/test_zero_step_from_disk_during_backward.py",
     "offload_optimizer.pin_memory": "packages/dsx/tests/test_engine_offload_faults.py",
     "offload_param.pin_memory": "packages/dsx/tests/test_engine_offload_faults.py",
     "offload_param.buffer_count": "packages/dsx-zero/tests/test_zero_read_ahead.py",

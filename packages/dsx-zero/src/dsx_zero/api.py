@@ -22,6 +22,7 @@ from .homes.chosen import (
     check_placement,
     is_stepped_by_host,
     late_update_after,
+    may_step_during_backward,
     offload_ratio,
     placement_of,
     steps_during_backward,
@@ -251,7 +252,7 @@ def _bucket_size(settings: ZeroConfig, infos: Sequence[ParameterInfo], placement
     total = sum(info.numel for info in infos if info.trainable)
     if ratio not in (0.0, 1.0):
         return max(1, min(size, total // _RATIO_UNITS))
-    if is_stepped_by_host(placement) and steps_during_backward(settings):
+    if may_step_during_backward(placement) and steps_during_backward(settings):
         return min(size, max(_EARLY_UNIT, total // _RATIO_UNITS))
     return size
 

@@ -26,10 +26,11 @@ from .grads.unused import IgnoreUnused, UnusedParameters
 from .groups import AuxiliaryGroups
 from .homes.chosen import (
     check_room,
-    is_stepped_by_host,
     late_update_after,
     makes_states_at_once,
+    may_step_during_backward,
     place_units,
+    room_for_new_values,
     steps_during_backward,
     sub_group_size,
     transfers_beside_step,
@@ -49,6 +50,7 @@ from .plan.rank_sets import check_rank_sets, is_plain, ranks_of_buffers
 from .plan.units import GroupPlan, ParameterInfo, Persistence, RanksOf, UnitPlan, plan_units
 from .precision import Precision
 from .runtime import Publisher, Runtime, UnusedCheck
+from .step.apart import new_values_wait
 from .step.masters import Master, Masters, make_masters, needs_whole_tensors, place_masters, replace_parameters
 from .step.norm import groups_of_norm
 from .step.param_groups import StepGroups
@@ -161,6 +163,7 @@ class StepParts:
         masters: what this rank steps, in layout order; `by_parameter`: every parameter that trains with its masters.
         groups: the optimizer's groups.
         faces: what the model holds between uses, for the `id` of each plain parameter that takes its place meanwhile.
+        plan: of a step in which nothing is stepped beforehand; `apart_plan`: of the others.
         channel: carries the words of the order.
         moving_lanes: those on which copies between tiers run.
         early_units: those that may be stepped while backward goes on.
@@ -175,6 +178,7 @@ class StepParts:
     states: OptimizerStates
     placements: tuple[UnitPlacement, ...]
     plan: StepPlan
+    apart_plan: StepPlan
     lane: Lane
     faces: Mapping[int, torch.Tensor]
     channel: AskingChannel
@@ -427,7 +431,7 @@ def assemble(builder: Builder, planned: Planned, runtime: Runtime, inner: Any, k
         group.master is not None and group.master.view() is None for unit in runtime.units for group in unit.groups
     )
     most = sub_group_size(recipe.settings, moves=moves) if may_be_cut(inner) else None
-    early = _early_units(recipe.settings, planned, runtime, inner)
+    early = _early_units(recipe, planned, runtime, inner)
     masters = make_masters(runtime.units, whole=runtime.whole, most=most, known=kept.masters)
     faces = _faces(recipe.model, runtime)
     shown: list[list[Any]] = [[faces.get(id(p), p) for p in group["params"]] for group in inner.param_groups]
@@ -442,6 +446,17 @@ def assemble(builder: Builder, planned: Planned, runtime: Runtime, inner: Any, k
             "zero_optimization.offload_optimizer.fast_init has no effect: %s makes its states in its first step",
             type(inner).__name__,
         )
+    planned_step = partial(
+        plan_step,
+        inner,
+        runtime,
+        stepped,
+        most=most,
+        moves=moves,
+        pipeline=Pipeline(*transfers_beside_step(recipe.settings)),
+    )
+    # Where states move, small sub-groups cost transfers: the usual step has large ones, which span units.
+    apart_plan = planned_step(by_unit=bool(early))
     return StepParts(
         runtime=runtime,
         masters=tuple(stepped),
@@ -450,15 +465,8 @@ def assemble(builder: Builder, planned: Planned, runtime: Runtime, inner: Any, k
         groups=groups,
         states=states,
         placements=planned.placements,
-        plan=plan_step(
-            inner,
-            runtime,
-            stepped,
-            most=most,
-            moves=moves,
-            by_unit=bool(early),
-            pipeline=Pipeline(*transfers_beside_step(recipe.settings)),
-        ),
+        plan=planned_step() if moves and early else apart_plan,
+        apart_plan=apart_plan,
         lane=builder.lane,
         faces=faces,
         channel=builder.channel() or OneRank(),
@@ -468,17 +476,21 @@ def assemble(builder: Builder, planned: Planned, runtime: Runtime, inner: Any, k
     )
 
 
-def _early_units(settings: ZeroConfig, planned: Planned, runtime: Runtime, inner: Any) -> tuple[int, ...]:
-    """The units that may be stepped while backward goes on, the same on all ranks."""
+def _early_units(recipe: Recipe, planned: Planned, runtime: Runtime, inner: Any) -> tuple[int, ...]:
+    """The units that may be stepped while backward goes on, the same on all ranks. Units whose new values would not fit
+    into their room in host memory are left out.
+    """
+    settings = recipe.settings
     safe = hasattr(inner, "step_flat") and why_at_once(inner) is None and isinstance(runtime.averaging, ByReduction)
     if not safe or runtime.checks_overflow or not steps_during_backward(settings):
         return ()
-    return tuple(
-        unit.index
-        for unit in runtime.trainable_units()
-        if is_stepped_by_host(planned.placed(unit.index))
-        and all(group.own_master is not None for group in unit.trainable)
-    )
+    room, found = room_for_new_values(settings, recipe.placement), list[int]()
+    for unit in reversed(list(runtime.trainable_units())):  # backward completes the last ones first
+        waiting = sum(group.stepped.numel for group in unit.trainable if new_values_wait(group))
+        if may_step_during_backward(planned.placed(unit.index)) and waiting <= room:
+            room -= waiting
+            found.append(unit.index)
+    return tuple(reversed(found))
 
 
 def _faces(model: nn.Module, runtime: Runtime) -> dict[int, torch.Tensor]:

@@ -89,8 +89,16 @@ class OffloadOptimizer(_Section):
     step_during_backward: bool = Field(
         True,
         description=(
-            "device cpu: step each unit on the host as soon as its gradients are there, where neither clipping nor a"
-            " check for overflow has to come first"
+            "step each unit on the host as soon as its gradients are there, where neither clipping nor a check for"
+            " overflow has to come first"
+        ),
+    )
+    max_in_cpu: Size = Field(
+        1_000_000_000,
+        description=(
+            "elements of new parameters that may wait in host memory for the end of the step, where units are stepped"
+            " during backward and their states are on disk, or fp32 parameters are in host memory; units beyond it are"
+            " stepped after backward"
         ),
     )
     late_update_after: Size | None = Field(

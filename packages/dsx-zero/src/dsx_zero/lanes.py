@@ -128,9 +128,12 @@ class _HostTicket:
         return self._pending is None or is_done(self._pending)
 
     def wait(self) -> None:
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.wait()
+        pending = self._pending
+        try:
+            if pending is not None:
+                pending.wait()
+        finally:
+            self._pending = None  # only now: another thread that asks meanwhile has to wait too
 
     def synchronize(self) -> None:
         """The same: what runs on the host is finished when it was waited for."""

@@ -171,6 +171,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             frozen=self._frozen,
             states=parts.states,
             plan=parts.plan,
+            apart_plan=parts.apart_plan,
             lane=parts.lane,
         )
         self._moved = MovedStates(runtime, parts.states)
@@ -507,8 +508,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def step_during_backward(self, grad_scale: float = 1.0) -> bool:
         """Announce that the coming backward is the last one before `step(grad_scale=grad_scale)` without `max_norm`.
 
-        Units whose masters lie in host memory (`offload_optimizer` with device cpu) are then stepped on a thread as
-        soon as their gradients are reduced, while backward goes on. The result has the bits of a step after backward.
+        Units whose masters lie in host memory or on disk (`offload_optimizer`) are then stepped on a thread as soon as
+        their gradients are reduced, while backward goes on. The result has the bits of a step after backward.
         In the first two announced steps nothing is stepped early; if settings, gradients or parameters are written
         between backward and `step` in one of them, nothing ever is. Later such a write makes `step` raise.
 
@@ -546,21 +547,21 @@ class ZeroOptimizer(torch.optim.Optimizer):
             What ends it.
         """
         runner = self._runner
-        quiet = runner.on_host_step
+        quiet = runner.apart.on_host_step
 
         def step(sub_group: int) -> AbstractContextManager[object]:
-            return on_span("host step", f"sub-group {sub_group}", runner.plan.sub_groups[sub_group].numel)
+            return on_span("host step", f"sub-group {sub_group}", runner.apart.plan.sub_groups[sub_group].numel)
 
         def copy(what: str, nbytes: int) -> AbstractContextManager[object]:
             return on_span("device-host", what, nbytes)
 
         lanes = [lane for lane in self._parts.moving_lanes if hasattr(lane, "on_transfer")]
-        runner.on_host_step = step
+        runner.apart.on_host_step = step
         for lane in lanes:
             lane.on_transfer = copy  # pyright: ignore[reportAttributeAccessIssue]
 
         def end() -> None:
-            runner.on_host_step = quiet
+            runner.apart.on_host_step = quiet
             for lane in lanes:
                 lane.on_transfer = None  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -806,9 +807,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def state_bytes_by_tier(self) -> dict[str, dict[str, int]]:
         """`state_bytes`, each class divided by where its bytes lie: "device", "host", "disk", or a tier's own name."""
+        self._early.join()  # its thread moves states
         counted = count_bytes(self._runtime, self.states)
         counted["master"]["device"] = counted["master"].get("device", 0) + self._edits.nbytes()
         counted["grads"]["host"] = counted["grads"].get("host", 0) + self._late.nbytes
+        counted["params"]["host"] = counted["params"].get("host", 0) + self._runner.apart.nbytes
         for kind, nbytes in self._moved.nbytes().items():
             counted[kind]["host"] = counted[kind].get("host", 0) + nbytes
         return {kind: {tier: n for tier, n in tiers.items() if n} for kind, tiers in counted.items()}

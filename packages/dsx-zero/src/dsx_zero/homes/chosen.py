@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from ..errors import ZeroConfigError
-from .stored import TensorStore
+from .stored import OneCallerAtATime, TensorStore
 from .tiers import DeviceTier, DiskTier, HostRoom, HostTier, Placement, Tier, UnitPlacement
 
 __all__ = [
@@ -15,9 +15,11 @@ __all__ = [
     "is_stepped_by_host",
     "late_update_after",
     "makes_states_at_once",
+    "may_step_during_backward",
     "offload_ratio",
     "place_units",
     "placement_of",
+    "room_for_new_values",
     "steps_during_backward",
     "sub_group_size",
     "transfers_beside_step",
@@ -78,6 +80,8 @@ def placement_of(settings: Section, store: TensorStore | None) -> Placement:
         )
     if states == parameters == "none":
         return Placement()
+    if store is not None:
+        store = OneCallerAtATime(store)
     size = sub_group_size(settings, moves=True) or _MOVING
     piece = min(_MOVING, max(_ALIGNMENT, -(-size // _ALIGNMENT) * _ALIGNMENT))
     masters = _tier("offload_optimizer", settings.offload_optimizer, store, piece)
@@ -197,6 +201,33 @@ def is_stepped_by_host(placement: Placement) -> bool:
     """Can a thread of the host step the masters? It can if they are in host memory and the gradients are in memory."""
     readable = isinstance(placement.gradients, (HostTier, DeviceTier))
     return isinstance(placement.masters, HostTier) and placement.states is None and readable
+
+
+def may_step_during_backward(placement: Placement) -> bool:
+    """Can a thread of the host step the masters while another one runs backward?
+
+    It can if they are in host memory or on disk, and if both threads may use the tiers at the same time: memory, and
+    one store that takes one caller at a time.
+    """
+    tiers = [placement.parameters, placement.masters, placement.gradients]
+    tiers += [] if placement.states is None else [placement.states]
+    stores = {id(tier.store) for tier in tiers if isinstance(tier, DiskTier)}
+    shared = all(isinstance(tier.store, OneCallerAtATime) for tier in tiers if isinstance(tier, DiskTier))
+    known = all(isinstance(tier, (DeviceTier, HostTier, DiskTier)) for tier in tiers)
+    return known and shared and len(stores) <= 1 and isinstance(placement.masters, (HostTier, DiskTier))
+
+
+def room_for_new_values(settings: Section, placement: Placement) -> int:
+    """Elements of new values of parameters that may wait in host memory for the step, while units are stepped during
+    backward: `offload_optimizer.max_in_cpu`. Where parameters are on disk, what `offload_param.max_in_cpu` leaves.
+    """
+    section, tier = settings.offload_optimizer, placement.parameters
+    room = _ROOM if section is None else int(section.max_in_cpu)
+    return min(room, tier.host.left) if isinstance(tier, DiskTier) and tier.host is not None else room
+
+
+_ROOM = 1_000_000_000
+"""The default of `offload_optimizer.max_in_cpu`, for a placement without that section."""
 
 
 def makes_states_at_once(settings: Section) -> bool:

@@ -4,10 +4,14 @@
 complete tensors by name. Therefore a home is kept as several tensors (pieces). They are cut where parameters begin
 (`cut_at`) and have a largest size, so that the optimizer's step reads and writes complete pieces. For any other range,
 the pieces around it go through host memory.
+
+The step of units during backward calls the store from a thread of its own. Stores allow one caller at a time, so the
+homes of one model share an `OneCallerAtATime` around theirs.
 """
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
@@ -17,7 +21,7 @@ import torch
 
 from ..lanes import Lane, Pending, Ticket
 
-__all__ = ["StoredHome", "TensorStore"]
+__all__ = ["OneCallerAtATime", "StoredHome", "TensorStore"]
 
 
 class TensorStore(Protocol):
@@ -38,21 +42,56 @@ class TensorStore(Protocol):
         ...
 
 
+class OneCallerAtATime:
+    """A `TensorStore` that several threads may call; their calls run one after the other. Transfers are waited for
+    outside of the calls, so that a thread which waits holds up no other.
+
+    Args:
+        store: the store. Nothing else may call it from another thread.
+    """
+
+    def __init__(self, store: TensorStore) -> None:
+        self._store, self._lock = store, threading.RLock()
+        self.reaches_device = bool(getattr(store, "reaches_device", False))
+        """Whether the store reads into device memory and writes from it without a copy in host memory."""
+
+    def __contains__(self, name: str) -> bool:
+        with self._lock:
+            return name in self._store
+
+    def put(self, name: str, tensor: torch.Tensor) -> Pending:
+        """See `TensorStore.put`."""
+        with self._lock:
+            return self._store.put(name, tensor)
+
+    def get(self, name: str, out: torch.Tensor | None = None) -> Pending:
+        """See `TensorStore.get`."""
+        with self._lock:
+            return self._store.get(name, out)
+
+    def delete(self, name: str) -> None:
+        """See `TensorStore.delete`."""
+        with self._lock:
+            self._store.delete(name)
+
+
 class _Moves:
-    """Several transfers that are under way, and copies to make after they have ended."""
+    """Several transfers that are under way, and copies to make after they have ended. Several threads may wait."""
 
     def __init__(self) -> None:
         self._steps: list[tuple[Pending, torch.Tensor | None, torch.Tensor | None]] = []
+        self._waiting = threading.Lock()
 
     def add(self, pending: Pending, target: torch.Tensor | None = None, source: torch.Tensor | None = None) -> None:
         self._steps.append((pending, target, source))
 
     def wait(self) -> None:
-        steps, self._steps = self._steps, []
-        for pending, target, source in steps:
-            pending.wait()
-            if target is not None and source is not None:
-                target.copy_(source)
+        with self._waiting:  # no thread returns while another one still waits
+            steps, self._steps = self._steps, []
+            for pending, target, source in steps:
+                pending.wait()
+                if target is not None and source is not None:
+                    target.copy_(source)
 
 
 class StoredHome:
@@ -77,6 +116,8 @@ class StoredHome:
         self._direct = bool(getattr(store, "reaches_device", False))
         """Whether the store reads into device memory and writes from it without a copy in host memory."""
         self.numel, self.dtype = numel, dtype
+        self.writes = 0
+        """Grows with every `store`, as the version of a tensor does with every write."""
         self._starts: list[int] = []
         self.cut_at(())
         self._ahead: tuple[torch.Tensor, _Moves] | None = None
@@ -95,6 +136,7 @@ class StoredHome:
 
     def store(self, values: torch.Tensor, lane: Lane, *, start: int = 0) -> Ticket:
         self.forget_ahead()
+        self.writes += 1
         lane.follow()
         return lane.submit(lambda: self._write(values, start))
 

@@ -83,7 +83,8 @@ class DiskTier:
     """A store on disk.
 
     Attributes:
-        store: the store.
+        store: the store. Units whose state is on disk are stepped during backward only if it is an `OneCallerAtATime`,
+            the same one in all tiers of a `Placement`.
         piece: the most elements of one tensor in the store.
         host: homes that fit into this room stay in host memory; None: all homes are on disk.
         ahead: elements that may be read ahead of their use.

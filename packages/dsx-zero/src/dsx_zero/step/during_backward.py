@@ -1,8 +1,8 @@
 """The step of units on the host while backward goes on (decision 0042).
 
 `announce` says that the coming backward is the last one before the step. When the last reduction of a unit is complete,
-a worker thread steps the unit's masters. The parameters keep their old values until `step()`: backward, other ranks'
-gathers and the user see the values from before the update.
+a worker thread steps the unit's masters, in host memory or on disk. The parameters keep their old values until
+`step()`: backward, other ranks' gathers and the user see the values from before the update (`apart`).
 
 The result has the same bits as a step after backward only if nothing changes in between. Therefore
 
@@ -27,6 +27,7 @@ import torch
 from ..errors import ZeroStateError
 from ..grads.reductions import cut_parts
 from ..homes.home import Home
+from ..homes.stored import StoredHome
 from ..lanes import Ticket
 from ..order.channel import Answer, Asks
 from ..params.flat import FlatGroup, Part
@@ -74,6 +75,10 @@ class DuringBackward(Protocol):
         """The flat groups whose masters were stepped during backward."""
         ...
 
+    def join(self) -> None:
+        """Wait until the thread has stepped what it was given so far."""
+        ...
+
     def end_step(self) -> None:
         """Say that the step has ended."""
         ...
@@ -102,6 +107,9 @@ class NotDuringBackward:
         """Returns no group."""
         return frozenset()
 
+    def join(self) -> None:
+        """Does nothing: there is no thread."""
+
     def end_step(self) -> None:
         """Does nothing: no step was begun."""
 
@@ -124,26 +132,46 @@ class _Announced:
 
 @dataclass
 class _Group:
-    """A flat group whose masters were stepped, and the version counters that show a later write to it."""
+    """A flat group whose masters were stepped, and numbers that show later writes to it: each write makes one of them
+    grow.
+    """
 
     group: FlatGroup
     gradients: Home
     arriving: Ticket | None
-    seen: list[int] = field(default_factory=list)
+    before: list[int] = field(default_factory=list)
+    """Of gradients and partitioned parameters, from before the thread has begun."""
+    stepped: int = 0
+    """Of the masters, which the thread writes itself."""
 
-    def versions(self) -> list[int]:
-        """The version counters of gradients and masters that are in memory. Each in-place operation raises them."""
-        homes = (self.gradients, self.group.master)
-        views = [home.view() for home in homes if home is not None]
-        return [view._version for view in views if view is not None]
+    def __post_init__(self) -> None:
+        self.before = self._sources()
+
+    def _sources(self) -> list[int]:
+        return [_version(self.gradients), self.group.replaced]
+
+    def note_stepped(self) -> None:
+        """The masters have the values that they keep until the step."""
+        self.stepped = _version(self.group.master)
+
+    def was_written(self) -> bool:
+        """Was anything written since?"""
+        return self._sources() != self.before or _version(self.group.master) != self.stepped
+
+
+def _version(home: Home | None) -> int:
+    view = None if home is None else home.view()
+    if view is not None:
+        return view._version
+    return home.writes if isinstance(home, StoredHome) else 0  # units with other tiers are not stepped early
 
 
 class StepDuringBackward:
     """See the module's text.
 
     Args:
-        runner: executes the step; none of its sub-groups spans two units.
-        units: the units whose masters are in host memory.
+        runner: executes the step; no sub-group of `runner.apart.plan` spans two units.
+        units: the units that may be stepped early.
         channel: asks a yes-or-no question of all ranks.
     """
 
@@ -207,7 +235,7 @@ class StepDuringBackward:
         self._stepped[unit] = groups
         if announced.trial:
             _wait_for_gradients(groups)
-            _note_versions(groups)
+            _note_stepped(groups)
         else:
             self._worker.submit(lambda: self._step(self._sub_groups[unit], groups, announced))
 
@@ -220,14 +248,15 @@ class StepDuringBackward:
         def gradients(group: FlatGroup, parts: Sequence[Part]) -> tuple[torch.Tensor, ...]:
             return cut_parts(of[id(group)], group, parts)
 
-        for number in sub_groups:
-            self._runner.step_apart(number, 1.0 / announced.grad_scale, announced.inner_step, gradients)
-        _note_versions(groups)
+        self._runner.apart.step(sub_groups, 1.0 / announced.grad_scale, announced.inner_step, gradients)
+        _note_stepped(groups)
 
     # At the step ------------------------------------------------------------------------------------------------------
 
     def complete(self, grad_scale: float, max_norm: float | None) -> frozenset[int]:
         """See `DuringBackward.complete`."""
+        if self._early():
+            self._worker.submit(self._runner.apart.end)
         failure, announced = self._worker.wait(), self._announced
         problem = self._disturbed
         if failure is not None:
@@ -255,7 +284,7 @@ class StepDuringBackward:
         for unit, groups in self._stepped.items():
             now = self._runtime.gradients.reduced(unit)
             dropped = any(home is not entry.gradients for entry, (_, home, _) in zip(groups, now, strict=True))
-            if dropped or any(entry.versions() != entry.seen for entry in groups):
+            if dropped or any(entry.was_written() for entry in groups):
                 yield f"gradients or masters of unit {self._names[unit]} were written between backward and step"
             if self._edits.were_written([entry.group for entry in groups]):
                 yield f"parameters of unit {self._names[unit]} were written between backward and step"
@@ -276,9 +305,14 @@ class StepDuringBackward:
         self._was_announced = False
         self._forget()
 
+    def join(self) -> None:
+        """See `DuringBackward.join`."""
+        self._worker.join()
+
     def abandon(self) -> None:
         """See `DuringBackward.abandon`."""
         self._worker.wait()
+        self._runner.apart.forget()
         self._forget()
 
     def _forget(self) -> None:
@@ -319,7 +353,7 @@ def _wait_for_gradients(groups: Sequence[_Group]) -> None:
             entry.arriving.synchronize()
 
 
-def _note_versions(groups: Sequence[_Group]) -> None:
-    """Remember the versions of the tensors, by which later writes are found."""
+def _note_stepped(groups: Sequence[_Group]) -> None:
+    """The masters have the values that they keep until the step: remember their versions."""
     for entry in groups:
-        entry.seen = entry.versions()
+        entry.note_stepped()

@@ -102,7 +102,7 @@ class LateUpdate:
     def __init__(self, runtime: Runtime, runner: StepRunner, edits: Edits, *, channel: Asks, warm_up: int) -> None:
         self._runtime, self._runner, self._edits, self._channel = runtime, runner, edits, channel
         self._warm_up, self._under_way = warm_up, False
-        self._numbers = range(len(runner.plan.sub_groups))
+        self._numbers = range(len(runner.apart.plan.sub_groups))
         self._kept: dict[tuple[FlatGroup, int], torch.Tensor] = {}
         device = next((group.key.device for u in runtime.trainable_units() for group in u.trainable), "cpu")
         self._worker = Worker(torch.device(device))
@@ -123,15 +123,14 @@ class LateUpdate:
         inner_step = self._runner.inner_step.for_twin(settings_of(self._runner.inner_step.inner))
 
         def update() -> None:
-            for sub_group in self._numbers:
-                self._runner.step_apart(sub_group, number, inner_step, self._gradients)
+            self._runner.apart.step(self._numbers, number, inner_step, self._gradients)
 
         self._under_way = True
         self._worker.submit(update)
 
     def _keep_gradients(self) -> None:
         for sub_group in self._numbers:
-            for master in self._runner.masters_in(sub_group):
+            for master in self._runner.apart.masters_in(sub_group):
                 part, key = Part(master.name, master.slice), (master.group, master.slice.offset)
                 (values,) = self._runtime.gradients.parts(master.group, [part])
                 if key not in self._kept:
@@ -162,6 +161,7 @@ class LateUpdate:
     def abandon(self) -> None:
         """See `Late.abandon`."""
         self._worker.wait()
+        self._runner.apart.forget()
         self._under_way = False
 
     def check_flushed(self) -> None:

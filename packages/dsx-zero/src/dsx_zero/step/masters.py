@@ -30,6 +30,7 @@ __all__ = [
     "place_masters",
     "refresh_master",
     "replace_parameters",
+    "runs_of",
     "write_parameters",
 ]
 
@@ -216,3 +217,13 @@ def copy_targets(masters: Sequence[Master]) -> dict[torch.Tensor, torch.Tensor]:
         if shown is not None and shown.device == master.tensor.device:
             found[master.tensor] = shown.narrow(0, place.offset, place.numel).view(master.shape)
     return found
+
+
+def runs_of(masters: Sequence[Master]) -> list[tuple[int, int]]:
+    """Ranges of neighbouring masters that lie in one flat group."""
+    runs, start = [], 0
+    for place in range(1, len(masters) + 1):
+        if place == len(masters) or masters[place].group is not masters[start].group:
+            runs.append((start, place))
+            start = place
+    return runs if masters else []

@@ -3,13 +3,12 @@
 Unscaling and clipping are one factor, which is known before the first sub-group is stepped. So a step that overflows
 changes nothing. `InnerStep` calls the optimizer.
 
-Another thread may step sub-groups beforehand (`step_apart`); `run` then only writes and publishes these.
+Another thread may step sub-groups beforehand (`apart`); `run` then only writes and publishes these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,20 +16,17 @@ import torch
 
 from ..homes.home import write
 from ..lanes import HostLane, Lane, Ticket, transfer
-from ..params.flat import FlatGroup, Part
 from ..runtime import Runtime
+from .apart import ApartSteps, gradients_of
 from .frozen import Frozen
 from .inner import InnerStep
-from .masters import Master, copy_targets
+from .masters import Master, copy_targets, runs_of
 from .param_groups import StepGroups
 from .parts import has_step_hooks, why_at_once
 from .plan import Kind, Pipeline, StepPlan, make_plan
 from .states import OptimizerStates, Visit
 
-__all__ = ["ReadGradients", "StepRunner", "plan_step"]
-
-ReadGradients = Callable[[FlatGroup, Sequence[Part]], tuple[torch.Tensor, ...]]
-"""Gives the gradients of parts of a group, as `Gradients.parts` does."""
+__all__ = ["StepRunner", "plan_step"]
 
 
 class StepRunner:
@@ -41,6 +37,7 @@ class StepRunner:
         masters: the tensors that it steps, in layout order.
         groups: exchanges the tensors in its parameter groups.
         plan: the plan of a step.
+        apart_plan: the plan of a step of which sub-groups are stepped beforehand; None: `plan` too.
         lane: fetches and stores masters and states.
     """
 
@@ -54,10 +51,14 @@ class StepRunner:
         frozen: Frozen,
         states: OptimizerStates,
         plan: StepPlan,
+        apart_plan: StepPlan | None = None,
         lane: Lane | None = None,
     ) -> None:
         self.plan = plan
-        """The plan of every step. While the optimizer has hooks, all masters are stepped in one call instead."""
+        """The plan of every step in which nothing is stepped beforehand. While the optimizer has hooks, all masters are
+        stepped in one call instead.
+        """
+        apart_plan = apart_plan or plan
         self._inner, self._runtime, self._masters = inner, runtime, tuple(masters)
         self._groups, self._frozen, self._states = groups, frozen, states
         self._lane = lane or HostLane()
@@ -73,9 +74,16 @@ class StepRunner:
             sizes = [(self._unit_of[id(master.group)], master.numel) for master in masters]
             self._whole_plan = make_plan(sizes, list(self._units), moves=plan.moves)
         self._members = {id(p): [groups.subset([m.tensor for m in self._masters[g.start : g.stop]])
-                                 for g in p.sub_groups] for p in (self._whole_plan, plan)}  # fmt: skip
-        self.on_host_step: Callable[[int], AbstractContextManager[object]] = lambda sub_group: nullcontext()
-        """Makes a context; `step_apart` steps a sub-group inside it, on another thread."""
+                                 for g in p.sub_groups] for p in (self._whole_plan, plan, apart_plan)}  # fmt: skip
+        self.apart = ApartSteps(
+            masters,
+            plan=apart_plan,
+            frozen=frozen,
+            states=states,
+            members=self._members[id(apart_plan)],
+            by_flat=self._has_flat_step,
+        )
+        """Steps sub-groups on another thread, before `run`."""
         self._visits: dict[int, list[Visit]] = {}
         self._stored: list[list[Visit]] = []
         self._written: list[Ticket] = []
@@ -84,11 +92,12 @@ class StepRunner:
         """Do one step with the reduced gradients times `factor`.
 
         Args:
-            stepped: sub-groups that `step_apart` has stepped already.
+            stepped: sub-groups of `apart.plan` that `apart` has stepped already.
         """
         if isinstance(factor, torch.Tensor) and self._devices != {factor.device}:
             factor = factor.item()  # the host steps masters that are in host memory, so it needs the number itself
-        plan = self._whole_plan if has_step_hooks(self._inner) and not stepped else self.plan
+        plan = self._whole_plan if has_step_hooks(self._inner) else self.plan
+        plan = self.apart.plan if stepped else plan
         by_flat = len(plan.sub_groups) > 1 and self._has_flat_step
         try:
             for action in plan.actions:
@@ -98,7 +107,7 @@ class StepRunner:
                 group = plan.sub_groups[action.target]
                 masters, apart = self._masters[group.start : group.stop], action.target in stepped
                 if action.kind is Kind.WRITE:
-                    self._write(masters, copied=not apart)
+                    self._write(self._write_waiting(action.target, masters) if apart else masters, copied=not apart)
                 elif apart:
                     continue
                 elif action.kind is Kind.FETCH:
@@ -112,31 +121,12 @@ class StepRunner:
             self._end()
 
     def sub_groups_of(self, unit: int) -> list[int]:
-        """The sub-groups with masters of a unit, in order."""
+        """The sub-groups of `apart.plan` with masters of a unit, in order."""
         return [
             number
-            for number, group in enumerate(self.plan.sub_groups)
+            for number, group in enumerate(self.apart.plan.sub_groups)
             if any(self._unit_of[id(m.group)] == unit for m in self._masters[group.start : group.stop])
         ]
-
-    def masters_in(self, number: int) -> tuple[Master, ...]:
-        """The masters of a sub-group."""
-        group = self.plan.sub_groups[number]
-        return self._masters[group.start : group.stop]
-
-    def step_apart(self, number: int, factor: float, inner_step: InnerStep, gradients: ReadGradients) -> None:
-        """Step a sub-group whose masters and states are in memory, and do not write to the parameters. Another thread
-        may call this: it uses nothing that `run` changes.
-
-        Args:
-            inner_step: made by `InnerStep.for_twin`.
-            gradients: reads the gradients.
-        """
-        masters = self.masters_in(number)
-        grads = self._frozen.stepped(masters, _gradients(masters, gradients))
-        members = self._members[id(self.plan)][number]
-        with self.on_host_step(number):
-            inner_step.step(masters, grads, factor, members, by_flat=self._has_flat_step)
 
     # The actions ------------------------------------------------------------------------------------------------------
 
@@ -156,14 +146,14 @@ class StepRunner:
     ) -> None:
         for visit in visits:
             self._states.attach(visit)
-        grads = self._frozen.stepped(masters, _gradients(masters, self._runtime.gradients.parts))
+        grads = self._frozen.stepped(masters, gradients_of(masters, self._runtime.gradients.parts))
         self.inner_step.step(masters, grads, factor, members, by_flat=by_flat)
 
     def _write(self, masters: Sequence[Master], *, copied: bool) -> None:
         """Write the masters' values to the parameters, in the parameters' dtype. Does nothing where a master is the
         parameter's own memory, or where the optimizer has written the copy itself (`copied`).
         """
-        for start, stop in _runs(masters):
+        for start, stop in runs_of(masters):
             group, first, last = masters[start].group, masters[start].slice, masters[stop - 1].slice
             home = group.own_master
             copies = self.inner_step.copies if copied else {}
@@ -182,6 +172,18 @@ class StepRunner:
             for master in masters[start:stop]:
                 values = master.tensor.detach().view(-1).to(group.key.dtype)
                 self._written.append(group.stepped.store(values, self._lane, start=master.slice.offset))
+
+    def _write_waiting(self, number: int, masters: Sequence[Master]) -> Sequence[Master]:
+        """Write the new values that wait since a sub-group was stepped apart. Returns the masters of the others."""
+        waiting = self.apart.take(number)
+        for new in waiting:
+            group, start = new.master.group, new.master.slice.offset
+            if group.own_master is None and group.stepped.view() is not None:
+                write(group.stepped, new.values, start)  # from memory to memory of one tier
+            else:
+                self._written.append(group.stepped.store(new.values, self._lane, start=start))
+        written = {id(new.master) for new in waiting}
+        return [master for master in masters if id(master) not in written]
 
     def _publish(self, unit: int) -> None:
         written, self._written = self._written, []
@@ -237,24 +239,3 @@ def plan_step(
     return make_plan(
         sizes, units, most=most, overlap=gathers, moves=moves, by_unit=by_unit, pipeline=pipeline or Pipeline()
     )
-
-
-def _gradients(masters: Sequence[Master], read: ReadGradients) -> list[torch.Tensor]:
-    """The gradients of these masters, in their shapes."""
-    grads: list[torch.Tensor] = []
-    for start, stop in _runs(masters):
-        parts = []
-        for master in masters[start:stop]:  # a loop instead of one function call per group
-            parts.append(Part(master.name, master.slice))
-        grads.extend(read(masters[start].group, parts))
-    return [g if g.is_sparse else g.view(master.shape) for master, g in zip(masters, grads, strict=True)]
-
-
-def _runs(masters: Sequence[Master]) -> list[tuple[int, int]]:
-    """Ranges of neighbouring masters that lie in one flat group."""
-    runs, start = [], 0
-    for place in range(1, len(masters) + 1):
-        if place == len(masters) or masters[place].group is not masters[start].group:
-            runs.append((start, place))
-            start = place
-    return runs if masters else []

@@ -43,13 +43,16 @@ class Worker:
 
     def wait(self) -> BaseException | None:
         """Wait until all jobs have ended. Returns the first failure since the last call, or None."""
-        if self._thread is None:
-            return None
-        ended = threading.Event()
-        self._jobs.put(_Mark(ended))
-        ended.wait()
+        self.join()
         failure, self._state.failure = self._state.failure, None
         return failure
+
+    def join(self) -> None:
+        """Wait until all jobs have ended. A failure stays for `wait`."""
+        if self._thread is not None:
+            ended = threading.Event()
+            self._jobs.put(_Mark(ended))
+            ended.wait()
 
 
 class _State:
