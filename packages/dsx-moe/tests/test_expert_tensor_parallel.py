@@ -1,10 +1,10 @@
-"""Experts beside tensor slicing: ranks with the same tokens, and experts that are slices, against one process."""
+"""Experts with tensor parallelism: ranks with the same tokens, and experts that are slices, against one process."""
 
 import dsx_comm
 import pytest
 import torch
 from dsx_comm import GroupRegistry, ProcessTopology, parallel_groups
-from dsx_moe import MoE, MoEConfigError, PackedExperts
+from dsx_moe import MoE, MoEConfigError, PackedExperts, average_gradients, broadcast_parameters, clip_grad_norm_
 from dsx_testkit import run_ranks
 from torch import nn
 
@@ -89,6 +89,32 @@ def test_outputs_and_gradients_equal_one_process(is_sliced):
     torch.testing.assert_close(routers, layer.gate.wg.weight.grad, rtol=1e-4, atol=1e-5)
 
 
+def _clips(rank, world):
+    dsx_comm.init_distributed()
+    parallel_groups.use(GroupRegistry(ProcessTopology(("data", "model"), (world // 2, 2))))
+    experts, span = sliced(parallel_groups.current().axis("model").group)
+    layer = layer_of(experts, world // 2, enable_expert_tensor_parallelism=True)
+    broadcast_parameters(layer)  # keeps this rank's slice
+    out, l_aux, _ = layer(tokens_of(rank // 2))
+    (out.square().sum() + l_aux).backward()
+    average_gradients(layer)
+    norm = clip_grad_norm_(layer, 0.5)
+    return norm, layer.gate.wg.weight.grad, layer.experts.down_proj.grad, layer.experts.first, span
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_norm_counts_every_slice_once(world):
+    _, layer = oracle(world // 2)
+    for parameter in layer.parameters():
+        parameter.grad /= world // 2
+    expected = torch.nn.utils.clip_grad_norm_(layer.parameters(), 0.5)
+    for norm, router, down, first, span in run_ranks(_clips, world):
+        torch.testing.assert_close(norm.float(), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(router, layer.gate.wg.weight.grad, rtol=1e-4, atol=1e-5)
+        own = layer.experts.down_proj.grad[first : first + EXPERTS * 2 // world, :, span]
+        torch.testing.assert_close(down, own, rtol=1e-4, atol=1e-5)
+
+
 def test_a_token_travels_once_per_tensor_parallel_group():
     results = run_ranks(_runs, 4, False)
     both = sum(sent for *_, sent in results)
@@ -109,6 +135,13 @@ def _refused(rank, world):
     with pytest.raises(MoEConfigError, match="multiple of 2"):
         PackedExperts(2, HIDDEN, 3, tensor_group=group)
     MoE(HIDDEN, nn.Linear(HIDDEN, HIDDEN), 2, enable_expert_tensor_parallelism=True, tensor_group=group)
+    experts, _ = sliced(group)  # slices over ranks that the topology takes for data-parallel ones
+    layer = layer_of(experts, enable_expert_tensor_parallelism=True, tensor_group=group)
+    weight = layer.experts.down_proj.detach().clone()
+    for function in (broadcast_parameters, average_gradients, lambda model: clip_grad_norm_(model, 1.0)):
+        with pytest.raises(MoEConfigError, match="sliced over 2 ranks, but the model axis of the topology has 1"):
+            function(layer)
+    assert torch.equal(layer.experts.down_proj, weight)
 
 
 def test_slices_that_do_not_fit_are_refused():

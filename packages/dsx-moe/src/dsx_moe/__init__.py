@@ -100,9 +100,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`apply_config` and `ExpertParallelConfig` need pydantic, and are loaded only by code that reads a
-    configuration.
-    """
+    """Load `apply_config` and `ExpertParallelConfig` on first use, because they need pydantic."""
     if name in ("ExpertParallelConfig", "apply_config"):
         return getattr(importlib.import_module(f"{__name__}.config"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

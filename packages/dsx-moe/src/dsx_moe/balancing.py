@@ -1,12 +1,12 @@
-"""Balances the experts without a loss: a bias for the choice of experts is updated once per optimizer step.
+"""Balances the experts without a loss: once per optimizer step it updates a bias for the choice of experts.
 
-Every router with `bias_update_rate` u has a bias b[e] that is added to its scores only for the choice of experts. With
-c[e] requests of expert e since the last update, over all data-parallel ranks and micro-batches:
+Every router with `bias_update_rate` u has a bias b[e] per expert. It is added to the scores only for the choice of
+experts. c[e] counts the requests for expert e since the last update, over all data-parallel ranks and micro-batches:
 
     b[e] += u * sign(mean(c) - c[e])
 
-Source: DeepSeek-V3 (arXiv 2412.19437, section 2.1.2). A sign does not change when every count is doubled, so
-activation checkpointing, which runs forwards twice, changes nothing.
+Source: DeepSeek-V3 (arXiv 2412.19437, section 2.1.2). Activation checkpointing runs forwards twice and so doubles every
+count, which does not change the sign.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from .gate import TopKGate
 
 
 def update_router_bias(model: nn.Module) -> int:
-    """Move the biases of all routers of a model, in one all-reduce (collective over the data-parallel ranks).
+    """Update the biases of all routers of a model, with one all-reduce (collective over the data-parallel ranks).
 
-    Call it once per optimizer step, on every rank. Returns the number of routers that have a bias.
+    Call it once per optimizer step, on every rank.
+
+    Returns:
+        The number of routers that have a bias.
     """
     gates = [m for m in model.modules() if isinstance(m, TopKGate) and m.expert_bias is not None]
     if not gates:
@@ -33,8 +36,8 @@ def update_router_bias(model: nn.Module) -> int:
             where = parallel_groups.current().axis("sequence_data")
             if where.size > 1:
                 dsx_comm.all_reduce(counts, group=where.group)
-        for gate, asked in zip(gates, counts.split([gate.num_experts for gate in gates])):
+        for gate, requests in zip(gates, counts.split([gate.num_experts for gate in gates])):
             if gate.expert_bias is not None and gate.assigned is not None:
-                gate.expert_bias += gate.bias_update_rate * torch.sign(asked.mean() - asked)
+                gate.expert_bias += gate.bias_update_rate * torch.sign(requests.mean() - requests)
                 gate.assigned.zero_()
     return len(gates)

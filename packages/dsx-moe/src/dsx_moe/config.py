@@ -1,7 +1,8 @@
 """The `expert_parallel` section of a training configuration, and how it is applied to a model.
 
-Only code that reads a configuration imports this module (pydantic). Keys and defaults are those of DeepSpeed's AutoEP.
-`MEANINGLESS` names keys that have no effect here, so that code that loads a configuration can warn about them.
+Only code that reads a configuration imports this module, because it needs pydantic. Keys and defaults are those of
+DeepSpeed's AutoEP. `MEANINGLESS` lists keys that have no effect here, so that code that loads a configuration can warn
+about them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ __all__ = ["ExpertParallelConfig", "apply_config"]
 
 
 def _without_fraction(value: Any) -> Any:
-    """Let 1e2 through as 100, as JSON written by hand has it; the strict check judges the rest."""
+    """Turn 1e2 into 100. The strict check of pydantic accepts or refuses everything else."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -29,7 +30,7 @@ _Count = Annotated[int, BeforeValidator(_without_fraction), Field(ge=1)]
 _Size = Annotated[int, BeforeValidator(_without_fraction), Field(ge=0)]
 _Name = Annotated[str, Field(min_length=1)]
 
-_READ_OFF = "it is taken from the modules"
+_FROM_MODULES = "it is taken from the modules"
 _KERNELS = "there is one grouped matrix product, chosen by device and data type"
 _BACKEND = "dsx_comm sends the tokens"
 MEANINGLESS: dict[str, str] = {
@@ -49,12 +50,12 @@ MEANINGLESS: dict[str, str] = {
     "num_expert_groups": "the model's own router does it",
     "num_limited_groups": "the model's own router does it",
     "score_apply": "weights are applied to the experts' outputs",
-    "expert_w1": _READ_OFF,
-    "expert_w2": _READ_OFF,
-    "expert_w3": _READ_OFF,
-    "expert_activation": _READ_OFF,
-    "num_experts_attr": _READ_OFF,
-    "top_k_attr": _READ_OFF,
+    "expert_w1": _FROM_MODULES,
+    "expert_w2": _FROM_MODULES,
+    "expert_w3": _FROM_MODULES,
+    "expert_activation": _FROM_MODULES,
+    "num_experts_attr": _FROM_MODULES,
+    "top_k_attr": _FROM_MODULES,
 }
 """Keys that are accepted because published files have them, and why they have no effect."""
 
@@ -153,11 +154,11 @@ class ExpertParallelConfig(BaseModel):
 def apply_config(
     model: nn.Module, config: ExpertParallelConfig, *, use_data_before_expert_parallelism: bool = False
 ) -> list[str]:
-    """Replace the experts of a model as a section says (collective); returns the names of the replaced modules.
+    """Replace the experts of a model as a section says (collective). Returns the names of the replaced modules.
 
     Args:
         model: a Hugging Face model; changed in place.
-        config: the section `expert_parallel`; one that is not enabled changes nothing.
+        config: the section `expert_parallel`. If it is not enabled, nothing is changed.
         use_data_before_expert_parallelism: neighbouring ranks hold the same experts, instead of different ones.
 
     Raises:
@@ -186,7 +187,7 @@ def apply_config(
 
 
 def _slice_group(size: int) -> Any:
-    """The ranks over which one expert is cut: the model-parallel ones; None for 1."""
+    """The group over which one expert is cut: the model-parallel ranks; None if `size` is 1."""
     if size == 1:
         return None
     there = parallel_groups.current().size("model") if dsx_comm.is_initialized() else 1

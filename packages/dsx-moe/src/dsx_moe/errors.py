@@ -2,11 +2,11 @@
 
 
 class MoEConfigError(ValueError):
-    """An argument of a layer, a conversion or a function does not fit: sizes, names, groups, shapes."""
+    """An argument has a wrong size, name, group or shape."""
 
 
 class RoutingError(RuntimeError):
-    """A router's logits are not finite, on this rank or on another one of its expert-parallel group."""
+    """A router's logits are not finite, on this rank or on another rank of its expert-parallel group."""
 
 
 class ConversionError(ValueError):

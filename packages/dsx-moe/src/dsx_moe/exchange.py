@@ -21,18 +21,18 @@ import torch
 
 
 class Transfer(Protocol):
-    """Rows under way."""
+    """A transfer of rows that was begun."""
 
     rows: torch.Tensor
-    """What arrives, by sending rank; its content counts after `wait`."""
+    """The received rows, sorted by sending rank. They are valid after `wait`."""
 
     def wait(self) -> None:
-        """Return when the rows are there (on a device: when the current stream will see them)."""
+        """Wait until the rows have arrived. On a device the current stream waits, and the host does not."""
         ...
 
 
 class Exchange(Protocol):
-    """Moves rows between the P ranks of a group; all its calls are collective."""
+    """Sends rows between the P ranks of a group. `gather_counts` and `start` are collective."""
 
     @property
     def size(self) -> int:
@@ -41,34 +41,34 @@ class Exchange(Protocol):
 
     @property
     def rank(self) -> int:
-        """This rank's place in the group."""
+        """This rank's index in the group."""
         ...
 
     def gather_counts(self, own: torch.Tensor) -> torch.Tensor:
-        """int64 [n] of every rank, as [P, n] on the host."""
+        """Gather int64 [n] of every rank as [P, n] on the host."""
         ...
 
     def start(self, rows: torch.Tensor, traffic: torch.Tensor) -> Transfer:
-        """Begin to send `rows`, which are sorted by receiving rank, as `traffic` [P, P] says."""
+        """Begin to send `rows`, sorted by receiving rank. `traffic` [P, P] has the number of rows of each pair."""
         ...
 
 
-class _Arriving:
-    """Rows under way, with what has to be waited for and kept alive until then."""
+class _PendingTransfer:
+    """A transfer with its wait function, and with the tensors that must stay alive until it is complete."""
 
     def __init__(self, rows: torch.Tensor, wait: Callable[[], Any], *kept: Any) -> None:
-        self.rows, self._wait, self._kept = rows, wait, kept
+        self.rows, self._wait, self._kept_alive = rows, wait, kept
 
     def wait(self) -> None:
         self._wait()
-        self._kept = ()
+        self._kept_alive = ()
 
 
 class DirectExchange:
     """One all-to-all with exact splits.
 
     Args:
-        group: a process group; None: all ranks.
+        group: process group; None: all ranks.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -91,16 +91,18 @@ class DirectExchange:
         arriving = rows.new_empty(sum(receive), *rows.shape[1:])
         source = rows.contiguous()
         work = dsx_comm.all_to_all_single(arriving, source, receive, send, group=self.group, async_op=True)
-        return _Arriving(arriving, work.wait, source)
+        return _PendingTransfer(arriving, work.wait, source)
 
 
 class HierarchicalExchange(DirectExchange):
     """Two all-to-alls: inside the node, then between equal devices of the nodes.
 
-    Both hops of a transfer go on beside the caller's computation: for host tensors on a thread, on CUDA on a stream.
+    Both hops of a transfer overlap with the caller's computation. They run on a thread for host tensors, and on a
+    stream for CUDA tensors.
 
     Args:
-        hierarchy: from `dsx_comm.make_hierarchy`; no other code may use its groups.
+        hierarchy: groups of ranks inside the node and between nodes (`dsx_comm.make_hierarchy`). No other code may use
+            them, because transfers run on a thread of their own.
     """
 
     def __init__(self, hierarchy: dsx_comm.Hierarchy) -> None:
@@ -118,7 +120,7 @@ class HierarchicalExchange(DirectExchange):
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="dsx-moe-hops")
         done: Future[None] = self._thread.submit(self._two_hops, arriving, source, traffic)
-        return _Arriving(arriving, done.result, source)
+        return _PendingTransfer(arriving, done.result, source)
 
     def _start_on_stream(self, arriving: torch.Tensor, source: torch.Tensor, traffic: torch.Tensor) -> Transfer:
         if self._stream is None:
@@ -128,7 +130,9 @@ class HierarchicalExchange(DirectExchange):
             self._two_hops(arriving, source, traffic)
         for tensor in (arriving, source):
             tensor.record_stream(self._stream)
-        return _Arriving(arriving, lambda: torch.cuda.current_stream(source.device).wait_stream(self._stream), source)
+        return _PendingTransfer(
+            arriving, lambda: torch.cuda.current_stream(source.device).wait_stream(self._stream), source
+        )
 
     @torch.no_grad()
     def _two_hops(self, arriving: torch.Tensor, source: torch.Tensor, traffic: torch.Tensor) -> None:
@@ -137,21 +141,21 @@ class HierarchicalExchange(DirectExchange):
         grid = traffic.view(at.nodes, at.devices, at.nodes, at.devices)
         by_device = _reorder(source, grid[at.node, at.device])  # rows are sorted by (to node, to device)
         receive = grid[at.node, :, :, at.device]  # [from device, to node]
-        met = source.new_empty(int(receive.sum()), *source.shape[1:])
-        _hop(met, by_device, receive.sum(1), grid[at.node, at.device].sum(0), at.intra)
-        by_node = _reorder(met, receive)
+        after_first_hop = source.new_empty(int(receive.sum()), *source.shape[1:])
+        _hop(after_first_hop, by_device, receive.sum(1), grid[at.node, at.device].sum(0), at.intra)
+        by_node = _reorder(after_first_hop, receive)
         _hop(arriving, by_node, grid[:, :, at.node, at.device].sum(1), receive.sum(0), at.inter)
 
 
 def _hop(output: torch.Tensor, source: torch.Tensor, receive: torch.Tensor, send: torch.Tensor, group: Any) -> None:
-    if group is None:  # one rank per node, or one node
+    if group is None:  # there is one rank per node, or only one node, so this hop sends nothing
         output.copy_(source)
     else:
         dsx_comm.all_to_all_single(output, source, receive.tolist(), send.tolist(), group=group)
 
 
 def _reorder(rows: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-    """Sorts rows, which are blocks (i, j) of `sizes` [I, J] rows with i first, so that j is first."""
+    """Sort blocks of rows. The blocks (i, j) have `sizes[i, j]` rows; they come sorted by i and leave sorted by j."""
     if 1 in sizes.shape:
         return rows
     blocks = rows.split(sizes.reshape(-1).tolist())
@@ -162,7 +166,7 @@ def _reorder(rows: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
 
 
 class Link:
-    """One transfer of a graph and, in `adjoint`, the transfer of its gradients in the other direction."""
+    """One transfer in autograd's graph. `adjoint` is the transfer of its gradients in the other direction."""
 
     def __init__(self, exchange: Exchange, traffic: torch.Tensor) -> None:
         self.exchange, self.traffic = exchange, traffic
@@ -171,7 +175,7 @@ class Link:
 
     @property
     def adjoint(self) -> Link:
-        """The link of the gradients."""
+        """The link that transfers the gradients."""
         if self._adjoint is None:
             self._adjoint = Link(self.exchange, self.traffic.t())
             self._adjoint._adjoint = self
@@ -179,7 +183,7 @@ class Link:
 
 
 def send_rows(rows: torch.Tensor, link: Link) -> torch.Tensor:
-    """Begin a transfer. What comes back is a ticket for `receive_rows`: an empty tensor that ties the two together."""
+    """Begin a transfer. Returns a ticket for `receive_rows`: an empty tensor that links the two in autograd's graph."""
     return _Send.apply(rows, link)  # type: ignore[no-any-return]
 
 
@@ -192,8 +196,8 @@ def receive_rows(ticket: torch.Tensor, link: Link) -> torch.Tensor:
     return _Receive.apply(ticket, link)  # type: ignore[no-any-return]
 
 
-# The ticket has no elements, because autograd wants a gradient of the shape of its tensor: rows that arrive are other
-# ones, and of another number, than the rows of the gradient that go back.
+# The ticket has no elements, because autograd requires that a gradient has the shape of its tensor. The number of rows
+# that arrive differs from the number of rows that were sent, so neither could be the gradient of the other.
 
 
 class _Send(torch.autograd.Function):

@@ -1,8 +1,8 @@
 """The experts that one rank holds: copies of a module, or packed weights that one grouped GEMM multiplies.
 
 * `Experts`: one child module per expert. Children are numbered from 0 on every rank, because code that divides a model
-  among ranks needs equal names on all of them. Its state dict numbers the experts of all ranks consecutively. So the
-  state dicts of all ranks together are that of a model on one rank, which loads with any expert-parallel size.
+  among ranks needs equal names on all of them. Its state dict has global numbers: those of the experts of all ranks. So
+  the state dicts of all ranks together are that of a model on one rank, and load with any expert-parallel size.
 * `PackedExperts`: feed-forward experts as three-dimensional tensors [experts, out, in], the layout of Hugging Face's
   models. A rank holds a slice along the first dimension; a tensor-parallel group may slice the inner size too.
 
@@ -37,10 +37,12 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class ExpertShard(nn.Module):
-    """Experts first ... first + count - 1 of `num_experts`. The marks of their parameters survive copies.
+    """Base of modules that hold the experts first ... first + count - 1 of `num_experts`.
+
+    Copies of the module set the attributes of expert parameters again (`marks`).
 
     Attributes:
-        slices: how their weights are cut over tensor-parallel ranks.
+        slices: how the weights are cut over tensor-parallel ranks.
     """
 
     def __init__(self, num_experts: int, first: int, count: int, group_name: str) -> None:
@@ -49,7 +51,7 @@ class ExpertShard(nn.Module):
         self.slices = ExpertSlices()
 
     def mark(self) -> None:
-        """Mark the parameters as those of experts, and as slices where they are cut."""
+        """Mark the parameters as expert parameters, and the cut ones as slices."""
         mark_expert_parameters(self, self.group_name)
         self.slices.mark(self)
 
@@ -65,15 +67,15 @@ class Experts(ExpertShard):
     """Modules of any kind that map [n, h] to [n, h] row by row, n = 0 included.
 
     Args:
-        expert: the module that every expert is a copy of, or a function that builds the expert of a global number.
-            It is called for all experts on every rank, so that the random numbers it draws do not depend on how many
-            ranks share them.
-        num_experts: of all ranks together.
-        first, count: which of them this rank holds.
-        group_name: of the expert-parallel groups; it marks the parameters.
+        expert: a module of which every expert is a copy; or a function that builds the expert of a global number. The
+            function is called for all experts on every rank, so that the random numbers it draws do not depend on the
+            number of ranks.
+        num_experts: number of experts of all ranks together.
+        first, count: this rank holds the experts first ... first + count - 1; default: all.
+        group_name: name of the expert-parallel groups, with which the parameters are marked.
 
     Raises:
-        MoEConfigError: `expert` is neither.
+        MoEConfigError: the function does not return a module.
     """
 
     def __init__(
@@ -95,14 +97,18 @@ class Experts(ExpertShard):
                     raise MoEConfigError(f"expert: the function returned {type(made).__name__}, expected a module")
             if made is not None and self._is_local(number):
                 self.add_module(str(number - self.first), made)
-        self.register_state_dict_post_hook(_number_through_all_ranks)
+        self.register_state_dict_post_hook(_use_global_numbers)
         self.mark()
 
     def _is_local(self, number: int) -> bool:
         return self.first <= number < self.first + self.count
 
     def __getitem__(self, number: int) -> nn.Module:
-        """The expert of a global number. Raises IndexError where another rank holds it."""
+        """The expert of a global number.
+
+        Raises:
+            IndexError: another rank holds it.
+        """
         if not self._is_local(number):
             raise IndexError(f"expert {number} is on another rank; this one holds {self.extra_repr()}")
         return self._modules[str(number - self.first)]  # type: ignore[return-value]
@@ -112,7 +118,7 @@ class Experts(ExpertShard):
         done = []
         for i, segment in enumerate(rows.split(list(counts))):
             out = self[self.first + first + i](segment)
-            out = out[0] if isinstance(out, tuple) else out  # Megatron's return (output, bias)
+            out = out[0] if isinstance(out, tuple) else out  # Megatron's layers return (output, bias)
             if not isinstance(out, torch.Tensor) or out.shape != segment.shape:
                 got = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
                 raise MoEConfigError(
@@ -122,21 +128,24 @@ class Experts(ExpertShard):
         return done[0] if len(done) == 1 else torch.cat(done)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Take this rank's experts from a state dict of all; those of other ranks are passed over."""
+        """Load this rank's experts from a state dict of all experts; those of other ranks are skipped."""
         for key, value in [(key, state_dict[key]) for key in state_dict if key.startswith(prefix)]:
             number, _, rest = key[len(prefix) :].partition(".")
             if number.isdigit() and int(number) < self.num_experts:
                 del state_dict[key]
                 if self._is_local(int(number)):
-                    # in a name that no expert has, until all are taken
+                    # under a temporary name, because local and global numbers overlap
                     state_dict[f"{prefix}local.{int(number) - self.first}.{rest}"] = value
         for key in [key for key in state_dict if key.startswith(f"{prefix}local.")]:
             state_dict[prefix + key[len(prefix) + len("local.") :]] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def _number_through_all_ranks(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
-    """Rename what the children of `Experts` saved, over a name that no expert has, so that none is overwritten."""
+def _use_global_numbers(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
+    """Rename the entries of `Experts` from local to global numbers.
+
+    They get a temporary name first, because local and global numbers overlap.
+    """
     if not isinstance(module, Experts) or not module.first:
         return
     for key in [key for key in state_dict if key.startswith(prefix)]:
@@ -148,25 +157,28 @@ def _number_through_all_ranks(module: nn.Module, state_dict: Any, prefix: str, l
 
 
 class PackedExperts(ExpertShard):
-    """Feed-forward experts in packed weights: down(act(up(x))), or down(act(gate(x)) * up(x)) where gated.
+    """Feed-forward experts in packed weights: down(act(up(x))), or down(act(gate(x)) * up(x)) if gated.
 
-    Made for all experts by its user; `MoE` keeps the slice of its rank (`shard`).
+    The user makes it with all experts; `MoE` keeps the experts of its rank (`shard`).
 
     Args:
-        num_experts: experts.
-        hidden_size: h, of rows in and out.
-        ffn_size: inner size.
+        num_experts: number of all experts, E.
+        hidden_size: h, the size of input and output rows.
+        ffn_size: the inner size, ffn.
         activation: "gelu", "gelu_tanh", "relu" or "silu".
-        gated: with a gate (SwiGLU with "silu").
-        bias: with biases.
-        tensor_group: a process group whose ranks hold slices of the inner size; each rank makes its slice of random
-            numbers of its own.
-        device, dtype: of the weights.
+        gated: whether the experts have a gate; with "silu" this is SwiGLU.
+        bias: whether the experts have biases.
+        tensor_group: process group whose ranks hold slices of the inner size. Each rank initialises its slice with the
+            random numbers that it draws.
+        device, dtype: device and dtype of the weights.
 
     Attributes:
         up_proj: [E, ffn, h], or with a gate `gate_up_proj`: [E, 2 * ffn, h], the gate first.
         down_proj: [E, h, ffn].
         up_bias, down_bias: [E, ffn] (gated: [E, 2 * ffn]) and [E, h], or None.
+
+    Raises:
+        MoEConfigError: the activation is unknown, or the group does not divide the inner size.
     """
 
     def __init__(
@@ -209,11 +221,11 @@ class PackedExperts(ExpertShard):
 
     @property
     def up(self) -> nn.Parameter:
-        """The first weight, whatever its name."""
+        """The first weight: `gate_up_proj` if gated, else `up_proj`."""
         return self.get_parameter("gate_up_proj" if self.gated else "up_proj")
 
     def reset_parameters(self) -> None:
-        """Every expert as `nn.Linear` would be initialised: uniform within 1 / sqrt(inputs)."""
+        """Initialise every expert as `nn.Linear` does: uniform within +- 1 / sqrt(number of inputs)."""
         with torch.no_grad():
             for weight, bias in ((self.up, self.up_bias), (self.down_proj, self.down_bias)):
                 fan_in = weight.shape[2] * (self.slices.size if weight is self.down_proj else 1)
@@ -222,7 +234,7 @@ class PackedExperts(ExpertShard):
                     bias.uniform_(-1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
 
     def shard(self, first: int, count: int, group_name: str) -> PackedExperts:
-        """Keep experts first ... first + count - 1 of those held now; returns itself."""
+        """Keep only the experts first ... first + count - 1 of those held now. Returns this module."""
         keep_expert_slices(self, self.count, first, count)
         self.first, self.count, self.group_name = self.first + first, count, group_name
         self.mark()
@@ -233,7 +245,7 @@ class PackedExperts(ExpertShard):
         counts, span = list(counts), slice(first, first + len(counts))
         if self.tensor_group is not None:
             rows = copy_to_group(rows, self.tensor_group)
-        rows, up, up_bias, down, down_bias = _autocast(
+        rows, up, up_bias, down, down_bias = _autocast_operands(
             rows, self.up, self.up_bias, self.down_proj, self.down_bias, span=span
         )
         inner = segment_matmul(rows, up.transpose(1, 2), counts)
@@ -270,20 +282,24 @@ def keep_expert_slices(module: nn.Module, total: int, first: int, count: int) ->
     if count == total:
         return
     for parameter in module.parameters(recurse=False):
-        parameter.data = parameter.detach()[first : first + count].clone()  # the same object, which optimizers know
+        # only the data changes: optimizers hold the parameter object
+        parameter.data = parameter.detach()[first : first + count].clone()
     for name, buffer in list(module.named_buffers(recurse=False)):
         if buffer.dim() and buffer.shape[0] == total:
             module.register_buffer(name, buffer[first : first + count].clone())
 
 
 def cut_to_shard(state_dict: Any, prefix: str, name: str, shard: ExpertShard) -> None:
-    """Cut a tensor of all experts in a state dict to this rank's; one that has this rank's size is left alone.
+    """Replace a tensor of all experts in a state dict by this rank's part, unless it has this rank's size.
 
     Args:
-        prefix, name: under which names together the tensor stands, and the parameter's name in the shard.
+        state_dict: changed in place.
+        prefix: prefix of the shard's names in the state dict.
+        name: name of the parameter in the shard.
+        shard: the experts of this rank.
 
     Raises:
-        ExpertStateError: it has neither size.
+        ExpertStateError: the tensor has neither size.
     """
     key = prefix + name
     value = state_dict.get(key)
@@ -295,11 +311,11 @@ def cut_to_shard(state_dict: Any, prefix: str, name: str, shard: ExpertShard) ->
         raise ExpertStateError(
             f"{key}: got {value.shape[0]} experts, expected {shard.num_experts} (all) or {shard.count} (this rank's)"
         )
-    state_dict[key] = shard.slices.fitting(key, name, state_dict[key], shard.get_parameter(name).shape)
+    state_dict[key] = shard.slices.piece_of(key, name, state_dict[key], shard.get_parameter(name).shape)
 
 
-def _autocast(rows: torch.Tensor, *weights: torch.Tensor | None, span: slice) -> tuple[Any, ...]:
-    """The rows, and the slices `span` of weights; under autocast both in its data type, as linear layers have it."""
+def _autocast_operands(rows: torch.Tensor, *weights: torch.Tensor | None, span: slice) -> tuple[Any, ...]:
+    """The rows, and the slices `span` of the weights; under autocast cast to its dtype, as for linear layers."""
     kind = rows.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     sliced = [w if w is None or (span.start == 0 and span.stop == w.shape[0]) else w[span] for w in weights]

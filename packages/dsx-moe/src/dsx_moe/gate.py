@@ -1,4 +1,4 @@
-"""The router of a layer: logits in float32 from a bias-free linear map, then top-1, top-2 or top-k gating.
+"""The router of a layer: a linear map without bias gives logits in float32, then top-1, top-2 or top-k gating.
 
 It adds to the pure functions of `gating`: noise in training, the router z-loss, and the bias that balances the
 experts without a loss (`balancing`). Noise, random token selection and sampling of the second expert are used only in
@@ -33,22 +33,26 @@ class TopKGate(nn.Module):
         model_dim: h, the size of a token.
         num_experts: E.
         k: experts per token.
-        capacity_factor, eval_capacity_factor: of the capacity in training and in evaluation.
-        min_capacity: the least capacity.
-        noisy_gate_policy: "Jitter" multiplies the gate's input by uniform numbers in 1 +- 0.01, "RSample" (k = 1) draws
-            the expert; both in training only. None: neither.
-        drop_tokens: False: no capacity.
-        use_rts: k = 1: an expert over capacity keeps random tokens in training; False: always the earliest.
-        top2_2nd_expert_sampling: k = 2: draw the second expert in training.
-        drop_policy: k > 2: see `topk_gating`.
-        z_loss_weight: what the router z-loss is multiplied by before it is added to the balancing loss.
-        bias_update_rate: > 0: balance by a bias of the choice, which `update_router_bias` moves by this much per step.
-            The second expert of k = 2 is then the second largest, not drawn.
+        capacity_factor, eval_capacity_factor: factors of the capacity in training and in evaluation.
+        min_capacity: the smallest capacity, in tokens.
+        noisy_gate_policy: "Jitter" multiplies the gate's input by uniform numbers in 1 +- 0.01; "RSample" (k = 1) draws
+            the expert from the softmax. Both act in training only. None: no noise.
+        drop_tokens: drop tokens above the capacity; False: there is no capacity.
+        use_rts: for k = 1: an expert over capacity keeps random tokens in training; False: it keeps the earliest.
+        top2_2nd_expert_sampling: for k = 2: draw the second expert in training.
+        drop_policy: for k > 2: see `topk_gating`.
+        z_loss_weight: factor of the router z-loss, which is added to the balancing loss.
+        bias_update_rate: above 0: balance the experts by a bias for their choice, which `update_router_bias` changes by
+            this amount per step. For k = 2 the second expert is then that of the second largest gate, and is not drawn.
 
     Attributes:
-        wg: the linear map [E, h].
-        expert_bias: float32 [E], or None.
-        assigned: float32 [E], requests per expert in training since the last update of the bias, or None.
+        wg: the linear map, with a weight [E, h].
+        expert_bias: float32 [E], the bias for the choice of experts; None without `bias_update_rate`.
+        assigned: float32 [E], requests for each expert in training since the last update of the bias; None without
+            `bias_update_rate`.
+
+    Raises:
+        MoEConfigError: a value is out of its range, or options exclude each other.
     """
 
     expert_bias: torch.Tensor | None
@@ -90,7 +94,7 @@ class TopKGate(nn.Module):
         self.register_buffer("assigned", torch.zeros(num_experts) if balanced else None, persistent=False)
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[T, E] in float32 (float64 for float64 tokens), whatever the precision around it."""
+        """tokens [T, h] -> logits [T, E] in float32 (float64 for float64 tokens), even under autocast."""
         wide = torch.promote_types(tokens.dtype, torch.float32)
         with torch.autocast(tokens.device.type, enabled=False):
             wide_tokens = tokens.to(wide)
@@ -99,7 +103,7 @@ class TopKGate(nn.Module):
             return F.linear(wide_tokens, self.wg.weight.to(wide))
 
     def route(self, logits: torch.Tensor, used_token: torch.Tensor | None = None) -> tuple[Routing, torch.Tensor]:
-        """(routing, loss): the loss is the balancing loss plus the weighted z-loss, 0-D."""
+        """logits [T, E] -> (routing, loss). The loss is the balancing loss plus the weighted z-loss, 0-D."""
         gating = self._gate(logits, used_token)
         loss = gating.l_aux
         if self.z_loss_weight:
@@ -110,7 +114,7 @@ class TopKGate(nn.Module):
         return gating.routing, loss
 
     def forward(self, tokens: torch.Tensor, used_token: torch.Tensor | None = None) -> tuple[Routing, torch.Tensor]:
-        """`route` of the `logits` of tokens [T, h]."""
+        """Route tokens [T, h]: `route` of their `logits`."""
         return self.route(self.logits(tokens), used_token)
 
     def _gate(self, logits: torch.Tensor, used_token: torch.Tensor | None) -> Gating:

@@ -26,19 +26,24 @@ from dsx_comm import AxisGroup, parallel_groups
 from torch import nn
 
 from .errors import MoEConfigError
+from .experts import ExpertShard
 from .marks import is_moe_param
 
 _BUCKET = 1 << 24
-"""Elements that are sent in one collective: 64 MiB of float32."""
+"""Number of elements in one collective: 64 MiB of float32."""
 
 
 def broadcast_parameters(model: nn.Module) -> None:
     """Give every rank the same parameters and buffers (collective).
 
-    Dense ones come from the first data-parallel rank, experts from the first rank that holds them.
+    Dense parameters come from the first data-parallel rank, experts from the first rank that holds them.
+
+    Raises:
+        MoEConfigError: experts are sliced over ranks that are not the model axis of the topology.
     """
     if not dsx_comm.is_initialized():
         return
+    _check_slices(model)
     data = parallel_groups.current().axis("sequence_data")
     expert_buffers = {id(b) for m in model.modules() for b in _expert_buffers(m)}
     with torch.no_grad():
@@ -50,13 +55,15 @@ def broadcast_parameters(model: nn.Module) -> None:
 
 
 def average_gradients(model: nn.Module) -> None:
-    """Replace every gradient by that of the mean loss of all data-parallel ranks (collective).
+    """Replace every gradient by the gradient of the mean loss of all data-parallel ranks (collective).
 
     Raises:
-        MoEConfigError: an expert parameter of a group that does not exist.
+        MoEConfigError: an expert parameter belongs to a group that does not exist, or experts are sliced over ranks
+            that are not the model axis of the topology.
     """
     if not dsx_comm.is_initialized():
         return
+    _check_slices(model)
     data = parallel_groups.current().axis("sequence_data")
     by_group: dict[str | None, list[nn.Parameter]] = defaultdict(list)
     for parameter in model.parameters():
@@ -70,35 +77,62 @@ def average_gradients(model: nn.Module) -> None:
 def clip_grad_norm_(model: nn.Module, max_norm: float, eps: float = 1e-6) -> torch.Tensor:
     """Scale all gradients so that their 2-norm is at most `max_norm`, and return the norm before (0-D; collective).
 
-    The norm is the true one: each dense gradient counts once, and each expert once, wherever it is. Call it after
-    `average_gradients`. With a norm that is not finite the gradients are left alone. `eps` is added to the norm before
-    the division.
+    The norm is that of the whole model: each dense parameter counts once, and so does each expert, whichever rank holds
+    it. Slices (Megatron's `tensor_model_parallel`) are summed over the model axis of the topology. Call it after
+    `average_gradients`. If the norm is not finite, the gradients are not changed. `eps` is added to the norm before the
+    division.
+
+    Raises:
+        MoEConfigError: experts are sliced over ranks that are not the model axis of the topology.
     """
-    dense = torch.zeros((), dtype=torch.float64)
-    by_group: dict[str, torch.Tensor] = {}
+    if dsx_comm.is_initialized():
+        _check_slices(model)
+    # sums of squares by (name of the expert group or None for dense parameters, whether the parameters are slices)
+    squares: dict[tuple[str | None, bool], torch.Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
     parameters = [p for p in model.parameters() if p.requires_grad]
     for parameter in parameters:
         square = torch.zeros((), dtype=torch.float64)
         if parameter.grad is not None:
             square = parameter.grad.detach().double().square().sum().cpu()
-        if is_moe_param(parameter):
-            name = str(getattr(parameter, "group_name", ""))
-            by_group[name] = by_group.get(name, torch.zeros((), dtype=torch.float64)) + square
-        else:
-            dense = dense + square
+        name = str(getattr(parameter, "group_name", "")) if is_moe_param(parameter) else None
+        squares[name, bool(getattr(parameter, "tensor_model_parallel", False))] += square
     device = parameters[0].device if parameters else torch.device("cpu")
-    for name in sorted(by_group):
-        total = by_group[name].to(device)
-        if dsx_comm.is_initialized():
-            dsx_comm.all_reduce(total, group=parallel_groups.current().expert(name).group)
-        dense = dense + total.cpu()
-    norm = dense.sqrt()
+    total = torch.zeros((), dtype=torch.float64)
+    for name, is_sliced in sorted(squares, key=str):
+        total += _sum_over_holders(squares[name, is_sliced].to(device), name, is_sliced).cpu()
+    norm = total.sqrt()
     if math.isfinite(float(norm)):
         scale = min(1.0, max_norm / (float(norm) + eps))
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)
     return norm
+
+
+def _sum_over_holders(square: torch.Tensor, name: str | None, is_sliced: bool) -> torch.Tensor:
+    """Sum over the ranks that hold different slices, and those that hold different experts (collective)."""
+    if dsx_comm.is_initialized():
+        groups = parallel_groups.current()
+        if is_sliced and groups.size("model") > 1:
+            dsx_comm.all_reduce(square, group=groups.axis("model").group)
+        if name is not None:
+            dsx_comm.all_reduce(square, group=groups.expert(name).group)
+    return square
+
+
+def _check_slices(model: nn.Module) -> None:
+    """Raise an error if the topology does not know over which ranks experts are sliced.
+
+    It would take the ranks of a tensor-parallel group for data-parallel ones, and mix different slices.
+    """
+    ranks = parallel_groups.current().size("model")
+    for name, module in model.named_modules():
+        if isinstance(module, ExpertShard) and module.slices.cuts and module.slices.size != ranks:
+            raise MoEConfigError(
+                f"{name or 'the model'}: its experts are sliced over {module.slices.size} ranks, but the model axis of "
+                f"the topology has {ranks}; name the axis with dsx_comm.parallel_groups.use(GroupRegistry("
+                'ProcessTopology(("data", "model"), ...)))'
+            )
 
 
 def _reduce(parameters: list[nn.Parameter], where: AxisGroup, divisor: int) -> None:

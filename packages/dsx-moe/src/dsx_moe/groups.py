@@ -1,7 +1,7 @@
 """The groups of one expert-parallel layout: ranks that divide the experts among them, and ranks with the same experts.
 
-They come from the topology in use (`dsx_comm.parallel_groups`), under DeepSpeed's names ("ep_size_4"), so that every
-layer of one size shares them. Without an initialised process group there is one rank and no group.
+They come from the topology in use (`dsx_comm.parallel_groups`), under DeepSpeed's names ("ep_size_4"). So all layers
+with the same expert-parallel size share them. Without an initialised process group there is one rank and no group.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dsx_comm import AxisGroup, Hierarchy, parallel_groups
 from .errors import MoEConfigError
 from .exchange import DirectExchange, Exchange, HierarchicalExchange
 
-_ALONE = AxisGroup(None, (0,), 0)
+_ONE_RANK = AxisGroup(None, (0,), 0)
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class ExpertGroups:
     """This rank's groups for experts over `expert.size` ranks.
 
     Attributes:
-        name: "ep_size_{n}", which expert parameters carry as `group_name`.
+        name: "ep_size_{n}", the `group_name` of expert parameters.
         expert: the ranks among which the experts are divided.
         expert_data: the ranks that hold the same experts as this one.
-        data: the ranks over which a loss is averaged; tokens of all of them reach the experts.
-        data_before_expert: whether neighbours hold the same experts, instead of sharing them out.
+        data: the data-parallel ranks, over which a loss is averaged.
+        data_before_expert: whether neighbouring ranks hold the same experts instead of different ones.
     """
 
     name: str
@@ -40,7 +40,7 @@ class ExpertGroups:
         return self  # copies of a layer communicate over the same groups
 
     def __reduce__(self) -> Any:
-        return _groups_again, (self.expert.size, self.data_before_expert)  # a process group cannot be pickled
+        return _unpickle_groups, (self.expert.size, self.data_before_expert)  # a process group cannot be pickled
 
 
 def expert_group_name(ep_size: int) -> str:
@@ -49,7 +49,7 @@ def expert_group_name(ep_size: int) -> str:
 
 
 def expert_groups_of(ep_size: int, *, data_before_expert: bool = False) -> ExpertGroups:
-    """The groups for experts over `ep_size` ranks; they are made by the first call (collective over all ranks).
+    """The groups for experts over `ep_size` ranks. The first call makes them (collective over all ranks).
 
     Raises:
         MoEConfigError: no process group is initialised, `ep_size` does not divide the ranks, or groups of this size
@@ -62,7 +62,7 @@ def expert_groups_of(ep_size: int, *, data_before_expert: bool = False) -> Exper
                 f"ep_size: got {ep_size}, but there is one rank without a process group; call "
                 "dsx_comm.init_distributed() first, or use ep_size=1"
             )
-        return ExpertGroups(name, _ALONE, _ALONE, _ALONE)
+        return ExpertGroups(name, _ONE_RANK, _ONE_RANK, _ONE_RANK)
     current = parallel_groups.current()
     topology = current.registry.topology
     stage_ranks = dsx_comm.get_world_size() // topology.get_dim("pipe") // topology.get_dim("model")
@@ -80,17 +80,17 @@ def expert_groups_of(ep_size: int, *, data_before_expert: bool = False) -> Exper
     return made
 
 
-def _groups_again(ep_size: int, data_before_expert: bool) -> ExpertGroups:
+def _unpickle_groups(ep_size: int, data_before_expert: bool) -> ExpertGroups:
     return expert_groups_of(ep_size, data_before_expert=data_before_expert)
 
 
 def make_exchange(groups: ExpertGroups, devices_per_node: int | None = None) -> Exchange | None:
-    """The exchange of an expert-parallel group; None where it has one rank.
+    """Make the exchange of an expert-parallel group; None if the group has one rank.
 
     Args:
         groups: from `expert_groups_of`.
-        devices_per_node: send in two hops, where `devices_per_node` consecutive ranks of the group are on one node
-            (collective over all ranks); None: send directly.
+        devices_per_node: number of consecutive ranks of the group that are on one node; rows are then sent in two hops,
+            and the call is collective over all ranks. None: rows are sent directly.
 
     Raises:
         MoEConfigError: `devices_per_node` does not divide the group.
@@ -108,7 +108,7 @@ def make_exchange(groups: ExpertGroups, devices_per_node: int | None = None) -> 
 
 
 def _hierarchy(groups: ExpertGroups, devices: int) -> Hierarchy:
-    """Nodes of `devices` ranks in every expert group. Every rank makes the groups of all ranks, as torch requires."""
+    """Divide every expert group into nodes of `devices` ranks. Every rank makes all groups, as torch requires."""
     nodes, (node, device) = groups.expert.size // devices, divmod(groups.expert.rank, devices)
     intra: Any = None
     inter: Any = None
@@ -138,7 +138,7 @@ def _all_expert_groups(groups: ExpertGroups) -> list[list[int]]:
 
 
 def _check_order(groups: ExpertGroups) -> None:
-    """`create_experts` gives what was made first under the name, whatever the order asked for now."""
+    """Raise an error if groups of this name exist in the other order: `create_experts` returns the existing groups."""
     expected = next(ranks for ranks in _all_expert_groups(groups) if dsx_comm.get_rank() in ranks)
     if list(groups.expert.ranks) != expected:
         raise MoEConfigError(

@@ -9,8 +9,8 @@ The rules look at the form of a module, not at its class, so that unknown models
 * packed: a module with a number `num_experts` whose parameters all have that many rows, and whose forward takes tokens,
   chosen experts and weights. This is the form of Mixtral, Qwen-MoE, OLMoE, DeepSeek and others since transformers 5.
   Only this module is replaced; the model's own router, shared experts and losses stay as they are.
-* listed: a module with a `ModuleList` of experts beside a linear router, as models had it before. The whole block is
-  replaced; how its router turns logits into weights is read from the block, or given (`RouterRule`).
+* listed: a module with a `ModuleList` of experts and a linear router. This is the form of earlier models. The whole
+  block is replaced. How its router turns logits into weights is read from the block, or given (`RouterRule`).
 
 Before a module is replaced, a few random tokens are sent through it and through its replacement; if the results differ,
 an error names the module. So a router or expert of an unknown kind is never silently computed differently. Names of
@@ -34,7 +34,7 @@ from .gating import largest_indices
 from .groups import expert_groups_of
 from .layer import ExpertDispatch
 from .routing import build_routing
-from .rules import RouterRule, children_of, completed, find_experts, is_packed, number_of_experts
+from .rules import RouterRule, children_of, completed_rule, find_experts, is_packed, number_of_experts
 from .segments import segment_matmul
 from .slices import ExpertSlices
 from .state import gather_numbered, gather_rows_of_experts
@@ -46,7 +46,7 @@ _CUTS = {"gate_up_proj": (1, 2), "down_proj": (2, 1)}  # dimension and parts of 
 
 
 class PackedExpertShard(ExpertShard):
-    """This rank's slice of a packed experts module, called as the module was: (tokens, chosen experts, weights)."""
+    """This rank's part of a packed experts module. It takes the same arguments as the module."""
 
     def __init__(self, module: nn.Module, dispatch: ExpertDispatch, name: str, slice_group: Any = None) -> None:
         total = int(module.num_experts)  # type: ignore[arg-type]
@@ -63,9 +63,10 @@ class PackedExpertShard(ExpertShard):
         self.slices = ExpertSlices(slice_group, _CUTS)
         for key in self.slices.cuts:
             parameter = self.get_parameter(key)
-            parameter.data = self.slices.own(key, parameter.detach())  # the same object, which optimizers know
+            # only the data changes: optimizers hold the parameter object
+            parameter.data = self.slices.own(key, parameter.detach())
         module.num_experts = count  # type: ignore[assignment]
-        self._original = (module,)  # in a tuple: no child, so that names stay
+        self._original = (module,)  # in a tuple, so that it is not a child and names stay as they are
         self.mark()
         self.train(module.training)
 
@@ -75,7 +76,10 @@ class PackedExpertShard(ExpertShard):
         return self._original[0]
 
     def forward(self, hidden_states: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """[T, h], int64 [T, K], [T, K] to [T, h]. A chosen expert of `num_experts` means none, as upstream has it."""
+        """Tokens [T, h], chosen experts int64 [T, K], weights [T, K] -> [T, h].
+
+        A chosen expert with the number `num_experts` means no expert, as in transformers.
+        """
         shape = hidden_states.shape
         tokens, chosen = hidden_states.reshape(-1, shape[-1]), chosen.reshape(-1, chosen.shape[-1]).long()
         routing = build_routing(
@@ -90,14 +94,14 @@ class PackedExpertShard(ExpertShard):
         return out.view(shape)
 
     def compute(self, rows: torch.Tensor, counts: Sequence[int], first: int = 0) -> torch.Tensor:
-        """The segments of this rank's experts."""
+        """Compute the segments of this rank's experts; see `dsx_moe.dispatch.LocalExperts`."""
         if self.is_feed_forward:
             return self._feed_forward(rows, list(counts), slice(first, first + len(counts)))
         local = torch.arange(first, first + len(counts), device=rows.device)
         index = local.repeat_interleave(torch.tensor(list(counts), device=rows.device)).unsqueeze(1)
         held: dict[str, torch.Tensor] = dict(self.named_parameters(recurse=False))
         out = functional_call(self.original, held, (rows, index, rows.new_ones(index.shape)))
-        if not rows.shape[0]:  # no loop over hit experts has run: tie the parameters in, for their zero gradients
+        if not rows.shape[0]:  # no expert has run, but every parameter needs a (zero) gradient: add it to the graph
             for parameter in held.values():
                 out = out + parameter.reshape(-1)[:0].sum().to(out.dtype)
         return out
@@ -116,7 +120,7 @@ class PackedExpertShard(ExpertShard):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def restored(self) -> nn.Module:
-        """The module as it was, with all experts (collective)."""
+        """The original module with all experts (collective)."""
         module = self.original
         for key, parameter in self.named_parameters(recurse=False):
             full = gather_rows_of_experts(self.slices.whole(key, parameter.detach()), self.dispatch.groups)
@@ -126,14 +130,14 @@ class PackedExpertShard(ExpertShard):
 
 
 class ListedExpertBlock(nn.Module):
-    """A block with a linear router and a list of experts, with this rank's experts only."""
+    """A block with a linear router and a list of experts, which holds only this rank's experts."""
 
     def __init__(self, block: nn.Module, rule: RouterRule, dispatch: ExpertDispatch, name: str) -> None:
         super().__init__()
         names = children_of(block, rule, name)
         experts = block.get_submodule(names["experts"])
         groups = dispatch.groups
-        self.rule, self.dispatch, self.name, self.names = completed(block, rule, name), dispatch, name, names
+        self.rule, self.dispatch, self.name, self.names = completed_rule(block, rule, name), dispatch, name, names
         self.num_experts = len(list(experts.children()))
         count = self.num_experts // groups.expert.size
         listed = list(experts.children())
@@ -155,7 +159,7 @@ class ListedExpertBlock(nn.Module):
         self.train(block.training)
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """[..., h] to [..., h], and the router's logits behind it where the block returned them."""
+        """[..., h] -> [..., h]; or (that, the router's logits) if the original block returned a tuple."""
         if args or kwargs:
             raise ConversionError(f"{self.name}: got more arguments than hidden states; this block takes only them")
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -164,15 +168,17 @@ class ListedExpertBlock(nn.Module):
         routing = build_routing(chosen, weights, self.num_experts)
         bad = torch.isfinite(logits.detach()).all().logical_not()
         experts: Any = self.get_submodule(self.names["experts"])
-        beside: list[torch.Tensor] = []  # shared experts work while tokens are sent
+        shared_outputs: list[torch.Tensor] = []  # output of the shared experts, which run while tokens are sent
         shares = bool(self.names["shared_experts"])
         work = (
-            (lambda: beside.append(self.get_submodule(self.names["shared_experts"])(hidden_states))) if shares else None
+            (lambda: shared_outputs.append(self.get_submodule(self.names["shared_experts"])(hidden_states)))
+            if shares
+            else None
         )
         out = self.dispatch(tokens, routing, experts, bad, self.name, work).view(hidden_states.shape)
         self.stats = stats_of(routing, None)
         if shares:
-            shared = beside[0]
+            shared = shared_outputs[0]
             if self.names["shared_experts_gate"]:
                 shared = torch.sigmoid(self.get_submodule(self.names["shared_experts_gate"])(hidden_states)) * shared
             out = out + shared
@@ -187,7 +193,7 @@ class ListedExpertBlock(nn.Module):
         return chosen, weights * self.rule.route_scale
 
     def restored(self) -> nn.Module:
-        """The block as it was, with all experts (collective)."""
+        """The original block with all experts (collective)."""
         block = self._original[0]
         shard: Any = self.get_submodule(self.names["experts"])
         states = gather_numbered(shard, self.dispatch.groups)
@@ -213,25 +219,25 @@ def apply_expert_parallel(
     use_data_before_expert_parallel: bool = False,
     check: bool = True,
 ) -> list[str]:
-    """Replace the experts of a model by this rank's, in place (collective over all ranks).
+    """Replace the experts of a model by this rank's experts, in place (collective over all ranks).
 
     Args:
-        model: with the same weights on every rank.
-        ep_size: ranks over which the experts of each layer are spread.
-        pattern: a regular expression; only modules whose whole name it matches are replaced. None: all that the rule
-            finds.
-        rule: of listed experts; see `RouterRule`.
+        model: a model with the same weights on every rank.
+        ep_size: number of ranks among which the experts of each layer are divided.
+        pattern: a regular expression; only modules whose whole name it matches are replaced. None: all modules that
+            have the form of experts.
+        rule: how the router of listed experts works; see `RouterRule`.
         slice_experts: cut each expert's inner size over `tensor_group` (packed feed-forward experts only).
         overlap_chunks, devices_per_node, tensor_group, use_data_before_expert_parallel: see `MoE`.
-        check: compare every module with what replaces it on a few random tokens. Weights on the meta device cannot be
+        check: compare every module with its replacement on a few random tokens. Modules on the meta device are not
             compared.
 
     Returns:
         The names of the replaced modules.
 
     Raises:
-        ConversionError: nothing was found, the experts of a layer do not divide, or a module computes something else
-            than what would replace it. The model is unchanged then.
+        ConversionError: no experts were found, the experts of a layer do not divide, or a module computes something
+            else than its replacement. The model is unchanged then.
         MoEConfigError: `ep_size` does not fit the ranks.
     """
     rule = rule or RouterRule()
@@ -240,7 +246,7 @@ def apply_expert_parallel(
         where = f"matches {pattern!r} and " if pattern else ""
         raise ConversionError(
             f"no module of the model {where}has the form of experts: parameters of `num_experts` rows and a forward of "
-            "tokens, experts and weights; or a ModuleList beside a linear router (give pattern and rule to name it)"
+            "tokens, experts and weights; or a ModuleList and a linear router (give pattern and rule to name it)"
         )
     for name, module in found.items():
         total = number_of_experts(module, rule, name)
@@ -263,7 +269,7 @@ def apply_expert_parallel(
 
 
 def _check_slices(found: dict[str, nn.Module], group: Any) -> None:
-    """Refuse experts that cannot be cut over a group, before any is replaced."""
+    """Raise an error for experts that cannot be cut over a group, before any is replaced."""
     if group is None:
         raise MoEConfigError("slice_experts: got no tensor_group, expected the ranks that share the slices")
     for name, module in found.items():
@@ -279,7 +285,8 @@ def _check_slices(found: dict[str, nn.Module], group: Any) -> None:
 def restore_experts(model: nn.Module) -> list[str]:
     """Undo `apply_expert_parallel`: every rank has all experts again (collective over the expert-parallel ranks).
 
-    Returns the names of the restored modules. Optimizers hold the slices' parameters; build new optimizers.
+    Returns the names of the restored modules. Existing optimizers hold the parameters of this rank's experts only, so
+    build new optimizers.
     """
     found = {name: m for name, m in model.named_modules() if isinstance(m, PackedExpertShard | ListedExpertBlock)}
     for name, module in found.items():
@@ -299,14 +306,14 @@ def _is_feed_forward(module: nn.Module) -> bool:
         return not getattr(module, "is_transposed", False)
     inputs = _probe_inputs(module, int(module.num_experts))  # type: ignore[arg-type]
     with torch.no_grad():
-        return _close(module(*inputs), _packed_reference(module, *inputs, feed_forward=True))
+        return _is_close(module(*inputs), _packed_reference(module, *inputs, feed_forward=True))
 
 
 # - the check
 
 
 def _probe(module: nn.Module, rule: RouterRule, name: str) -> None:
-    """Refuse a module that computes something else than what replaces it."""
+    """Raise an error if a module computes something else than its replacement, on a few random tokens."""
     training = module.training
     module.eval()
     try:
@@ -325,7 +332,7 @@ def _probe(module: nn.Module, rule: RouterRule, name: str) -> None:
         raise ConversionError(f"{name}: a few tokens cannot be sent through it: {error}") from error
     finally:
         module.train(training)
-    if not _close(expected, got):
+    if not _is_close(expected, got):
         raise ConversionError(
             f"{name}: ({type(module).__name__}) gives other outputs than its expert-parallel form, so it is left as it "
             "is. Packed experts must be a weighted sum over the chosen experts; for listed experts give RouterRule "
@@ -336,7 +343,7 @@ def _probe(module: nn.Module, rule: RouterRule, name: str) -> None:
 def _packed_reference(
     module: nn.Module, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, *, feed_forward: bool
 ) -> torch.Tensor:
-    """The sum over routes of weight times the expert alone: what the expert-parallel form computes."""
+    """What the expert-parallel form computes: each token's sum of weight times the output of the single expert."""
     out = torch.zeros_like(tokens, dtype=torch.float32)
     for column in range(chosen.shape[1]):
         index = chosen[:, column : column + 1]
@@ -384,7 +391,7 @@ def _returns_tuple(module: nn.Module, rule: RouterRule, name: str) -> bool:
     return isinstance(found, tuple)
 
 
-def _close(left: torch.Tensor, right: torch.Tensor) -> bool:
+def _is_close(left: torch.Tensor, right: torch.Tensor) -> bool:
     coarse = 5e-2 if left.dtype in (torch.bfloat16, torch.float16) else 1e-4
     scale = float(left.float().abs().max()) or 1.0
     return bool(((left.float() - right.float()).abs().max() / scale) < coarse)

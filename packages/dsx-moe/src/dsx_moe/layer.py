@@ -36,7 +36,13 @@ from .tensor_parallel import GatheredExperts, copy_to_group, own_share, sum_over
 
 
 class MoEOutput(NamedTuple):
-    """What a layer returns: output like the input, the loss (0-D), requests per expert before dropping (int64 [E])."""
+    """What a layer returns.
+
+    Attributes:
+        output: the output, with the shape and dtype of the input.
+        l_aux: 0-D, the balancing loss (with the z-loss).
+        exp_counts: int64 [E], number of requests for each expert before dropping.
+    """
 
     output: torch.Tensor
     l_aux: torch.Tensor
@@ -48,12 +54,13 @@ class ExpertDispatch:
 
     Args:
         groups: the expert-parallel layout.
-        chunks: parts in which rows are sent while the experts work on another part.
-        devices_per_node: send in two hops over nodes of that many ranks; None: directly.
-        tensor_group: ranks that hold the same tokens; None: no such group.
+        chunks: number of parts in which rows are sent; the transfer of one part overlaps with the experts' work on
+            another.
+        devices_per_node: number of ranks per node; rows are then sent in two hops. None: they are sent directly.
+        tensor_group: process group of ranks that hold the same tokens; None: no such group.
 
     Raises:
-        MoEConfigError: values that do not fit.
+        MoEConfigError: `chunks` is below 1, or `devices_per_node` does not divide the expert group.
     """
 
     def __init__(
@@ -69,7 +76,7 @@ class ExpertDispatch:
         self.exchange: Exchange | None = make_exchange(groups, devices_per_node)
 
     def __deepcopy__(self, memo: Any) -> ExpertDispatch:
-        return self  # it has no state of its own, and its groups cannot be copied
+        return self  # its groups cannot be copied, and it has no other state
 
     def __reduce__(self) -> Any:
         if self.exchange is not None or self.tensor_group is not None:
@@ -85,14 +92,17 @@ class ExpertDispatch:
         experts: LocalExperts,
         bad: torch.Tensor,
         name: str,
-        beside: Callable[[], object] | None = None,
+        during_transfer: Callable[[], object] | None = None,
     ) -> torch.Tensor:
-        """[T, h] to [T, h]; collective where the experts are on several ranks.
+        """tokens [T, h] -> [T, h]; collective if the experts are on several ranks.
 
         Args:
+            tokens: [T, h].
+            routing: the routes of these tokens.
+            experts: this rank's experts.
             bad: 0-D bool, whether this rank's logits are not finite.
-            name: of the layer, for errors.
-            beside: called once, where there is a transfer while it is under way: work that does not need its rows.
+            name: name of the layer, for errors.
+            during_transfer: called once, while rows are sent if there is a transfer, for work that does not need them.
 
         Raises:
             RoutingError: logits are not finite, here or on another rank of the group.
@@ -105,51 +115,52 @@ class ExpertDispatch:
         if self.exchange is None:
             if bool(bad):
                 raise _not_finite(name, [dsx_comm.get_rank() if dsx_comm.is_initialized() else 0])
-            if beside is not None:
-                beside()
+            if during_transfer is not None:
+                during_transfer()
             out = run_local(tokens, routing, experts)
         else:
             report = exchange_counts(tokens, routing, bad, self.exchange)
             if report.bad_ranks:
                 raise _not_finite(name, [self.groups.expert.ranks[place] for place in report.bad_ranks])
-            out = run_exchanged(tokens, routing, experts, self.exchange, report, self.chunks, beside)
+            out = run_exchanged(tokens, routing, experts, self.exchange, report, self.chunks, during_transfer)
         return out if group is None else sum_over_group(out, group)
 
 
 class MoE(nn.Module):
-    """A layer of experts, of which each token uses k.
+    """A layer of experts. Each token uses k of them.
 
     Args:
         hidden_size: h, the size of a token.
-        expert: a module from [n, h] to [n, h], copied for each expert; or a function that builds expert i; or
-            `PackedExperts` of all experts.
-        num_experts: experts of all ranks together; a multiple of `ep_size`.
-        ep_size: ranks over which the experts are spread.
-        k: experts per token.
+        expert: a module from [n, h] to [n, h], which is copied for each expert; or a function that builds expert i; or
+            `PackedExperts` with all experts.
+        num_experts: number of experts of all ranks together; a multiple of `ep_size`.
+        ep_size: number of ranks among which the experts are divided.
+        k: number of experts per token.
         capacity_factor, eval_capacity_factor, min_capacity: see `dsx_moe.gating`.
         use_residual: add a dense copy of the expert with learned weights (Residual-MoE, arXiv 2201.05596).
         noisy_gate_policy: None, "Jitter" or "RSample".
-        drop_tokens: False: every token reaches its experts.
-        use_rts: random token selection where an expert is over capacity (k = 1).
-        use_tutel: accepted; it means nothing here, and a warning says so.
+        drop_tokens: drop tokens above the capacity; False: every token reaches its experts.
+        use_rts: random token selection if an expert is over capacity (k = 1).
+        use_tutel: accepted without effect; a warning says so.
         enable_expert_tensor_parallelism: the experts are slices over `tensor_group`.
         top2_2nd_expert_sampling: draw the second expert (k = 2).
         drop_policy, z_loss_weight, bias_update_rate: see `TopKGate`.
-        overlap_chunks: parts in which tokens are sent, so that a transfer overlaps with the experts' work on another
-        part.
-        devices_per_node: all-to-all in two hops over nodes of that many ranks; None: direct.
-        tensor_group: ranks that hold the same activations; None: the model axis of the topology, if it has several.
-        use_data_before_expert_parallel: neighbouring ranks hold the same experts instead of sharing them out.
-        name: of the layer, for errors and events; `name_layers` gives all layers of a model theirs.
+        overlap_chunks: number of parts in which tokens are sent; the transfer of one part overlaps with the experts'
+            work on another.
+        devices_per_node: number of ranks per node; the all-to-all then takes two hops. None: it is direct.
+        tensor_group: process group of ranks that hold the same activations; None: the model axis of the topology, if it
+            has several ranks.
+        use_data_before_expert_parallel: neighbouring ranks hold the same experts instead of different ones.
+        name: name of the layer, for errors and events; `name_layers` sets it for all layers of a model.
 
     Attributes:
         gate: the `TopKGate`.
         experts: this rank's experts.
-        mlp, coefficient: with `use_residual`, the dense expert and the linear map of its weights.
-        stats: of the last forward; None before.
+        mlp, coefficient: with `use_residual`, the dense expert and the linear map that gives the weights of both parts.
+        stats: statistics of the last forward; None before the first one.
 
     Raises:
-        MoEConfigError: values that do not fit, or `ep_size` > 1 without a process group.
+        MoEConfigError: arguments do not fit each other, or `ep_size` is above 1 without a process group.
     """
 
     def __init__(
@@ -220,7 +231,7 @@ class MoE(nn.Module):
         return self.dispatch.groups
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """DeepSpeed's second step of building a layer; here the groups exist already, and this only checks the order.
+        """DeepSpeed's second step of building a layer. Here the groups exist already, so it only checks their order.
 
         Raises:
             MoEConfigError: the layer was built in the other order.
@@ -232,18 +243,18 @@ class MoE(nn.Module):
             )
 
     def forward(self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None) -> MoEOutput:
-        """Route, compute, combine.
+        """Route the tokens, run the experts and combine their outputs.
 
         Args:
-            hidden_states: [..., h].
-            used_token: as many entries as tokens; tokens that are 0 or False are not routed and give zeros.
+            hidden_states: [..., h], floating point.
+            used_token: one entry per token; tokens whose entry is 0 or False are not routed, and their output is zero.
 
         Returns:
-            (output like the input, l_aux, exp_counts).
+            (output [..., h], l_aux 0-D, exp_counts int64 [E]).
 
         Raises:
-            MoEConfigError: shapes that do not fit.
-            RoutingError: the router's logits are not finite, on this rank or another one of the group.
+            MoEConfigError: shapes do not fit.
+            RoutingError: the router's logits are not finite, on this rank or on another rank of the group.
         """
         if hidden_states.shape[-1:] != (self.hidden_size,) or not hidden_states.is_floating_point():
             raise MoEConfigError(
@@ -254,9 +265,9 @@ class MoE(nn.Module):
         logits = self.gate.logits(tokens)
         routing, l_aux = self.gate.route(logits, used_token)
         bad = torch.isfinite(logits.detach()).all().logical_not()
-        dense: list[Any] = []  # the dense expert works while tokens are sent
-        beside = (lambda: dense.append(self.mlp(hidden_states))) if self.use_residual else None
-        out = self.dispatch(tokens, routing, self.experts, bad, self.label, beside).view(hidden_states.shape)
+        dense: list[Any] = []  # output of the dense expert, which runs while tokens are sent
+        during_transfer = (lambda: dense.append(self.mlp(hidden_states))) if self.use_residual else None
+        out = self.dispatch(tokens, routing, self.experts, bad, self.label, during_transfer).view(hidden_states.shape)
         self.stats = stats_of(routing, l_aux)
         if self.use_residual:
             out = self._with_residual(hidden_states, out, dense[0])
@@ -264,7 +275,7 @@ class MoE(nn.Module):
 
     @property
     def label(self) -> str:
-        """What errors and events call this layer."""
+        """Name of the layer in errors and events."""
         return self.name or f"MoE(hidden_size={self.hidden_size}, num_experts={self.num_experts})"
 
     def _with_residual(self, hidden_states: torch.Tensor, out: torch.Tensor, dense: Any) -> torch.Tensor:
@@ -290,7 +301,7 @@ class MoE(nn.Module):
 
 
 def name_layers(model: nn.Module) -> dict[str, MoE]:
-    """Tell every `MoE` of a model its name there, and return the layers by name."""
+    """Set the name of every `MoE` of a model, and return the layers by name."""
     found = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
     for name, module in found.items():
         module.name = name or None
@@ -298,20 +309,20 @@ def name_layers(model: nn.Module) -> dict[str, MoE]:
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """(whether a model has a `MoE`, the number of experts of the first one or 0)."""
+    """(whether a model has an `MoE`, number of experts of the first one or 0)."""
     first = next((module for module in m.modules() if isinstance(module, MoE)), None)
     return (False, 0) if first is None else (True, first.num_experts)
 
 
 def _dense_expert(expert: Any) -> nn.Module:
-    """The dense copy beside the experts."""
+    """The dense expert of `use_residual`."""
     if isinstance(expert, PackedExperts):
         raise MoEConfigError("use_residual: packed experts have no dense form; give a module or a function")
     return copy.deepcopy(expert) if isinstance(expert, nn.Module) else expert(0)
 
 
 def _tensor_group(given: Any) -> Any:
-    """The group of ranks with the same activations, None where this rank has no other in it."""
+    """The group of ranks with the same activations; None if this rank is alone in it."""
     if not dsx_comm.is_initialized():
         return None
     if given is None:

@@ -1,8 +1,8 @@
-"""The attributes that distinguish expert parameters from dense ones. They are those of DeepSpeed.
+"""DeepSpeed's attributes that distinguish expert parameters from dense ones.
 
-`allreduce = False` says that a parameter's gradient is not averaged over all data-parallel ranks, `group_name` to which
-expert groups it belongs. Optimizers, clipping and checkpoints of other packages read this public convention; this
-package sets no other attributes on tensors.
+`allreduce = False` says that a parameter's gradient is not averaged over all data-parallel ranks. `group_name` is the
+name of the expert groups to which it belongs. Optimizers, clipping and checkpoints of other packages read this public
+convention.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .errors import MoEConfigError
 
 
 def mark_expert_parameters(module: nn.Module, group_name: str) -> None:
-    """Mark all parameters of a module as those of experts of the groups `group_name`."""
+    """Mark all parameters of a module as expert parameters of the groups `group_name`, such as "ep_size_4"."""
     for parameter in module.parameters():
         parameter.allreduce = False  # type: ignore[attr-defined]
         parameter.group_name = group_name  # type: ignore[attr-defined]
@@ -30,14 +30,14 @@ def is_moe_param(param: torch.Tensor) -> bool:
 
 
 def is_moe_param_group(param_group: Mapping[str, Any]) -> bool:
-    """Whether an optimizer's parameter group is of expert parameters."""
+    """Whether an optimizer's parameter group has expert parameters."""
     return bool(param_group.get("moe", False))
 
 
 def split_params_into_shared_and_expert_params(
     params: Iterable[nn.Parameter],
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """(dense parameters, expert parameters), each in order."""
+    """(dense parameters, expert parameters), each in the given order."""
     found = list(params)
     return [p for p in found if not is_moe_param(p)], [p for p in found if is_moe_param(p)]
 
@@ -45,7 +45,10 @@ def split_params_into_shared_and_expert_params(
 def split_params_grads_into_shared_and_expert_params(
     group: Iterable[nn.Parameter],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """(gradients of dense parameters, of expert parameters), each in its parameter's dtype; without those of None."""
+    """(gradients of dense parameters, gradients of expert parameters), each cast to its parameter's dtype.
+
+    Parameters without a gradient are left out.
+    """
     shared, expert = split_params_into_shared_and_expert_params(p for p in group if p.grad is not None)
     return _grads(shared), _grads(expert)
 
@@ -53,22 +56,24 @@ def split_params_grads_into_shared_and_expert_params(
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: dict[str, Any] | Sequence[dict[str, Any]], max_group_size: float | None = 178956971
 ) -> list[dict[str, Any]]:
-    """Parameter groups in which dense and expert parameters are apart.
+    """Split parameter groups so that none has both dense and expert parameters.
 
-    Nothing here needs it: marks are enough. It is there for scripts that call it, and for optimizers with settings of
-    their own for experts.
+    This package and dsx do not need it, because they read the attributes of the parameters. It exists for scripts that
+    call it, and for optimizers with different settings for experts.
 
     Args:
-        param_groups: a group, or groups, each with "params" and, where it holds experts, a "name". They are not
-            changed.
-        max_group_size: elements above which the experts of one group are divided; None: never.
+        param_groups: one group or several, each with "params", and with a "name" if it has expert parameters. They are
+            not changed.
+        max_group_size: largest number of elements of a group of expert parameters; larger ones are divided. None: no
+            limit.
 
     Returns:
-        The groups without experts' parameters, then for each of them one or more groups per expert group name, with
-        the other settings of the group, `name` the expert group's, and `moe=True`.
+        The groups with their dense parameters, followed by the groups of expert parameters. There is at least one for
+        each expert group name of each given group; it has the other settings of that group, the expert group's name as
+        "name", and `moe=True`.
 
     Raises:
-        MoEConfigError: no groups, or experts in a group without a name.
+        MoEConfigError: a group is not a dict with "params", or has expert parameters and no "name".
     """
     groups = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
     dense, moe = [], []
@@ -90,8 +95,9 @@ def split_params_into_different_moe_groups_for_optimizer(
 
 
 def configure_moe_param_groups(model_parameters: Sequence[Any]) -> list[Any]:
-    """As `split_params_into_different_moe_groups_for_optimizer`, for parameters or for groups; groups that are
-    divided already come back as they are.
+    """`split_params_into_different_moe_groups_for_optimizer` for a list of parameters or of parameter groups.
+
+    Groups that are split already are returned as they are.
     """
     given = list(model_parameters)
     if given and isinstance(given[0], dict):

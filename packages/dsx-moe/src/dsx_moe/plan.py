@@ -1,10 +1,10 @@
-"""How many rows each rank sends to each other rank: integer arithmetic of expert parallelism, without communication.
+"""Computes how many rows each rank sends to each other rank: integer arithmetic without communication.
 
-Of P ranks, rank r holds experts r * L ... (r + 1) * L - 1. All ranks know the matrix `counts[s][e]`: rows that rank s
-routes to expert e. It determines the exact splits of every all-to-all, in any number of chunks, and the order of the
-received rows. A chunk is a part of the rows that is sent and computed separately, so that the transfer of one chunk
-overlaps with the experts' work on another: whole experts if a rank holds enough of them, else parts of segments.
-Everything here is on the host.
+Of P ranks, rank r holds the L experts r * L ... (r + 1) * L - 1. All ranks know the matrix `counts[s][e]`: the number
+of rows that rank s routes to expert e. It determines the exact splits of every all-to-all, in any number of chunks, and
+the order of the received rows. A chunk is a part of the rows that is sent and computed separately, so that the transfer
+of one chunk overlaps with the experts' work on another. A chunk has the rows of whole experts if a rank holds enough of
+them, else a part of every expert's rows. All tensors here are on the host.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 
 @dataclass(frozen=True)
 class Chunk:
-    """One chunk, as one rank sees it.
+    """One chunk, for one rank.
 
     Attributes:
-        traffic: int64 [P, P], rows that are sent from rank s to rank d.
+        traffic: int64 [P, P], number of rows that are sent from rank s to rank d.
         first: the first local expert of this chunk.
-        arrivals: int64 [P, experts of the chunk], rows received from each rank for each local expert.
+        arrivals: int64 [P, experts of the chunk], number of rows received from each rank for each local expert.
     """
 
     traffic: torch.Tensor
@@ -30,11 +30,11 @@ class Chunk:
 
     @property
     def counts(self) -> list[int]:
-        """Rows per local expert of the chunk, from all ranks."""
+        """Number of rows for each local expert of the chunk, from all ranks."""
         return self.arrivals.sum(0).tolist()
 
     def order_by_expert(self) -> torch.Tensor | None:
-        """int64: positions of the received rows (by rank, then by expert) in the order of experts; None: that order."""
+        """int64: indices that sort the received rows (by rank, then by expert) by expert; None: they are sorted."""
         if 1 in self.arrivals.shape:
             return None
         ranks, experts = self.arrivals.shape
@@ -47,9 +47,9 @@ class ExpertPlan:
     """All chunks of one rank.
 
     Attributes:
-        chunks: in the order in which they are sent.
-        sizes: rows that this rank sends per chunk.
-        order: int64 [R], positions of this rank's rows (by expert) in the order of chunks; None: that order.
+        chunks: the chunks, in the order in which they are sent.
+        sizes: number of rows that this rank sends in each chunk.
+        order: int64 [R], indices that sort this rank's rows (by expert) by chunk; None: they are sorted.
     """
 
     chunks: tuple[Chunk, ...]
@@ -58,12 +58,12 @@ class ExpertPlan:
 
 
 def plan_experts(counts: torch.Tensor, rank: int, chunks: int = 1) -> ExpertPlan:
-    """The plan of one rank.
+    """Make the plan of one rank.
 
     Args:
-        counts: int64 [P, E] on the host, rows that rank s routes to expert e; P divides E.
-        rank: which of the P.
-        chunks: at least 1.
+        counts: int64 [P, E] on the host, number of rows that rank s routes to expert e; P divides E.
+        rank: index of the rank, below P.
+        chunks: number of chunks, at least 1.
     """
     ranks, experts = counts.shape
     local = experts // ranks
@@ -86,6 +86,6 @@ def plan_experts(counts: torch.Tensor, rank: int, chunks: int = 1) -> ExpertPlan
 
 
 def _ranges(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """The numbers starts[i] ... starts[i] + lengths[i] - 1 of all i, one after the other."""
+    """The numbers starts[i] ... starts[i] + lengths[i] - 1 for each i, concatenated."""
     offsets = (starts - (lengths.cumsum(0) - lengths)).repeat_interleave(lengths)
     return offsets + torch.arange(offsets.numel())

@@ -1,9 +1,9 @@
-"""A routing: which tokens go to which experts with which weights, after the tokens above capacity were dropped.
+"""A routing: which tokens go to which experts with which weights, after routes above the capacity were dropped.
 
 The idea: a *route* is one (token, expert, weight). Routes are kept as flat arrays sorted by expert, so that the rows of
-one expert are neighbours: a segment. No buffer of [experts, capacity] is ever made, so nothing is padded, and the
-same arrays are used with and without dropping. Left out: how routes are chosen (`gating`) and how rows are sent
-(`dispatch`).
+one expert are consecutive; they are called a segment. No buffer of [experts, capacity] is ever made, so nothing is
+padded, and the same arrays are used with and without dropping. Left out: how routes are chosen (`gating`) and how rows
+are sent (`dispatch`).
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch
 
 @dataclass(frozen=True)
 class Routing:
-    """Where the tokens of one rank go. R routes, T tokens, E experts, at most K routes per token.
+    """The routes of one rank's tokens. There are R routes, T tokens, E experts, and at most K routes per token.
 
     Attributes:
         token: int64 [R], the token of each route; sorted by expert, then by the order of preference within the expert.
         expert: int64 [R], the expert of each route, ascending.
-        weight: [R], floating point; the factor of the expert's output, differentiable.
-        slot: int64 [T, K], the place in the arrays above of each token's routes; R where a route was dropped.
-        counts: int64 [E], routes per expert (the sizes of the segments).
-        requested: int64 [E], routes per expert before dropping.
-        capacity: most routes that an expert takes; None: no limit.
+        weight: [R], floating point; the differentiable factor of the expert's output.
+        slot: int64 [T, K], the index of each token's routes in the arrays above; R for a dropped route.
+        counts: int64 [E], number of routes of each expert (the sizes of the segments).
+        requested: int64 [E], number of routes to each expert before dropping.
+        capacity: largest number of routes that an expert takes; None: no limit.
     """
 
     token: torch.Tensor
@@ -41,15 +41,17 @@ class Routing:
         return self.slot.shape[0]
 
     def dropped_share(self) -> torch.Tensor:
-        """The share of the requested routes that were dropped (0-D float32; 0 where nothing was requested)."""
-        asked = self.requested.sum()
-        return (asked - self.counts.sum()).float() / asked.clamp(min=1).float()
+        """The share of the requested routes that were dropped (0-D float32; 0 if none was requested)."""
+        requested = self.requested.sum()
+        return (requested - self.counts.sum()).float() / requested.clamp(min=1).float()
 
     def combine_weights(self, capacity: int | None = None) -> torch.Tensor:
-        """The dense form [T, E, C] of published formulas: the weight of token t at place c of expert e, else 0.
+        """The weights in the dense form [T, E, C] of published formulas.
+
+        Entry [t, e, c] is the weight of token t if it is the c-th token of expert e, else 0.
 
         Args:
-            capacity: C; None: the capacity of this routing, else the largest segment.
+            capacity: C; None: the capacity of this routing, or the size of the largest segment if it has no limit.
         """
         limit = capacity or self.capacity or max(int(self.counts.max()), 1)
         starts = self.counts.cumsum(0) - self.counts
@@ -73,9 +75,9 @@ def build_routing(
         experts: int64 [T, K], the chosen experts of each token, distinct within a row.
         weights: [T, K], the factor of each choice.
         num_experts: E.
-        wanted: bool [T, K], the routes that were asked for; None: all. Other routes are not counted anywhere.
+        wanted: bool [T, K], the routes that were requested; None: all. Other routes are not counted.
         kept: bool [T, K], the routes that the capacity leaves; None: all that are wanted.
-        capacity: what is recorded as such.
+        capacity: recorded as `Routing.capacity`; it has no other effect.
     """
     choices = experts.shape[1]
     flat = experts.reshape(-1)
@@ -101,14 +103,14 @@ def build_routing(
 def keep_most_preferred(
     experts: torch.Tensor, wanted: torch.Tensor, preference: torch.Tensor | None, num_experts: int, capacity: int
 ) -> torch.Tensor:
-    """For each expert the `capacity` routes with the largest preference; among equals the earlier route.
+    """Choose for each expert the `capacity` routes with the largest preference; of equal ones the earlier route.
 
     Args:
-        experts: int64 [R], the expert of each route, in the order in which routes queue.
-        wanted: bool [R]; the others take no place.
-        preference: [R]; None: all equal, so the earliest are kept.
+        experts: int64 [R], the expert of each route, in the order of their priority.
+        wanted: bool [R]; routes that are not wanted are not kept and take no capacity.
+        preference: [R]; None: all are equal, so the earliest routes are kept.
         num_experts: E.
-        capacity: most routes per expert.
+        capacity: largest number of routes per expert.
 
     Returns:
         bool [R], the routes that are kept.

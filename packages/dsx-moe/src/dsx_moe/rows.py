@@ -1,4 +1,4 @@
-"""Rows of tokens to rows of routes, and back: two linear maps that are each other's adjoint.
+"""Copies rows of tokens to rows of routes, and sums them back: two linear maps, each the adjoint of the other.
 
 `gather_rows` copies a token's row for each of its routes; `sum_rows` adds the rows of a token's routes. The backward
 of one is the other, so gradients of any order exist. Both are gathers: a scatter-add is not used, because its order of
@@ -15,12 +15,12 @@ from .routing import Routing
 
 
 def gather_rows(tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """[T, ...] to [R, ...]: row r is the row of the token of route r."""
+    """[T, ...] -> [R, ...]: row r of the result is the row of the token of route r."""
     return _Gather.apply(tokens, routing.token, routing.slot)  # type: ignore[no-any-return]
 
 
 def sum_rows(routes: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """[R, ...] to [T, ...]: row t is the sum of the rows of token t's routes, zero where it has none."""
+    """[R, ...] -> [T, ...]: row t of the result is the sum of the rows of token t's routes; zero if it has none."""
     return _Sum.apply(routes, routing.token, routing.slot)  # type: ignore[no-any-return]
 
 
@@ -54,10 +54,10 @@ class _Sum(torch.autograd.Function):
 
 
 def _rows_or_zero(routes: torch.Tensor, column: torch.Tensor, *, complete: bool) -> torch.Tensor:
-    """The rows at `column`; zero where it points behind the end, which `complete` says it never does."""
+    """The rows at the indices `column`, and zero where the index is R (a dropped route). `complete`: none is R."""
     if complete:
         return routes.index_select(0, column)
     count = routes.shape[0]
     missing = (column == count).view(-1, *[1] * (routes.dim() - 1))
-    # filled, not multiplied: zero times an infinite row would be NaN
+    # dropped rows are filled with zero, not multiplied by it: zero times an infinite row would be NaN
     return routes.index_select(0, column.clamp(max=count - 1)).masked_fill_(missing, 0)

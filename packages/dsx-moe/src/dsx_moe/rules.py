@@ -1,10 +1,11 @@
-"""Where a model's experts are, by the form of its modules.
+"""Finds the experts of a model by the form of its modules.
 
-* packed: a number `num_experts`, parameters of that many rows, and a forward of tokens, chosen experts and weights;
-* listed: a `ModuleList` of experts beside a router.
+* packed: a module with a number `num_experts`, parameters with that many rows, and a forward that takes tokens, chosen
+  experts and weights;
+* listed: a module with a `ModuleList` of experts and a router.
 
-No class is named here, so unknown models are found too. `huggingface` checks on a few tokens whether a module computes
-what its form suggests.
+The rules name no class, so experts of unknown models are found too. `huggingface` checks on a few tokens whether a
+module computes what its form suggests.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ _ROUTERS = ("gate", "router")
 
 @dataclass(frozen=True)
 class RouterRule:
-    """How a linear router's logits become experts and weights (listed experts only).
+    """How the logits of a linear router become experts and weights (for listed experts only).
 
     Attributes:
         top_k: experts per token; None: the block's `top_k` or `num_experts_per_tok`.
         score_func: "softmax" or "sigmoid".
         route_norm: divide the weights by their sum; None: the block's `norm_topk_prob`, else True.
-        route_scale: what the weights are multiplied by.
-        router, experts, shared_experts, shared_experts_gate: names of the block's children; None: found, or none.
+        route_scale: factor of the weights.
+        router, experts, shared_experts, shared_experts_gate: names of the block's children; None: the usual names are
+            tried.
     """
 
     top_k: int | None = None
@@ -45,7 +47,10 @@ class RouterRule:
 
 
 def find_experts(model: nn.Module, pattern: str | None, rule: RouterRule) -> dict[str, nn.Module]:
-    """The modules to replace, by name; the outermost of nested ones. `pattern`: only those it matches whole."""
+    """The modules to replace, by name. Of nested ones only the outermost is taken.
+
+    If `pattern` is given, only modules are taken whose whole name it matches.
+    """
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if any(name.startswith(f"{outer}.") for outer in found):
@@ -85,7 +90,11 @@ def _looks_listed(module: nn.Module, rule: RouterRule) -> bool:
 
 
 def children_of(block: nn.Module, rule: RouterRule, name: str) -> dict[str, str]:
-    """Names of a listed block's children by the names of `RouterRule`; "" for none."""
+    """Name in `RouterRule` -> name of the listed block's child; "" if there is none.
+
+    Raises:
+        ConversionError: the block has no router, or no list of experts.
+    """
     experts = rule.experts or "experts"
     router = rule.router or next((r for r in _ROUTERS if isinstance(getattr(block, r, None), nn.Module)), None)
     if router is None or not isinstance(getattr(block, experts, None), nn.ModuleList):
@@ -100,8 +109,12 @@ def children_of(block: nn.Module, rule: RouterRule, name: str) -> dict[str, str]
     return {"router": router, "experts": experts, "shared_experts": shared, "shared_experts_gate": gate}
 
 
-def completed(block: nn.Module, rule: RouterRule, name: str) -> RouterRule:
-    """The rule with what the block says. Raises `ConversionError` without a number of experts per token."""
+def completed_rule(block: nn.Module, rule: RouterRule, name: str) -> RouterRule:
+    """The rule, completed with the block's attributes.
+
+    Raises:
+        ConversionError: neither of them has the number of experts per token.
+    """
     top_k = rule.top_k or getattr(block, "top_k", None) or getattr(block, "num_experts_per_tok", None)
     if not isinstance(top_k, int):
         raise ConversionError(f"{name}: got no number of experts per token; give RouterRule(top_k=...)")

@@ -1,12 +1,12 @@
-"""Matrix products of segments: consecutive rows, each segment with a matrix of its own (a grouped GEMM).
+"""Matrix products of segments (grouped GEMM). A segment is a range of consecutive rows with its own matrix.
 
     segment_matmul(rows [R, n], weights [L, n, m], counts)   ->  [R, m]
     segment_outer(left [R, n], right [R, m], counts)         ->  [L, n, m]
 
-Segment i are `counts[i]` rows behind those of segment i - 1; empty segments give no rows and zero matrices. Each
-product's derivative is made of the other, so gradients of any order exist. On a CUDA device with 16-bit floats all
-segments are one kernel (`torch.nn.functional.grouped_mm`) where torch has it and the sizes suit it; elsewhere each
-segment is one GEMM, written in place. Left out: transposed outputs, and data types below 16 bits.
+Segment i consists of the `counts[i]` rows after those of segment i - 1. Empty segments give no rows and zero matrices.
+The derivative of each product is made of the other one, so gradients of any order exist. On a CUDA device with bfloat16
+all segments are one kernel (`torch.nn.functional.grouped_mm`), if torch has it and it takes the sizes. Otherwise each
+segment is one GEMM that writes its part of the result. Left out: transposed outputs, and data types below 16 bits.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import torch.nn.functional as F
 
 
 def segment_matmul(rows: torch.Tensor, weights: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """[R, m]: every segment of `rows` [R, n] times its matrix of `weights` [L, n, m]. Segment i has `counts[i]` rows,
-    0 too; their sum is R.
+    """[R, m]: every segment of `rows` [R, n] times its matrix of `weights` [L, n, m].
+
+    Segment i has `counts[i]` rows, which may be 0. The counts add up to R.
     """
     return _Matmul.apply(rows, weights, tuple(counts))  # type: ignore[no-any-return]
 
@@ -115,12 +116,12 @@ def _ends(counts: Sequence[int], device: torch.device) -> torch.Tensor:
 
 
 def _one_kernel(rows: torch.Tensor, inner: int, outer: int) -> bool:
-    """Whether torch's grouped kernel takes these sizes: rows of a multiple of 16 bytes, on CUDA, bfloat16."""
+    """Whether torch's grouped kernel takes these tensors: bfloat16 on CUDA, rows of a multiple of 16 bytes."""
     if rows.device.type != "cuda" or rows.dtype != torch.bfloat16 or not hasattr(F, "grouped_mm"):
         return False
     return rows.shape[0] > 0 and inner % 8 == 0 and outer % 8 == 0
 
 
 def _unit_stride(weights: torch.Tensor) -> torch.Tensor:
-    """The kernel takes matrices that are row-major or column-major."""
+    """The weights in a layout that the kernel takes: row-major or column-major matrices."""
     return weights if 1 in weights.stride()[1:] else weights.contiguous()

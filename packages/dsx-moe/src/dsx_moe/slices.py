@@ -1,7 +1,7 @@
 """Slices experts along their inner size over a tensor-parallel group, and joins the slices again.
 
 A weight is cut along one dimension. If it holds several parts along this dimension (gate and up in one weight), each
-part is cut, so that every rank has a piece of all parts. The parameters get Megatron's marks, which engines read.
+part is cut, so that every rank has a piece of all parts. The parameters get Megatron's attributes, which engines read.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from .errors import ExpertStateError, MoEConfigError
 
 
 class ExpertSlices:
-    """How the weights of experts are cut over a group. Copies of a module share it: a process group cannot be copied.
+    """How the weights of experts are cut over a group.
+
+    Copies of a module share this object, because a process group cannot be copied.
 
     Args:
-        group: ranks that have the pieces; None: nothing is cut.
-        cuts: by name of a weight (dimension, number of parts along it); other weights are whole on every rank.
+        group: process group of the ranks that have the pieces; None: nothing is cut.
+        cuts: name of a weight -> (dimension, number of parts along it); other weights are whole on every rank.
     """
 
     def __init__(self, group: Any = None, cuts: dict[str, tuple[int, int]] | None = None) -> None:
@@ -31,7 +33,7 @@ class ExpertSlices:
         return self
 
     def check(self, shapes: dict[str, tuple[int, ...]], name: str) -> None:
-        """Raise `MoEConfigError` if a whole weight cannot be cut evenly."""
+        """Raise `MoEConfigError` if a weight cannot be cut evenly. `shapes` are those of the whole weights, by name."""
         for key, (dim, parts) in self.cuts.items():
             length = shapes[key][dim] // parts
             if length % self.size:
@@ -41,7 +43,7 @@ class ExpertSlices:
                 )
 
     def own(self, key: str, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's piece of a whole weight, as a copy; a weight that is not cut, as it is."""
+        """This rank's piece of a whole weight, as a copy. A weight that is not cut is returned as it is."""
         if key not in self.cuts:
             return whole
         dim, parts = self.cuts[key]
@@ -49,7 +51,7 @@ class ExpertSlices:
         return torch.cat(pieces, dim).contiguous()
 
     def whole(self, key: str, own: torch.Tensor) -> torch.Tensor:
-        """The whole weight from the ranks' pieces (collective)."""
+        """The whole weight, joined from the ranks' pieces (collective)."""
         if key not in self.cuts:
             return own
         dim, parts = self.cuts[key]
@@ -58,11 +60,17 @@ class ExpertSlices:
         cut = [piece.chunk(parts, dim) for piece in rows]
         return torch.cat([one[part] for part in range(parts) for one in cut], dim)
 
-    def fitting(self, name: str, key: str, value: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """This rank's piece of a value of a state dict, which is whole or a piece already.
+    def piece_of(self, name: str, key: str, value: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """This rank's piece of a value of a state dict. The value may be whole, or this rank's piece already.
+
+        Args:
+            name: full name of the value, for errors.
+            key: name of the weight in `cuts`.
+            value: the value.
+            shape: shape of this rank's piece.
 
         Raises:
-            ExpertStateError: it has neither size.
+            ExpertStateError: the value has neither size.
         """
         if key not in self.cuts or value.shape == shape:
             return value
@@ -75,7 +83,7 @@ class ExpertSlices:
         return self.own(key, value)
 
     def mark(self, module: torch.nn.Module) -> None:
-        """Mark the cut weights of a module as slices."""
+        """Set Megatron's attributes of slices on the cut weights of a module."""
         for key, (dim, parts) in self.cuts.items():
             parameter = module._parameters.get(key)
             if parameter is not None:

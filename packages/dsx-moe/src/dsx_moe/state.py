@@ -1,13 +1,13 @@
-"""Checkpoints without an engine: one state dict of all experts, for any number of ranks, and back.
+"""Checkpoints without an engine: one state dict of all experts, which loads with any number of ranks.
 
     full = full_state_dict(model)                            # on every rank; names and shapes of a model on one rank
     optimizer_state = full_optimizer_state_dict(model, optimizer)
     ...
-    model.load_state_dict(full)                              # any expert-parallel size: shards take their own experts
+    model.load_state_dict(full)                              # with any expert-parallel size; ranks take their experts
     load_full_optimizer_state_dict(model, optimizer, optimizer_state)
 
-Tensors of experts are gathered one at a time over the ranks among which they are divided, on their device, and
-are then kept on the host. Left out: files (use any format), and shards of ZeRO, whose engine writes its own.
+Tensors of experts are gathered one at a time over the ranks among which they are divided, on their device, and are then
+copied to the host. Left out: files (use any format), and models that ZeRO has sharded (its engine writes checkpoints).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .groups import ExpertGroups
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict of the model on one rank, on the host of every rank (collective)."""
+    """The state dict that the model would have on one rank, in host memory of every rank (collective)."""
     return _gathered(model, {name: value for name, value in model.state_dict().items()})
 
 
@@ -35,12 +35,12 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
     """An optimizer's state by parameter name, of all experts (collective).
 
     Returns:
-        {"state": {name: {key: value}}, "param_groups": [{..., "params": names}]}; the names of experts in
-        "param_groups" are those of all ranks.
+        {"state": {name: {key: value}}, "param_groups": [{..., "params": names}]}; "param_groups" has the names of the
+        experts of all ranks.
 
     Raises:
-        ExpertStateError: a parameter of the optimizer is not of this model, or a tensor of an expert's state is neither
-            shaped like the expert nor one number.
+        ExpertStateError: a parameter of the optimizer is not in this model, or a tensor of an expert's state has
+            neither the shape of the expert nor one element.
     """
     names = {id(p): name for name, p in _named_parameters(model)}
     by_key: dict[str, dict[str, torch.Tensor]] = {}
@@ -77,18 +77,17 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
 def load_full_optimizer_state_dict(
     model: nn.Module, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
 ) -> None:
-    """Take what `full_optimizer_state_dict` gave, under this model's number of ranks.
+    """Load what `full_optimizer_state_dict` returned, with any number of ranks.
 
-    The settings of parameter groups are taken by position.
+    The settings of parameter groups are matched by position.
 
     Args:
-        model: with its experts spread as they are now.
+        model: the model, with its experts divided as they are now.
         optimizer: a plain optimizer over the model's parameters.
-        state_dict: whole states by parameter name; on every rank the same.
+        state_dict: the states of all experts by parameter name, the same on every rank.
 
     Raises:
-        ExpertStateError: another number of groups, a name that is missing, or a shape that differs; nothing is changed
-            then.
+        ExpertStateError: the number of groups differs, a name is missing, or a shape differs. Nothing is changed then.
     """
     names = {id(p): name for name, p in _named_parameters(model)}
     groups = state_dict["param_groups"]
@@ -102,7 +101,7 @@ def load_full_optimizer_state_dict(
             if name is None or name not in listed:
                 raise ExpertStateError(f"{name or 'a parameter'}: the optimizer state has no such name")
             found[parameter] = {
-                key: _cut(model, name, key, parameter, value)
+                key: _part_of_this_rank(model, name, key, parameter, value)
                 for key, value in state_dict["state"].get(name, {}).items()
             }
     for group, saved in zip(optimizer.param_groups, groups):
@@ -114,12 +113,12 @@ def load_full_optimizer_state_dict(
 
 @dataclass(frozen=True)
 class ExpertSlice:
-    """The place of a tensor of this rank's experts among those of all ranks.
+    """The part of a tensor of all experts that this rank holds.
 
     Attributes:
-        name: the tensor's name on one rank with all experts.
-        shape: its shape there.
-        offset, size: the box of it that this rank has.
+        name: name of the tensor in a model with all experts on one rank.
+        shape: its shape in that model.
+        offset, size: start and size, per dimension, of the box that this rank holds.
     """
 
     name: str
@@ -129,7 +128,7 @@ class ExpertSlice:
 
 
 def expert_slices(model: nn.Module) -> dict[str, ExpertSlice]:
-    """The slices of all parameters and buffers of experts of which other ranks hold some, by their names here."""
+    """Name on this rank -> slice, for all parameters and buffers of experts that are divided among ranks."""
     found: dict[str, ExpertSlice] = {}
     for prefix, shard in _shards(model):
         if shard.count == shard.num_experts and not shard.slices.cuts:
@@ -146,7 +145,7 @@ def expert_slices(model: nn.Module) -> dict[str, ExpertSlice]:
 
 
 def _packed_slice(here: str, tail: str, size: tuple[int, ...], shard: ExpertShard) -> dict[str, ExpertSlice]:
-    """The box of a packed weight; none of one that is cut in several parts, which is no box."""
+    """The slice of a packed weight; none if the weight is cut in several parts, because that is not one box."""
     dim, parts = shard.slices.cuts.get(tail, (0, 1))
     if parts > 1:
         return {}
@@ -157,17 +156,17 @@ def _packed_slice(here: str, tail: str, size: tuple[int, ...], shard: ExpertShar
 
 
 def has_expert_layers(model: nn.Module) -> bool:
-    """Whether a model has experts of this package: `MoE` layers, or a converted model's."""
+    """Whether a model has experts of this package: in `MoE` layers, or converted ones."""
     return next(_shards(model), None) is not None
 
 
 def gather_rows_of_experts(own: torch.Tensor, groups: ExpertGroups) -> torch.Tensor:
-    """[L, ...] of every expert-parallel rank, one after the other (collective)."""
+    """Concatenate [L, ...] of all expert-parallel ranks along the first dimension (collective)."""
     return _gather(own, groups.expert)
 
 
 def gather_numbered(shard: Experts, groups: ExpertGroups) -> list[dict[str, torch.Tensor]]:
-    """The state dict of every expert, by number (collective)."""
+    """The state dicts of all experts of all ranks, by global number (collective)."""
     states: list[dict[str, torch.Tensor]] = [{} for _ in range(shard.num_experts)]
     for i in range(shard.count):
         for key, value in shard[shard.first + i].state_dict().items():
@@ -186,7 +185,7 @@ def _gather(own: torch.Tensor, where: AxisGroup) -> torch.Tensor:
 
 
 def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters by their names in the state dict, which numbers experts through all ranks."""
+    """(name in the state dict, parameter). The state dict has the global numbers of experts."""
     shards = list(_shards(model))
     for name, parameter in model.named_parameters():
         at = next(((prefix, shard) for prefix, shard in shards if name.startswith(prefix)), None)
@@ -207,7 +206,7 @@ def _shard_of(model: nn.Module, name: str) -> tuple[str, ExpertShard] | None:
 
 
 def _gathered(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors by the names of this rank to tensors by the names of all ranks, on the host."""
+    """Gather tensors by their names on this rank into tensors by their global names, on the host (collective)."""
     shards = list(_shards(model))
     full: dict[str, torch.Tensor] = {}
     for name, value in tensors.items():
@@ -240,15 +239,15 @@ def _names_on_all_ranks(model: nn.Module, name: str) -> list[str]:
     return [f"{prefix}{rank * shard.count + place}.{rest}" for rank in range(ranks)]
 
 
-def _cut(model: nn.Module, name: str, key: str, parameter: torch.Tensor, value: Any) -> Any:
-    """This rank's part of a value of the optimizer's state."""
+def _part_of_this_rank(model: nn.Module, name: str, key: str, parameter: torch.Tensor, value: Any) -> Any:
+    """This rank's part of a value of the full optimizer state, on the parameter's device."""
     if not isinstance(value, torch.Tensor):
         return value
     at = _shard_of(model, name)
     if at is not None and not isinstance(at[1], Experts) and value.dim() and value.shape[0] == at[1].num_experts:
         value = value[at[1].first : at[1].first + at[1].count]
     if at is not None and value.numel() > 1:
-        value = at[1].slices.fitting(name, name[len(at[0]) :], value, parameter.shape)
+        value = at[1].slices.piece_of(name, name[len(at[0]) :], value, parameter.shape)
     if value.numel() == 1 and parameter.numel() != 1:
         return value.clone()
     if value.shape != parameter.shape:

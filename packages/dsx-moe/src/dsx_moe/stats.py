@@ -1,4 +1,4 @@
-"""What a layer did with the tokens of its last forward: what monitors, pictures and tests read."""
+"""Statistics of a layer's last forward, for monitors, pictures and tests."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .routing import Routing
 
 @dataclass(frozen=True)
 class LayerStats:
-    """The last forward of one layer on this rank; all tensors are detached.
+    """Statistics of the last forward of one layer on this rank. All tensors are detached.
 
     Attributes:
-        requested: int64 [E], routes per expert before dropping.
-        kept: int64 [E], routes per expert that the experts computed.
-        l_aux: 0-D, the loss that the layer returned; None where the model's own router gives none.
+        requested: int64 [E], number of routes to each expert before dropping.
+        kept: int64 [E], number of routes that each expert computed.
+        l_aux: 0-D, the loss that the layer returned; None for converted models, whose own router computes the loss.
     """
 
     requested: torch.Tensor
@@ -25,15 +25,15 @@ class LayerStats:
 
     @property
     def dropped_share(self) -> float:
-        """Dropped routes over requested ones; 0 where nothing was requested."""
-        asked = int(self.requested.sum())
-        return (asked - int(self.kept.sum())) / asked if asked else 0.0
+        """Number of dropped routes divided by that of requested ones, from 0 to 1; 0 if none was requested."""
+        requested = int(self.requested.sum())
+        return (requested - int(self.kept.sum())) / requested if requested else 0.0
 
     @property
     def load(self) -> torch.Tensor:
-        """float32 [E]: each expert's share of the requests, times E. 1 is even."""
-        asked = self.requested.float()
-        return asked * asked.numel() / asked.sum().clamp(min=1)
+        """float32 [E]: each expert's share of the requests, times E. 1 is an even load."""
+        requested = self.requested.float()
+        return requested * requested.numel() / requested.sum().clamp(min=1)
 
 
 def stats_of(routing: Routing, l_aux: torch.Tensor | None) -> LayerStats:

@@ -3,8 +3,8 @@
 In a tensor-parallel group all ranks hold the same activations. If each sent all of them, every token would be sent once
 per rank of the group. So each rank dispatches only its own share of the tokens, and the results are added at the end:
 
-    copy_to_group      same values on all ranks; backward adds the ranks' gradients         (before the dispatch)
-    sum_over_group     adds the ranks' values; backward passes the gradient on              (after the combine)
+    copy_to_group      the same values on all ranks; its backward sums the ranks' gradients   (before the dispatch)
+    sum_over_group     sums the ranks' values; its backward returns the gradient unchanged    (after the combine)
 
 Experts that are themselves sliced over the group need the rows of all its ranks: `GatheredExperts` gathers them before
 the experts and keeps this rank's rows after them. A group is any `torch.distributed` process group.
@@ -24,17 +24,17 @@ from .routing import Routing
 
 
 def copy_to_group(values: torch.Tensor, group: Any) -> torch.Tensor:
-    """`values`, whose gradient is the sum of the group's gradients (its backward is collective)."""
+    """`values` unchanged; its gradient is the sum of the group's gradients (the backward is collective)."""
     return _Copy.apply(values, group)  # type: ignore[no-any-return]
 
 
 def sum_over_group(values: torch.Tensor, group: Any) -> torch.Tensor:
-    """The sum of the group's `values` (collective); the gradient is passed on as it is."""
+    """The sum of the group's `values` (collective). The gradient is returned unchanged."""
     return _Sum.apply(values, group)  # type: ignore[no-any-return]
 
 
 def own_share(routing: Routing, group: Any) -> Routing:
-    """The routes of this rank's share of the tokens: consecutive tokens, as even as they divide."""
+    """The routes of this rank's share of the tokens. The tokens are divided evenly among the ranks, in order."""
     size, rank = dsx_comm.get_world_size(group), dsx_comm.get_rank(group)
     low, high = routing.num_tokens * rank // size, routing.num_tokens * (rank + 1) // size
     kept = ((routing.token >= low) & (routing.token < high)).nonzero().view(-1)
@@ -55,7 +55,7 @@ class GatheredExperts:
     """Experts that are sliced over a tensor-parallel group, called with each rank's own rows.
 
     Args:
-        experts: the slices; given equal rows on all ranks of the group they return equal, complete outputs.
+        experts: the slices. Called with equal rows on all ranks of the group, they return equal, complete outputs.
         group: the tensor-parallel group.
     """
 
@@ -71,7 +71,7 @@ class GatheredExperts:
         sizes = gathered.view(size, -1).cpu()
         per_rank = sizes.sum(1).tolist()
         everything = _Gather.apply(rows, tuple(per_rank), rank, self.group)
-        # rows are sorted by (rank, expert); experts need them by expert
+        # the rows are sorted by rank, then by expert; the experts need them sorted by expert
         expert_of_row = torch.arange(sizes.shape[1]).repeat(size).repeat_interleave(sizes.reshape(-1))
         order = expert_of_row.sort(stable=True).indices.to(rows.device)
         out = self.experts(everything.index_select(0, order), sizes.sum(0).tolist(), first)
@@ -106,8 +106,8 @@ class _Sum(torch.autograd.Function):
         return _Copy.apply(grad, ctx.group), None
 
 
-def _all_rows(rows: torch.Tensor, per_rank: tuple[int, ...], group: Any) -> torch.Tensor:
-    """Every rank sends its rows to all: an all-gather of uneven sizes."""
+def _all_gather_rows(rows: torch.Tensor, per_rank: tuple[int, ...], group: Any) -> torch.Tensor:
+    """An all-gather of rows, of which each rank may have a different number (collective)."""
     size = len(per_rank)
     copies = rows.contiguous().repeat(size, *[1] * (rows.dim() - 1))
     out = rows.new_empty(sum(per_rank), *rows.shape[1:])
@@ -116,12 +116,12 @@ def _all_rows(rows: torch.Tensor, per_rank: tuple[int, ...], group: Any) -> torc
 
 
 class _Gather(torch.autograd.Function):
-    """All rows of the group. The experts give every rank the complete gradient of them: each keeps its own part."""
+    """All rows of the group. The experts give every rank the complete gradient, of which each rank keeps its part."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, per_rank: tuple[int, ...], rank: int, group: Any) -> torch.Tensor:
         ctx.where = (per_rank, sum(per_rank[:rank]), rank, group)
-        return _all_rows(rows, per_rank, group)
+        return _all_gather_rows(rows, per_rank, group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, None, None, None]:  # type: ignore[override]
@@ -129,7 +129,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Keep(torch.autograd.Function):
-    """This rank's part of rows that all ranks of the group hold. Each rank's gradient is of its own part: gathered."""
+    """This rank's part of rows that all ranks hold. The gradients of the parts are gathered in the backward."""
 
     @staticmethod
     def forward(

@@ -6,7 +6,7 @@
     history.record(model, step)                              # once per step
     history.write_svg("load.svg")
 
-All values are of the last forward of each layer on this rank; `all_ranks=True` sums over the data-parallel ranks.
+All values are those of the last forward of each layer on this rank; `all_ranks=True` sums over the data-parallel ranks.
 Labels: Train/MoE/{layer}/load_{e}, where 1 is an even load; /max_load, /dropped_share, /l_aux.
 """
 
@@ -35,8 +35,8 @@ def layer_stats(model: nn.Module, *, all_ranks: bool = False) -> dict[str, Layer
 
     Args:
         model: with `MoE` layers, or converted by `apply_expert_parallel`.
-        all_ranks: add the counts of all data-parallel ranks up, and take the mean of their losses (collective; every
-            rank must have run every layer).
+        all_ranks: sum the counts of all data-parallel ranks, and take the mean of their losses (collective; every rank
+            must have run every layer).
     """
     found: dict[str, LayerStats] = {}
     for name, module in model.named_modules():
@@ -47,15 +47,18 @@ def layer_stats(model: nn.Module, *, all_ranks: bool = False) -> dict[str, Layer
     where = parallel_groups.current().axis("sequence_data")
     if where.size == 1:
         return found
-    parts = [_packed(stats) for stats in found.values()]
+    parts = [_to_vector(stats) for stats in found.values()]
     total = torch.cat(parts)
     dsx_comm.all_reduce(total, group=where.group)
     sums = total.split([part.numel() for part in parts])
-    return {name: _unpacked(stats, part, where.size) for (name, stats), part in zip(found.items(), sums)}
+    return {name: _from_vector(stats, part, where.size) for (name, stats), part in zip(found.items(), sums)}
 
 
 def moe_events(model: nn.Module, samples: int, *, all_ranks: bool = False) -> list[Event]:
-    """Events (label, value, samples) of the last forward of every layer; `all_ranks` as for `layer_stats`."""
+    """Events (label, value, samples) of the last forward of every layer.
+
+    `samples` is the number of samples so far, the x-axis of monitors. `all_ranks` is as for `layer_stats`.
+    """
     events: list[Event] = []
     for name, stats in layer_stats(model, all_ranks=all_ranks).items():
         load = stats.load.tolist()
@@ -79,8 +82,11 @@ class LoadHistory:
     """The load of every layer's experts over the steps of a run.
 
     Args:
-        most: records kept per layer; beyond it every second one is forgotten, and from then on only every second,
-            fourth, ... call is recorded, so that a long run keeps its whole course.
+        most: largest number of records per layer. When it is exceeded, every second record is dropped, and from then on
+            only every second (fourth, ...) call is recorded. So the records always cover the whole run.
+
+    Raises:
+        MoEConfigError: `most` is below 2.
     """
 
     def __init__(self, most: int = 512) -> None:
@@ -91,7 +97,7 @@ class LoadHistory:
         self._every, self._calls = 1, 0
 
     def record(self, model: nn.Module, step: int, *, all_ranks: bool = False) -> None:
-        """Note the last forward of every layer; `all_ranks` as for `layer_stats`."""
+        """Record the last forward of every layer. `all_ranks` is as for `layer_stats`."""
         self._calls += 1
         if (self._calls - 1) % self._every:
             return
@@ -106,7 +112,10 @@ class LoadHistory:
         Path(path).write_text(self.svg(), encoding="utf-8")
 
     def svg(self) -> str:
-        """A picture: one band per layer, a row per expert, a column per record, the dropped share as a line below."""
+        """A picture as SVG text.
+
+        Each layer is a band with a row per expert and a column per record. A line below it shows the dropped share.
+        """
         top, parts = 28, []
         for name, kept in self.records.items():
             band, height = _band(name, kept, top)
@@ -151,10 +160,10 @@ def _band(name: str, kept: list[_Record], top: int) -> tuple[str, int]:
 
 
 def _colour(load: float) -> str:
-    """White at an even load, blue below it, orange above; full at 0 and from 2 on."""
-    far = min(abs(load - 1.0), 1.0)
+    """White for an even load, blue below it, orange above it. The colours are strongest at 0 and from 2 on."""
+    distance = min(abs(load - 1.0), 1.0)
     end = (33, 102, 172) if load < 1 else (217, 95, 14)
-    return "#" + "".join(f"{round(255 + (c - 255) * far):02x}" for c in end)
+    return "#" + "".join(f"{round(255 + (c - 255) * distance):02x}" for c in end)
 
 
 def _legend(top: int) -> str:
@@ -166,13 +175,13 @@ def _legend(top: int) -> str:
     return "".join(boxes)
 
 
-def _packed(stats: LayerStats) -> torch.Tensor:
+def _to_vector(stats: LayerStats) -> torch.Tensor:
     loss = torch.zeros(1, dtype=torch.float64) if stats.l_aux is None else stats.l_aux.double().view(1)
     device = stats.requested.device
     return torch.cat([stats.requested.double(), stats.kept.double(), loss.to(device)])
 
 
-def _unpacked(stats: LayerStats, total: torch.Tensor, ranks: int) -> LayerStats:
+def _from_vector(stats: LayerStats, total: torch.Tensor, ranks: int) -> LayerStats:
     experts = stats.requested.numel()
     loss = None if stats.l_aux is None else (total[-1] / ranks).to(stats.l_aux.dtype)
     return LayerStats(total[:experts].long(), total[experts : 2 * experts].long(), loss)
