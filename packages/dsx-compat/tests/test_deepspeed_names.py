@@ -59,12 +59,21 @@ def test_every_name_of_the_tables_resolves():
         ("from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF", "not available yet"),
         ("from deepspeed.module_inject.replace_module import ReplaceWithTensorSlicing", "dsx_pipe.tensor"),
         ("from deepspeed.compile import init_z3", "not available yet"),
+        ("from deepspeed import DualPipeVEngine", "'zbv'"),
     ],
 )
 def test_an_unsupported_name_says_what_to_use(statement, advice):
     with pytest.raises(dsx_compat.NotSupportedError, match=advice) as caught:
         exec(statement, {})
     assert isinstance(caught.value, ImportError)
+
+
+def test_the_advised_schedule_exists():
+    from dsx_pipe.schedule import build
+
+    for name in ("DualPipeVEngine", "DualPipeVModule"):
+        advised = UNSUPPORTED["deepspeed"][name].split("'")[1]
+        assert build(advised, ranks=2, micro_batches=2).stages == 4
 
 
 def test_every_unsupported_name_gives_its_advice():

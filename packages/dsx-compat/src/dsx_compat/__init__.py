@@ -1,8 +1,8 @@
 """Programs written for DeepSpeed run unchanged on dsx.
 
 Once dsx-compat is installed, `import deepspeed` gives DeepSpeed's names over dsx, and tools that look for an installed
-distribution `deepspeed` (Accelerate, transformers, Lightning) find one. For one process, without touching the
-environment, and also where the real DeepSpeed is installed:
+distribution `deepspeed` (Accelerate, transformers, Lightning) find one. `activate()` does this for one process, without
+changing the environment, even if the real DeepSpeed is installed:
 
     import dsx_compat
     dsx_compat.activate()  # before anything imports deepspeed
@@ -12,9 +12,9 @@ No training code is implemented here: each name maps to dsx.
 
 | file | what |
 |---|---|
-| `names` | the tables: name of DeepSpeed -> name of dsx, or what to use in its place |
+| `names` | the tables: name of DeepSpeed -> name of dsx, or what to use instead |
 | `modules` | makes modules from the tables, on first use |
-| `engine`, `entry`, `settings` | `initialize`, the engine under DeepSpeed's names, unneeded keys that programs write |
+| `engine`, `entry`, `settings` | the engine under DeepSpeed's names; `initialize`; removal of keys without effect |
 | `parameters` | `ds_shape`, `ds_numel`, `ds_status`, ... of parameters that stage 3 manages |
 | `activation` | where the `deepspeed` package is, `activate()`, and which other one hides it |
 | `commands` | `deepspeed`, `ds_report`, `ds_bench`, ... |

@@ -1,8 +1,8 @@
 """Which `deepspeed` a process gets: the folder of our package, `activate()`, and a search for others.
 
 The package and its metadata are in a separate folder (`_site`), not in site-packages. A line in `dsx_compat.pth`
-puts that folder at the end of `sys.path`. So files of the real DeepSpeed are never mixed with ours, and an installed
-real one comes first. `activate()` puts the folder at the beginning of `sys.path`, for one process
+puts that folder at the end of `sys.path`. So files of the real DeepSpeed are never mixed with ours. If the real one is
+installed, it comes first. `activate()` puts the folder at the beginning of `sys.path`, for one process
 (docs/decisions/0028-deepspeed-by-a-folder.md).
 """
 
@@ -27,8 +27,8 @@ class OtherDeepSpeed:
 
     Attributes:
         place: the folder on `sys.path` that holds it.
-        version: as its metadata says; empty for files without metadata.
-        precedes: whether `import deepspeed` takes it and not ours.
+        version: version in its metadata; empty for files without metadata.
+        precedes: whether `import deepspeed` finds it before ours.
     """
 
     place: Path
@@ -40,13 +40,13 @@ class OtherDeepSpeed:
 
 
 def activate() -> None:
-    """Let `import deepspeed` give dsx's in this process; the environment and other processes stay as they are.
+    """Make `import deepspeed` import the package of dsx, in this process only.
 
-    New child processes need it too; `accelerate launch` and `torchrun` start such processes, so call it at
-    the top of the script.
+    Each process has to call it. `accelerate launch` and `torchrun` start new processes, so call it at the top of the
+    script. A second call changes nothing.
 
     Raises:
-        WrongDeepSpeedError: another `deepspeed` is imported already.
+        WrongDeepSpeedError: another `deepspeed` was imported already.
     """
     place = loaded_from()
     if place is not None and place != SITE:
@@ -55,11 +55,11 @@ def activate() -> None:
             " dsx_compat.activate() before the first import of deepspeed, transformers or accelerate"
         )
     sys.path[:] = [str(SITE), *(entry for entry in sys.path if entry != str(SITE))]
-    _forget_missing("deepspeed")
+    _forget_failed_import("deepspeed")
 
 
-def _forget_missing(name: str) -> None:
-    """Importers remember what a folder did not hold."""
+def _forget_failed_import(name: str) -> None:
+    """Clear what Python remembers of a failed import: caches of importers, and None in `sys.modules`."""
     import importlib
 
     importlib.invalidate_caches()
@@ -68,7 +68,7 @@ def _forget_missing(name: str) -> None:
 
 
 def loaded_from() -> Path | None:
-    """The folder of the imported `deepspeed`; None if none is imported."""
+    """The folder that holds the imported `deepspeed`; None if none is imported."""
     module = sys.modules.get("deepspeed")
     found = getattr(module, "__file__", None)
     return None if found is None else Path(found).resolve().parent.parent
@@ -78,7 +78,7 @@ def others() -> list[OtherDeepSpeed]:
     """Every other `deepspeed` on `sys.path`, in the order of the path."""
     found: list[OtherDeepSpeed] = []
     ours_seen = False
-    for place in _places():
+    for place in _path_folders():
         if place == SITE:
             ours_seen = True
             continue
@@ -91,7 +91,7 @@ def others() -> list[OtherDeepSpeed]:
 
 def on_path() -> bool:
     """Whether our folder is on `sys.path`: a new process can import our `deepspeed`."""
-    return any(place == SITE for place in _places())
+    return any(place == SITE for place in _path_folders())
 
 
 def mixed_files() -> list[Path]:
@@ -105,7 +105,7 @@ def mixed_files() -> list[Path]:
     return claimed
 
 
-def _places() -> Iterator[Path]:
+def _path_folders() -> Iterator[Path]:
     seen: set[Path] = set()
     for entry in sys.path:
         place = Path(entry or ".").resolve()

@@ -12,13 +12,13 @@ __all__ = ["deepspeed", "ds_bench", "ds_elastic", "ds_report", "ds_ssh"]
 
 def deepspeed(argv: Sequence[str] | None = None) -> int:
     """`dsx launch`."""
-    from dsx.launcher.main import main  # lazy import, as in all commands: --help of one needs nothing of another
+    from dsx.launcher.main import main  # lazy import, as in all commands: --help of one must not load the others
 
     return main(argv, prog="deepspeed")
 
 
 def ds_report(argv: Sequence[str] | None = None) -> int:
-    """`dsx doctor`. The two switches of DeepSpeed's report that hide parts of it are taken and change nothing."""
+    """`dsx doctor`. The two switches of DeepSpeed that hide parts of its report are accepted without effect."""
     from dsx.doctor import main
 
     words = list(sys.argv[1:] if argv is None else argv)

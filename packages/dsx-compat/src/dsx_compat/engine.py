@@ -1,7 +1,7 @@
 """The engine and the optimizer of dsx under DeepSpeed's names.
 
-`entry.initialize` builds dsx's engine and gives it one of these classes. They add names, but no training state: each
-method here calls the public method of dsx that does the work.
+`entry.initialize` builds dsx's engine and gives it one of these classes. They add names and no training state: each
+method here calls the method of dsx that does the work.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ __all__ = ["DeepSpeedEngine", "DeepSpeedOptimizer", "ParameterOffload", "Pipelin
 
 
 class DeepSpeedEngine(Engine):
-    """What `deepspeed.initialize` returns. Everything of `dsx.Engine`, and the names below."""
+    """The engine that `deepspeed.initialize` returns: a `dsx.Engine` with the additional names below."""
 
     @property
     def config(self) -> dict[str, Any]:
-        """The configuration as a dictionary: what was given, with the batch sizes completed."""
+        """The given configuration as a dictionary, with all batch sizes filled in."""
         return super().config.to_dict()
 
-    # Some programs (Lightning Fabric) step what looks like an optimizer, and the engine's step is the whole one.
+    # Lightning Fabric calls step() of the engine as if it were an optimizer, so it has an optimizer's attributes.
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer; at stage 3 without one, the object whose hooks programs take off and put on again."""
+        """The optimizer. Without one at stage 3, the `ParameterOffload` whose hooks programs remove and restore."""
         found = super().optimizer
         if found is None and self.zero_optimization_stage() == 3:
             return self.__dict__.setdefault("_parameter_offload", ParameterOffload(self.module))
@@ -39,20 +39,20 @@ class DeepSpeedEngine(Engine):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the optimizer; empty without one."""
+        """The parameter groups of the optimizer; empty without one."""
         return self._groups()
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """Those of the optimizer."""
+        """The default settings of the optimizer; empty without one."""
         return getattr(super().optimizer, "defaults", {})
 
     @property
     def state(self) -> Any:
-        """That of the optimizer."""
+        """The state of the optimizer; empty without one."""
         return getattr(super().optimizer, "state", {})
 
-    # Whole weights
+    # - whole weights
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Whether `save_16bit_model` writes at stage 3."""
@@ -61,7 +61,7 @@ class DeepSpeedEngine(Engine):
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, torch.Tensor] | None:
-        """Whole weights on rank 0, None on the others; every rank must call it."""
+        """The whole weights on rank 0, None on the other ranks (collective)."""
         return self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters, rank0_only=True)
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
@@ -72,14 +72,14 @@ class PipelineEngine(DsxPipelineEngine, DeepSpeedEngine):
 
 
 class DeepSpeedOptimizer(ZeroOptimizer):
-    """What `deepspeed.initialize` returns as the optimizer."""
+    """The optimizer that `deepspeed.initialize` returns."""
 
     @property
     def parameter_offload(self) -> ParameterOffload:
-        """The hooks of stage 3, for programs that take them off for a while (trl).
+        """The hooks of stage 3, for programs that remove them for a while (trl).
 
         Raises:
-            AttributeError: below stage 3 there are none.
+            AttributeError: the stage is below 3, where there are no such hooks.
         """
         if self.runtime.stage != 3:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute 'parameter_offload': no stage 3")
@@ -87,7 +87,7 @@ class DeepSpeedOptimizer(ZeroOptimizer):
 
 
 class _Handle:
-    """Stands for all hooks of a model: removing it pauses them."""
+    """A handle that stands for all hooks of a model. Removing it pauses them."""
 
     def __init__(self, owner: ParameterOffload) -> None:
         self._owner = owner
@@ -97,7 +97,7 @@ class _Handle:
 
 
 class _Coordinator:
-    """dsx agrees on the order of gathers itself: there is no trace of a caller's to invalidate."""
+    """DeepSpeed's record of the order of gathers. dsx keeps its own, so there is nothing to invalidate here."""
 
     def is_invalid_trace(self) -> bool:
         return False
@@ -106,14 +106,14 @@ class _Coordinator:
         """Nothing to do."""
 
 
-class _Managed:
-    """A model with the one method more that programs call on it; everything else is the model's."""
+class _ModelView:
+    """A model with the additional method `ds_external_parameters`. All other attributes are the model's."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 
     def ds_external_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
-        """None: a parameter that another module uses is gathered when it is used."""
+        """An empty list: dsx gathers a parameter that another module uses when it is used."""
         return ()
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -124,14 +124,14 @@ class _Managed:
 
 
 class ParameterOffload:
-    """The hooks of one model at stage 3, as programs know them.
+    """The hooks of one model at stage 3, under DeepSpeed's names.
 
     Removing every handle of `forward_hooks` pauses gathering; `_register_deepspeed_module` resumes it. In between the
-    caller holds the parameters with `zero.GatheredParameters`.
+    caller gathers the parameters with `zero.GatheredParameters`.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.module = _Managed(module)
+        self.module = _ModelView(module)
         self.param_coordinator = _Coordinator()
         self.forward_hooks: list[Any] = [_Handle(self)]
         self.backward_hooks: list[Any] = []
@@ -139,13 +139,13 @@ class ParameterOffload:
         self._paused: ExitStack | None = None
 
     def pause(self) -> None:
-        """Forwards neither gather nor free from now on."""
+        """From now on forwards neither gather nor free parameters."""
         if self._paused is None:
             self._paused = ExitStack()
             self._paused.enter_context(gather_hooks_paused(self._model))
 
     def _register_deepspeed_module(self, module: Any, count: Any = None) -> None:
-        """Forwards gather and free again."""
+        """From now on forwards gather and free parameters again."""
         if self._paused is not None:
             self._paused.close()
             self._paused = None
@@ -155,7 +155,7 @@ class ParameterOffload:
 
 
 def renamed(engine: Engine) -> DeepSpeedEngine:
-    """The same engine, and its optimizer, under DeepSpeed's classes."""
+    """Change the classes of an engine and its optimizer to those with DeepSpeed's names. Returns the engine."""
     named: type = PipelineEngine if isinstance(engine, DsxPipelineEngine) else DeepSpeedEngine
     engine.__class__ = named
     optimizer = engine._parts.optimizer

@@ -1,5 +1,5 @@
-"""`deepspeed.initialize`, `DeepSpeedConfig`, `zero.Init` and `zero.GatheredParameters`: dsx's, as DeepSpeed's callers
-call them.
+"""`deepspeed.initialize`, `DeepSpeedConfig`, `zero.Init` and `zero.GatheredParameters`: those of dsx with DeepSpeed's
+signatures.
 """
 
 from __future__ import annotations
@@ -35,13 +35,15 @@ def initialize(
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[Any, Any, Any, Any]:
-    """`dsx.initialize`; the engine has DeepSpeed's names besides (`engine.DeepSpeedEngine`).
+    """`dsx.initialize`, whose engine also has DeepSpeed's names (`engine.DeepSpeedEngine`).
+
+    All arguments are those of `dsx.initialize`.
 
     Args:
-        model_parameters: as for `dsx.initialize`; an empty iterable means that nothing is trained.
+        model_parameters: an empty iterable means the same as None.
 
     Returns:
-        Engine, optimizer, data loader and scheduler; None for what there is not.
+        (engine, optimizer, data loader, scheduler); None in place of those that do not exist.
     """
     parameters = None if model_parameters is None else list(model_parameters)
     found = dsx.initialize(
@@ -64,7 +66,10 @@ def initialize(
 
 
 def DeepSpeedConfig(config: Any, mpu: Any = None, mesh_device: Any = None) -> Any:
-    """The configuration, read and checked: a `dsx.config.Config` for the data-parallel ranks there are."""
+    """Read and check a configuration. Returns a `dsx.config.Config` for the current number of data-parallel ranks.
+
+    That number comes from `mpu`, else from the process group, else from the environment variable WORLD_SIZE.
+    """
     if mpu is not None:
         ranks = mpu.get_data_parallel_world_size()
     elif dsx_comm.is_initialized():
@@ -75,7 +80,7 @@ def DeepSpeedConfig(config: Any, mpu: Any = None, mesh_device: Any = None) -> An
 
 
 class Init(dsx.zero.Init):
-    """`dsx.zero.Init`; of a configuration that a client has filled in, what has no effect is left out."""
+    """`dsx.zero.Init`. Keys of the configuration that have no effect are removed first (`settings`)."""
 
     def __init__(self, module: Any = None, *args: Any, **kwargs: Any) -> None:
         for name in ("config_dict_or_path", "config"):

@@ -8,20 +8,20 @@ __all__ = ["CompatError", "CompatWarning", "NotSupportedError", "WrongDeepSpeedE
 
 
 class CompatError(DsxError):
-    """Base of the errors of dsx-compat."""
+    """Base class of the errors of dsx-compat."""
 
 
 class NotSupportedError(CompatError, ImportError):
-    """A name of DeepSpeed that dsx does not have; the text says what to use."""
+    """dsx does not have this name of DeepSpeed; the text says what to use instead."""
 
     code = "DSX604"
 
 
 class WrongDeepSpeedError(CompatError, RuntimeError):
-    """Files of another `deepspeed` are in the way."""
+    """Another `deepspeed` was imported already, or its files have overwritten ours."""
 
     code = "DSX603"
 
 
 class CompatWarning(UserWarning):
-    """Something that a program asked for has no effect here, or another one than its author may expect."""
+    """A setting of a program has no effect here, or an effect that its author may not expect."""

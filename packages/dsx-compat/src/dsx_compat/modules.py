@@ -4,9 +4,9 @@ A module of this kind is empty when it is made. Its names are loaded on first us
 `deepspeed` loads neither pydantic nor any package of dsx. A value that is assigned to a module stays there, as in any
 module, because some programs replace functions temporarily.
 
-Every module counts as a package. Then `from deepspeed.x import name` asks the finder below for a submodule `name` where
-the module has no such attribute, and the error for a name that dsx does not have can say what to use; `hasattr` is
-False for it.
+Every module counts as a package. Then `from deepspeed.x import name` asks the finder below for a submodule `name` if
+the module has no such attribute. So the error for a name that dsx does not have can say what to use. `hasattr` is False
+for such a name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROOT = "deepspeed"
 
 
 def take_over(name: str) -> None:
-    """Fill the package `deepspeed` that is being imported, and serve its modules from now on.
+    """Fill the package `deepspeed` that is being imported, and provide its modules from now on.
 
     Raises:
         WrongDeepSpeedError: files of another DeepSpeed were written over ours.
@@ -53,13 +53,13 @@ def take_over(name: str) -> None:
         git_branch=None,
     )
     _make_lazy(package)
-    from . import parameters  # lazy import: it needs torch, and this module is imported by tools that only look
+    from . import parameters  # lazy import: it needs torch, and tools that only read the tables import this module
 
     parameters.attach()
 
 
 class _Finder(MetaPathFinder):
-    """Finds `deepspeed.*`; everything else is none of its business."""
+    """Finds the modules `deepspeed.*`, and no others."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -71,16 +71,16 @@ class _Finder(MetaPathFinder):
         parent, _, name = fullname.rpartition(".")
         if name == "__main__" and parent in COMMANDS:
             return ModuleSpec(fullname, _Loader())
-        reason = _why_not(fullname)
+        reason = _unsupported_reason(fullname)
         if reason is not None:
             raise NotSupportedError(reason, name=fullname)
         if name in MODULES.get(parent, ()):
-            resolve(MODULES[parent][name], fullname)  # raises: otherwise the module would have had the name
+            resolve(MODULES[parent][name], fullname)  # it raises, else the attribute would have been found
         return None
 
 
 class _Loader(Loader):
-    """Makes one module from its table."""
+    """Makes one module from its table in `names`."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return None
@@ -90,7 +90,7 @@ class _Loader(Loader):
         _make_lazy(module)
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """What `python -m deepspeed.x` runs: every module is a package, so Python looks for `x.__main__`."""
+        """The code that `python -m deepspeed.x` runs. Python asks for `x.__main__`: every module is a package."""
         command = COMMANDS.get(fullname.removesuffix(".__main__"))
         if command is None:
             return None
@@ -99,8 +99,8 @@ class _Loader(Loader):
         return compile(source, f"<{fullname}>", "exec")
 
 
-def _why_not(fullname: str) -> str | None:
-    """What to use in the place of a module or name that DeepSpeed has and dsx has not."""
+def _unsupported_reason(fullname: str) -> str | None:
+    """Text that says what to use instead of a name that dsx does not have; None if the name is not in the tables."""
     parent, _, name = fullname.rpartition(".")
     reason = UNSUPPORTED.get(parent, {}).get(name)
     for prefix, instead in UNSUPPORTED_MODULES.items():
@@ -110,7 +110,7 @@ def _why_not(fullname: str) -> str | None:
 
 
 def _make_lazy(module: ModuleType) -> None:
-    """Let a module find its names in the tables."""
+    """Give a module functions that find its names in the tables."""
     own = module.__name__
     names = MODULES[own]
 
@@ -124,7 +124,7 @@ def _make_lazy(module: ModuleType) -> None:
             return value
         if f"{own}.{name}" in MODULES:
             return importlib.import_module(f"{own}.{name}")
-        reason = None if name.startswith("__") else _why_not(f"{own}.{name}")
+        reason = None if name.startswith("__") else _unsupported_reason(f"{own}.{name}")
         raise AttributeError(reason or f"module {own!r} has no attribute {name!r}", name=name, obj=module)
 
     def known() -> list[str]:
@@ -147,7 +147,7 @@ def resolve(target: str, shown: str) -> Any:
             found = getattr(found, part)
     except (ModuleNotFoundError, AttributeError) as error:
         if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith(("dsx", "deepspeed")):
-            raise  # a library that the part itself needs
+            raise  # a library that the package of dsx needs is missing
         raise NotSupportedError(
             f"{shown}: needs {target.replace(':', '.')}, which this version of dsx does not have", name=shown
         ) from error

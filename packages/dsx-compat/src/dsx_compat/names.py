@@ -1,6 +1,6 @@
-"""Which name of DeepSpeed is which name of dsx: tables only.
+"""Tables that map names of DeepSpeed to names of dsx.
 
-`MODULES` gives for each module of DeepSpeed its names, and for each name where the object is (`module:attribute`, or a
+`MODULES` gives the names of each module of DeepSpeed, and for each name where the object is (`module:attribute`, or a
 module). `UNSUPPORTED` and `UNSUPPORTED_MODULES` say what to use instead of names that dsx does not have. `COMMANDS` are
 the modules that people run with `python -m`.
 """
@@ -11,7 +11,7 @@ __all__ = ["COMMANDS", "MODULES", "UNSUPPORTED", "UNSUPPORTED_MODULES"]
 
 
 def _of(place: str, names: str) -> dict[str, str]:
-    """Names that `place` has under the same spelling."""
+    """A table of names that have the same spelling in the module `place`."""
     return {name: f"{place}:{name}" for name in names.split()}
 
 
@@ -339,7 +339,7 @@ COMMANDS = {
 }
 
 _SERVING = "dsx trains; serve the saved weights with an inference engine such as vLLM"
-_SLICING = "slice layers with dsx_pipe.tensor and pass the topology as mpu"
+_SLICING = "set tensor_parallel.autotp_size in the configuration, or slice layers with dsx_pipe.tensor"
 _SEQUENCE = "sequence parallelism is not available yet"
 
 UNSUPPORTED: dict[str, dict[str, str]] = {
@@ -352,8 +352,8 @@ UNSUPPORTED: dict[str, dict[str, str]] = {
         "DeepSpeedHybridEngine": "generate with deepspeed.zero.unwrap_model_for_generation(engine)",
         "tp_model_init": _SLICING,
         "set_autotp_mode": _SLICING,
-        "DualPipeVEngine": "use a schedule of dsx_pipe such as 'zb-v'",
-        "DualPipeVModule": "use a schedule of dsx_pipe such as 'zb-v'",
+        "DualPipeVEngine": "use a schedule of dsx_pipe such as 'zbv'",
+        "DualPipeVModule": "use a schedule of dsx_pipe such as 'zbv'",
         "DeepSpeedDataLoader": "engine.deepspeed_io(dataset) makes the loader",
         "ADAM_OPTIMIZER": "import it from deepspeed.runtime.config",
         "MUON_OPTIMIZER": "import it from deepspeed.runtime.config",
@@ -368,7 +368,7 @@ UNSUPPORTED: dict[str, dict[str, str]] = {
         "AutogradComputeMLP": "use TiledMLP with one shard",
     },
     "deepspeed.ops.op_builder": {
-        name: "dsx compiles nothing for it; the flops and kernels of dsx_ops are listed by `dsx doctor`"
+        name: "dsx has no such operator and compiles nothing at run time; `dsx doctor` lists the native parts it has"
         for name in ("InferenceBuilder", "EvoformerAttnBuilder", "FPQuantizerBuilder", "RandomLTDBuilder")
     },
     "deepspeed.ops.adam": {"ZenFlowCPUAdam": "ZenFlow is not available; use offload_optimizer with DeepSpeedCPUAdam"},

@@ -20,11 +20,11 @@ from .values import ZeroParamStatus, ZeroParamType
 __all__ = ["attach", "is_zero_param"]
 
 
-class _Computed:
-    """A name that a managed parameter has. A value that a program assigns is stored on the tensor, as on any object.
+class _ComputedAttribute:
+    """An attribute that parameters managed by stage 3 have. A value that a program assigns is stored on the tensor.
 
-    `__set__` and `__delete__` do nothing else; they are here because `torch.overrides` takes it that every descriptor
-    on `torch.Tensor` has them, and torch.compile asks it.
+    `__set__` and `__delete__` only do what Python does without them. They are defined because `torch.overrides`, which
+    torch.compile uses, expects every descriptor on `torch.Tensor` to have them.
     """
 
     def __init__(self, name: str, compute: Callable[[Any], Any]) -> None:
@@ -35,7 +35,7 @@ class _Computed:
             return self
         if self.name in vars(parameter):
             return vars(parameter)[self.name]
-        zero = sys.modules.get("dsx_zero")  # no parameter is managed before it is imported
+        zero = sys.modules.get("dsx_zero")  # before its import no parameter is managed
         partition = None if zero is None else zero.partition_of(parameter)
         if partition is None:
             raise AttributeError(f"{type(parameter).__name__!r} object has no attribute {self.name!r}")
@@ -58,16 +58,16 @@ _ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "ds_status": lambda partition: ZeroParamStatus.AVAILABLE if partition.gathered else ZeroParamStatus.NOT_AVAILABLE,
     "ds_param_type": lambda partition: ZeroParamType.PARTITIONED,
     "ds_persist": lambda partition: partition.gathered and partition.local_shard.numel() == partition.numel,
-    "ds_active_sub_modules": lambda partition: set(),  # dsx counts uses by unit, not on the parameter
+    "ds_active_sub_modules": lambda partition: set(),  # dsx counts uses per unit, not per parameter
     "partition_numel": lambda partition: partition.local_shard.numel,
 }
 
 
 def attach() -> None:
-    """Let tensors have the names. A second call changes nothing."""
+    """Add the attributes to `torch.Tensor`. A second call changes nothing."""
     for name, compute in _ATTRIBUTES.items():
-        if not isinstance(vars(torch.Tensor).get(name), _Computed):
-            setattr(torch.Tensor, name, _Computed(name, compute))
+        if not isinstance(vars(torch.Tensor).get(name), _ComputedAttribute):
+            setattr(torch.Tensor, name, _ComputedAttribute(name, compute))
 
 
 def is_zero_param(parameter: Any) -> bool:

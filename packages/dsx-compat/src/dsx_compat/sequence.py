@@ -1,7 +1,7 @@
 """`TiledMLP` as programs for DeepSpeed call it: `TiledMLP.apply(mlp_forward, self, x, shards, compute_params)`.
 
 The other names of `deepspeed.runtime.sequence_parallel.ulysses_sp` that dsx has are those of `dsx_zero.checkpointing`.
-There `TiledMLP` is a module; this class has its place here because it only has another signature.
+There `TiledMLP` is a module. This class only has DeepSpeed's signature, so it belongs here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["TiledMLP"]
 
 
 class TiledMLP:
-    """An MLP that is run on one piece of the sequence after the other, and again in the backward."""
+    """Runs an MLP on one piece of the sequence after the other, and recomputes each piece in the backward."""
 
     @staticmethod
     def apply(
@@ -27,17 +27,21 @@ class TiledMLP:
         shards: int,
         compute_params: Sequence[torch.nn.Parameter] | None = None,
     ) -> torch.Tensor:
-        """`fn(self, piece)` for each piece of `x`, put together again.
+        """Compute `fn(self, piece)` for each piece of `x` and concatenate the results.
 
         Args:
-            fn: treats each token alone.
-            self: its first argument, the module that holds the weights.
-            x: (..., tokens, features); dimension -2 is cut.
-            shards: number of pieces; fewer where there are fewer tokens.
-            compute_params: chooses nothing: gradients of the pieces are added up before they are reduced, whichever
-                parameters `fn` uses.
+            fn: a function that treats each token separately.
+            self: first argument of `fn`, the module that holds the weights.
+            x: [..., tokens, features]; dimension -2 is cut.
+            shards: number of pieces; there are never more pieces than tokens.
+            compute_params: has no effect. The gradients of all pieces are summed before they are reduced, for every
+                parameter that `fn` uses.
+
+        Returns:
+            [..., tokens, features of the result].
 
         Raises:
-            dsx_zero.ZeroModelError: `shards` is no positive whole number, or a piece's result has another length.
+            dsx_zero.ZeroModelError: `shards` is not a positive whole number, or the result of a piece has another
+                length.
         """
         return run_in_tiles(partial(fn, self), x, tiles=shards)

@@ -3,10 +3,10 @@
 dsx refuses unknown keys, because a mistyped one would have no effect. Some programs write keys that DeepSpeed never
 read, and their users cannot change that. Only known keys of such programs are removed:
 
-* flat names, `"zero_optimization.reduce_bucket_size": 8e7` (trl writes them for its forward-only engines);
-* places of offload where nothing is divided (trl sets stage 0 and leaves them).
+* names with dots, `"zero_optimization.reduce_bucket_size": 8e7` (trl writes them for its forward-only engines);
+* `offload_optimizer` and `offload_param` at stage 0, where nothing is divided (trl sets stage 0 and keeps them).
 
-`"steps_per_print": inf`, which Accelerate writes, means never, and is read so.
+Accelerate writes `"steps_per_print": inf`, which means never. It is replaced by None.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["client_config"]
 
 
 def client_config(config: Any) -> Any:
-    """The configuration without what has no effect; a path or text is given back as it is.
+    """The configuration without the keys that have no effect. Anything but a mapping is returned unchanged.
 
     Warns:
-        CompatWarning: naming the keys that were taken out.
+        CompatWarning: names the keys that were removed.
     """
     if not isinstance(config, Mapping) or isinstance(config, (str, os.PathLike)):
         return config

@@ -49,7 +49,7 @@ ROUTE_TRAIN, ROUTE_EVAL, ROUTE_PREDICT, ROUTE_ENCODE = "train", "eval", "predict
 
 
 class ZeroParamStatus(Enum):
-    """`param.ds_status`: whether the whole values are in this rank's memory."""
+    """`param.ds_status`: whether this rank's memory has the whole parameter. dsx does not use `INFLIGHT`."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -57,7 +57,7 @@ class ZeroParamStatus(Enum):
 
 
 class ZeroParamType(Enum):
-    """How a parameter is kept; here every one that stage 3 manages is `NORMAL` or `PARTITIONED`."""
+    """`param.ds_param_type`: how a parameter is kept. All parameters that stage 3 manages are `PARTITIONED`."""
 
     NORMAL = 1
     PARTITIONED = 2
@@ -75,7 +75,7 @@ class ZeroStageEnum(IntEnum):
 
 
 class OffloadDeviceEnum(str, Enum):
-    """Where states may be kept, as in `offload_optimizer.device`."""
+    """Devices to which states may be offloaded, as in `offload_optimizer.device`."""
 
     none = "none"
     cpu = "cpu"
@@ -83,9 +83,9 @@ class OffloadDeviceEnum(str, Enum):
 
 
 class TorchBackend:
-    """For `isinstance` only: dsx uses torch.distributed's process groups as they are."""
+    """A class for `isinstance` checks only: dsx uses torch.distributed's process groups, without a backend."""
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
-    """`fn` itself: dsx's `zero.Init` replaces no constructor of torch, so there is nothing to wrap."""
+    """Return `fn` itself: dsx's `zero.Init` replaces no constructor of torch, so there is nothing to wrap."""
     return fn
