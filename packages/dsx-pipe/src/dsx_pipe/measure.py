@@ -40,7 +40,9 @@ def measure_layers(
     """
     rows = [t.shape[0] for t in flatten(inputs)[1] if t.dim()]
     if not rows or min(rows) < 2:
-        raise PartitionError("measure_layers: expected a batch of at least two samples, to tell fixed costs apart")
+        raise PartitionError(
+            "measure_layers: expected a batch of at least two samples, to find costs that do not depend on their number"
+        )
     half = next(iter(split_batch(inputs, None, 2)))[0]
     samples, fewer = min(rows), flatten(half)[1][0].shape[0]
     costs, value, small = [], inputs, half

@@ -155,7 +155,7 @@ def _weights_by_match(pattern: str, names: Sequence[str]) -> list[int]:
     try:
         regex = re.compile(pattern, re.IGNORECASE)
     except re.error as error:
-        raise PartitionError(f"partition_method: {pattern!r} is no regular expression ({error})") from None
+        raise PartitionError(f"partition_method: {pattern!r} is not a regular expression ({error})") from None
     weights = [1 if regex.search(name) else 0 for name in names]
     if not any(weights):
         raise PartitionError(

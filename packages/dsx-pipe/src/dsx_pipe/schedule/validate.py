@@ -34,7 +34,7 @@ def check(schedule: Schedule, *, max_live: int | None = None) -> None:
     if found:
         more = f"\n  and {len(found) - _MAX_LISTED} more" if len(found) > _MAX_LISTED else ""
         listed = "\n  ".join(found[:_MAX_LISTED])
-        raise ScheduleError(f"schedule {schedule.name!r} cannot be carried out:\n  {listed}{more}")
+        raise ScheduleError(f"schedule {schedule.name!r} cannot be executed:\n  {listed}{more}")
 
 
 def problems(schedule: Schedule, *, max_live: int | None = None) -> list[str]:
