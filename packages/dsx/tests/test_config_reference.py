@@ -23,7 +23,7 @@ def test_the_page_lists_every_key_and_every_state():
     for path in all_paths(Root):
         assert f"| `{path.rsplit('.', 1)[-1]}` |" in page
     for text in {*NOT_YET.values()}:
-        assert f"later: {text}" in page
+        assert f"not available: {text}" in page
     for text in {*MEANINGLESS.values()}:
         assert f"no effect: {text}" in page
 

@@ -192,7 +192,6 @@ REFUSED = "refused"
 KEYS = {
     **dict.fromkeys(NO_EFFECT, WARNED),
     **dict.fromkeys(NOT_YET, REFUSED),
-    "legacy_stage1": REFUSED,
     # (two values, a probe that tells them apart)
     "stage": (
         (1, 3),
@@ -317,7 +316,7 @@ def test_a_key_without_effect_gets_one_warning(key, caplog):
     assert NO_EFFECT[key] in said[0]
 
 
-@pytest.mark.parametrize("key", ["legacy_stage1", *sorted(NOT_YET)])
+@pytest.mark.parametrize("key", sorted(NOT_YET))
 def test_a_key_that_is_refused(key):
     section, _, name = key.rpartition(".")
     value = {"super_offload": True, "cpuadam_cores_perc": 0.5, "zenflow": {"topk_ratio": 0.1}, "legacy_stage1": True}[

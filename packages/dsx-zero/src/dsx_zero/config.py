@@ -184,14 +184,15 @@ SECOND_NAMES: dict[str, str] = {
 }
 """Second name of a setting -> the name that the documentation uses."""
 
-_SUPERCHIPS = "no plan: the host step is not bound to cores of its own (decision 0016)"
+_SUPERCHIPS = "dsx has no plan for it, because the host step is not bound to its own cores (decision 0016)"
 
 NOT_YET: dict[str, str] = {
+    "legacy_stage1": "the first implementation of stage 1 is gone; stage 1 itself works",
     "offload_optimizer.cpuadam_cores_perc": _SUPERCHIPS,
     "offload_optimizer.super_offload": _SUPERCHIPS,
-    "zenflow": "no plan: it changes what is trained (decision 0016)",
+    "zenflow": "dsx has no plan for it, because it changes what is trained (decision 0016)",
 }
-"""Setting -> what will bring it. This table and `NO_EFFECT` are the only judges of these settings; `dsx` asks them."""
+"""Setting -> why dsx does not have it. This table and `NO_EFFECT` alone judge these settings; `dsx` uses them, too."""
 
 NO_EFFECT: dict[str, str] = {
     "allgather_partitions": "updated parameters are always gathered with one collective",
@@ -259,9 +260,7 @@ class ZeroConfig(_Section):
     ignore_unused_parameters: bool = Field(
         True, description="false: the step raises if a trainable parameter has no gradient on some rank"
     )
-    legacy_stage1: bool = Field(
-        False, description="DeepSpeed's first implementation of stage 1; dsx does not have it, and true is an error"
-    )
+    legacy_stage1: bool = Field(False, description="DeepSpeed's first implementation of stage 1")
     offload_param: OffloadParam | None = Field(None, description="where parameters live between uses")
     offload_optimizer: OffloadOptimizer | None = Field(None, description="where optimizer states live")
     cpu_offload: bool = Field(False, description="old name of offload_optimizer.device = cpu")
@@ -379,16 +378,12 @@ class ZeroConfig(_Section):
         Raises:
             ZeroConfigError: "not available yet", with the setting's path.
         """
-        if self.legacy_stage1:
-            raise ZeroConfigError(
-                f"{PATH}.legacy_stage1", "got true; that implementation is gone, use stage 1 without it"
-            )
-        for name, brings in NOT_YET.items():
+        for name, reason in NOT_YET.items():
             found = self._changed(name)
             if found is None or found[0] is None:
                 continue
             path, value = f"{PATH}.{name}", found[0]
-            raise ZeroConfigError(path, f"not available yet: {path} (got {value!r}); remove it; it comes with {brings}")
+            raise ZeroConfigError(path, f"not available yet: {path} (got {value!r}); remove it: {reason}")
 
     @property
     def shard_ranks(self) -> int:

@@ -2,9 +2,9 @@
 
 Three tables of data and two pure functions over a validated configuration.
 
-* ``NOT_YET``: features that will exist. Asking for one is an error; a block that is switched off, or a key at its
-  default, does not ask for a feature.
-* ``REFUSED``: features that will not exist, with an alternative.
+* ``NOT_YET``: features that dsx does not have, with the reason. Asking for one is an error; a block that is switched
+  off, or a key at its default, does not ask for a feature.
+* ``REFUSED``: features that dsx will not have, with an alternative.
 * ``MEANINGLESS``: settings of another implementation. They are accepted, because published files have them, and one
   warning names those that the file sets.
 """
@@ -22,7 +22,7 @@ from ..errors import Problem
 __all__ = ["MEANINGLESS", "NOT_YET", "REFUSED", "asks_for", "meaningless", "not_yet"]
 
 NOT_YET: dict[str, str] = {
-    **{f"zero_optimization.{name}": brings for name, brings in zero_section.NOT_YET.items()},
+    **{f"zero_optimization.{name}": reason for name, reason in zero_section.NOT_YET.items()},
 }
 
 REFUSED: dict[str, str] = {
@@ -133,11 +133,11 @@ def asks_for(value: Any, default: Any) -> bool:
 
 def not_yet(root: Any, where: Any) -> Iterator[Problem]:
     """Yield one problem per feature that ``root`` asks for and that does not exist (yet, or ever)."""
-    for path, brings in NOT_YET.items():
+    for path, reason in NOT_YET.items():
         for full, shown in _asked(root, path):
             yield Problem(
                 "not-available", full, f"not available yet: {full}", got=shown, where=where(full),
-                fix=f"remove it or switch it off; it comes with {brings}",
+                fix=f"remove it or switch it off: {reason}",
             )  # fmt: skip
     for path, reason in REFUSED.items():
         for full, shown in _asked(root, path):

@@ -173,7 +173,7 @@ def _default_of(parameter: inspect.Parameter) -> dict[str, Any]:
 
 def _describe_availability(schema: dict[str, Any], sections: dict[str, Any]) -> None:
     """Add to the text of a key that it is not available yet, or has no effect here."""
-    notes = {path: f"not available yet: {brings}" for path, brings in NOT_YET.items()}
+    notes = {path: f"not available yet: {reason}" for path, reason in NOT_YET.items()}
     notes.update({path: f"not supported: {reason}" for path, reason in REFUSED.items()})
     notes.update({path: f"accepted without effect: {reason}" for path, reason in MEANINGLESS.items()})
     for path, note in notes.items():

@@ -32,10 +32,10 @@ two keys that contradict each other are errors; all of them are reported togethe
 Any value may be `"auto"`. Then it is the default, or it is computed (batch sizes), or it is taken from the optimizer
 (`scheduler.params.warmup_max_lr`). `dsx config explain FILE` shows every value in effect and where it came from.
 
-The last column says whether a key works today. *later* means that dsx does not have the feature: using the key is an
-error, and the text says why; a block that is switched off is accepted. *refused* means that dsx will not have the
-feature; the text says what to use instead. *no effect* means that the key is accepted with a warning, because published
-configurations have it.
+The last column says whether a key works today. *not available* means that dsx does not have the feature: using the key
+is an error, and the text says why; a block that is switched off is accepted. *refused* means the same; the text says
+what to use instead. *no effect* means that the key is accepted with a warning, because published configurations have
+it.
 """
 
 _BATCH = """## Batch sizes
@@ -121,12 +121,12 @@ def _note(path: str) -> str:
 
 
 def _state(path: str) -> str:
-    """Return ``later: ...``, ``refused: ...`` or ``no effect: ...`` for a key or anything above it."""
+    """Return ``not available: ...``, ``refused: ...`` or ``no effect: ...`` for a key or a section that contains it."""
     parts = path.split(".")
     for end in range(len(parts), 0, -1):
         head = ".".join(parts[:end])
         if head in NOT_YET:
-            return f"later: {NOT_YET[head]}"
+            return f"not available: {NOT_YET[head]}"
         if head in REFUSED:
             return f"refused: {REFUSED[head]}"
         if head in MEANINGLESS:

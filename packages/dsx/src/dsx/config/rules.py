@@ -31,7 +31,6 @@ def conflicts(root: Any, world_size: int, where: Callable[[str], str]) -> Iterat
         _low_master,
         _param_dtype,
         _offload_stage,
-        _legacy_stage,
         _reduction,
         _sparse_gradients,
         _one_bit,
@@ -129,15 +128,6 @@ def _offload_stage(root: Any, where: Any) -> Iterator[Problem]:
                 got=f"zero_optimization.stage {zero.stage}", where=where(f"zero_optimization.{key}"),
                 expected=f"stage {' or '.join(map(str, stages))}", fix=f"set zero_optimization.stage to {stages[-1]}",
             )  # fmt: skip
-
-
-def _legacy_stage(root: Any, where: Any) -> Iterator[Problem]:
-    if root.zero_optimization.legacy_stage1:
-        path = "zero_optimization.legacy_stage1"
-        yield Problem(
-            "value", path, "the first implementation of stage 1 is gone", got="true", expected="false",
-            where=where(path), fix="remove it; stage 1 itself works",
-        )  # fmt: skip
 
 
 def _reduction(root: Any, where: Any) -> Iterator[Problem]:
