@@ -128,14 +128,14 @@ class DistillationLoss(nn.Module):
             self.projections[name.replace(".", "/")] = nn.Linear(inputs, outputs, bias=False)
         self._handles = []
         inner = teacher.model if isinstance(teacher, Teacher) else teacher
-        for who, model, column in (("student", student, 1), ("teacher", inner, 2)):
+        for role, model, column in (("student", student, 1), ("teacher", inner, 2)):
             for name in {pair[column] for pair in self._pairs}:
-                self._handles.append(_module(model, name, who).register_forward_hook(self._keep(who, name)))
+                self._handles.append(_module(model, name, role).register_forward_hook(self._keep(role, name)))
 
-    def _keep(self, who: str, name: str) -> Any:
+    def _keep(self, role: str, name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            if who == "teacher" or torch.is_grad_enabled():
-                self._seen[who, name] = output
+            if role == "teacher" or torch.is_grad_enabled():
+                self._seen[role, name] = output
 
         return hook
 
@@ -171,10 +171,10 @@ class DistillationLoss(nn.Module):
 
     def _distance(self, what: str, ours: str, theirs: str) -> torch.Tensor:
         found = []
-        for who, name in (("student", ours), ("teacher", theirs)):
-            output = self._seen.get((who, name))
+        for role, name in (("student", ours), ("teacher", theirs)):
+            output = self._seen.get((role, name))
             if output is None:
-                raise CompressionError(f"DistillationLoss: {name} of the {who} did not run in this forward pass")
+                raise CompressionError(f"DistillationLoss: {name} of the {role} did not run in this forward pass")
             found.append(_tensor(output, last=what == "attention"))
         mine, its = found
         key = ours.replace(".", "/")
@@ -227,9 +227,9 @@ def _tensor(output: Any, *, last: bool) -> torch.Tensor:
     return output
 
 
-def _module(model: nn.Module, name: str, who: str) -> nn.Module:
+def _module(model: nn.Module, name: str, role: str) -> nn.Module:
     try:
         return model.get_submodule(name)
     except AttributeError:
         known = [n for n, _ in model.named_modules() if n]
-        raise CompressionError(f"DistillationLoss: the {who} has no module {name!r}{near(name, known)}") from None
+        raise CompressionError(f"DistillationLoss: the {role} has no module {name!r}{near(name, known)}") from None

@@ -56,23 +56,23 @@ def student_initialization(student_model: nn.Module, teacher_model: nn.Module, d
     return student_model
 
 
-def _layers(model: nn.Module, prefix: str, who: str) -> nn.ModuleList | nn.Sequential:
-    found = _module(model, prefix, who)
+def _layers(model: nn.Module, prefix: str, role: str) -> nn.ModuleList | nn.Sequential:
+    found = _module(model, prefix, role)
     if not isinstance(found, (nn.ModuleList, nn.Sequential)):
         lists = [name for name, module in model.named_modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
         raise CompressionError(
-            f"layer_reduction.module_name_prefix: {prefix!r} is {type(found).__name__} in the {who}, expected a list of"
-            f" modules; it has {', '.join(lists[:5]) or 'none'}"
+            f"layer_reduction.module_name_prefix: {prefix!r} is {type(found).__name__} in the {role}, expected a list"
+            f" of modules; it has {', '.join(lists[:5]) or 'none'}"
         )
     return found
 
 
-def _module(model: nn.Module, name: str, who: str) -> Any:
+def _module(model: nn.Module, name: str, role: str) -> Any:
     try:
         return recursive_getattr(model, name)
     except (AttributeError, IndexError):
         names = [known for known, _ in model.named_modules() if known]
-        raise CompressionError(f"layer_reduction: the {who} has no module {name!r}{near(name, names)}") from None
+        raise CompressionError(f"layer_reduction: the {role} has no module {name!r}{near(name, names)}") from None
 
 
 def _tensor_pairs(source_name: str, source: Any, target_name: str, target: Any) -> list[tuple[Any, Any]]:
