@@ -49,6 +49,9 @@ def test_mistakes_on_the_command_line_end_with_one_line(tmp_path, capsys):
     (tmp_path / "bad.txt").write_text("schedule: x\nmicro_batches: 1\nstage_ranks: 0 1\nrank 0: 0F0 0B0\nrank 1: 1F0\n")
     assert main(["show", "--file", str(tmp_path / "bad.txt")]) == 2
     errors = capsys.readouterr().err
+    save_timeline(simulate(build("gpipe", 1, 1), uniform_times(1)), tmp_path / "measured.json")
+    assert main(["show", "--timeline", str(tmp_path / "measured.json"), "--text"]) == 2
+    assert "leave them out" in capsys.readouterr().err
     assert "1B0 is missing" in errors and ".svg or .png" in errors and "Traceback" not in errors
     with pytest.raises(PipelineError, match="chart"):
         save_chart(simulate(build("gpipe", 1, 1), uniform_times(1)), "a.jpg")

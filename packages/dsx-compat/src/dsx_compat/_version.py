@@ -2,5 +2,5 @@
 
 __version__ = "0.1.0"
 
-# The newest version whose interface and habits hold here: 0.19.6 and later refuse `warmup_num_steps: 0`, dsx takes it.
+# The newest version with the interface and behaviour of dsx. From 0.19.6 on DeepSpeed refuses `warmup_num_steps: 0`.
 DEEPSPEED_VERSION = "0.18.9"

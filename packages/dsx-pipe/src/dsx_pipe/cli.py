@@ -77,6 +77,10 @@ def _show(arguments: argparse.Namespace) -> int:
     given = [x for x in (arguments.name, arguments.file, arguments.timeline) if x]
     if len(given) != 1:
         raise ScheduleError(f"got {len(given)} of NAME, --file and --timeline, expected one of them")
+    if arguments.timeline and (arguments.text or arguments.communication):
+        raise ScheduleError(
+            "--timeline: got --text or --communication, but a measured step has no schedule to print; leave them out"
+        )
     if arguments.timeline:
         timeline = load_timeline(arguments.timeline)
     else:

@@ -128,7 +128,7 @@ def parameter_at(module: nn.Module, path: str) -> nn.Parameter:
     """The parameter at a dotted path.
 
     Raises:
-        PipelineError: there is none.
+        PipelineError: the module has no such parameter.
     """
     owner: Any = module
     for part in path.split("."):

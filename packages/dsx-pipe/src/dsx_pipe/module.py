@@ -191,7 +191,7 @@ class PipelineModule(nn.Module):
         ]  # fmt: skip
 
     def _shared_weights(self) -> dict[str, tuple[set[int], list[tuple[str, nn.Parameter]]]]:
-        """Per shared weight: indices of the pipeline ranks that use it, and its (name, parameter) on this rank."""
+        """Shared weight -> (indices of the pipeline ranks that use it, its (name, parameter) on this rank)."""
         place = {i: self.stage_ranks[s] for s in range(len(self.stage_ranks)) for i in range(*self.parts[s : s + 2])}
         found: dict[str, tuple[set[int], list[tuple[str, nn.Parameter]]]] = {}
         for index, spec in enumerate(self._specs):
@@ -378,7 +378,7 @@ class PipelineModule(nn.Module):
         return sorted(str(p) for p in Path(folder).glob(f"layer_{index:02d}-*model_states.pt"))
 
     def _layer_files(self) -> list[LayerFile]:
-        """The files of this rank's layers, with the names of their weights."""
+        """The files of this rank's layers, with the names of their weights in the file and in this module."""
         names: dict[int, str] = {}
         for name, tensor in self.state_dict(keep_vars=True).items():
             names.setdefault(id(tensor), name)

@@ -246,7 +246,7 @@ class Pipeline:
         self._iterator = iterator
 
     def set_dataloader(self, loader: Any) -> None:
-        """Read micro-batches from this loader. It is passed over once."""
+        """Read micro-batches from this loader, in one pass over it."""
         self._iterator = iter(loader) if loader is not None else None
 
     def set_batch_fn(self, fn: Callable[[Any], Any] | None) -> None:
@@ -259,7 +259,7 @@ class Pipeline:
         self.mailbox.forget_shapes()
 
     def most_kept(self) -> dict[int, int]:
-        """For each stage of this rank, the largest number of micro-batches that the last step kept activations of."""
+        """For each stage of this rank, the most micro-batches whose activations the last step kept at one time."""
         return {index: stage.most_kept for index, stage in self.stages.items()}
 
     def spans(self) -> list[Span]:

@@ -215,7 +215,7 @@ class InferenceSchedule(PipeSchedule):
     """
 
     def num_pipe_buffers(self) -> int:
-        """Two: the stage receives into one buffer while it sends the other."""
+        """Two buffers: the stage receives into one buffer while it sends the other."""
         return 2
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
@@ -243,7 +243,7 @@ class DataParallelSchedule(PipeSchedule):
     """One stage with plain gradient accumulation and one buffer."""
 
     def num_pipe_buffers(self) -> int:
-        """One."""
+        """One buffer."""
         return 1
 
     def steps(self) -> Iterator[list[PipeInstruction]]:

@@ -22,7 +22,7 @@ from .action import Action, Kind
 from .plan import Schedule
 from .simulate import simulate, uniform_times
 
-_MAX_LISTED = 12  # a message lists at most so many problems
+_MAX_LISTED = 12  # largest number of problems that a message lists
 
 
 def check(schedule: Schedule, *, max_live: int | None = None) -> None:
