@@ -90,7 +90,7 @@ def _byte_counter(seen: dict[int, int], module: Any) -> Callable[[torch.Tensor],
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:  # parameters take no additional memory
             seen[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # a graph that holds its own output is never freed
 
     return pack
 

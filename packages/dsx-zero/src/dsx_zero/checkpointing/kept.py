@@ -34,10 +34,13 @@ class Packed(Protocol):
 
 
 class _AsItIs:
-    """The tensor itself. Autograd does not watch tensors behind a hook for in-place changes, so this class does."""
+    """The tensor itself. Autograd does not watch tensors behind a hook for in-place changes, so this class does.
+
+    It is detached: a graph that holds its own output is never freed.
+    """
 
     def __init__(self, tensor: torch.Tensor, given: torch.Tensor) -> None:
-        self._tensor, self._given, self._version = tensor, given.detach(), given._version
+        self._tensor, self._given, self._version = tensor.detach(), given.detach(), given._version
 
     def restore(self) -> torch.Tensor:
         if self._given._version != self._version:

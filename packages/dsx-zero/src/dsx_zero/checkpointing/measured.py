@@ -64,7 +64,7 @@ class Measurement:
             inner = getattr(module, SLOT, None)
             self._calls.append((module, inner))
             setattr(module, SLOT, _MeasuredCall(self, name, module, inner))
-        self._hooks.enter_context(saved_tensors_hooks(self._note_outside, lambda tensor: tensor))
+        self._hooks.enter_context(saved_tensors_hooks(self._note_outside, _unpack))
 
     def end(self) -> tuple[tuple[BlockCost, ...], int]:
         """Stop watching.
@@ -83,7 +83,7 @@ class Measurement:
             self._seen |= _storages(self._around)  # at ZeRO stage 3 parameters come and go
             self._between += _new_bytes([tensor], self._seen)
             self._held.append(tensor)  # keep it, so that no other tensor gets its address
-        return tensor
+        return tensor.detach()
 
     def run(self, name: str, module: nn.Module, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of a block."""
@@ -164,17 +164,25 @@ class _Probe:
         """
         held: list[torch.Tensor] = []
         results = KeepResults()
-        with self._undone(), saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            held.append(tensor)
+            return tensor.detach()
+
+        with self._undone(), saved_tensors_hooks(pack, _unpack):
             with results if self._operators else nullcontext():
                 out = self._forward(*args, **kwargs)
-        known = self._seen | _storages(self._module.modules())
-        self.kept = _new_bytes(held, set(known))
-        handed_out = _of([leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)])
-        outputs = results.tensors()
-        if not outputs or handed_out & _of(outputs):
-            return None, 0  # the code that gets this result as an output may write to it in place
-        kept = _new_bytes(outputs, known)
-        return kept, kept + _new_bytes(held, known)
+        try:
+            known = self._seen | _storages(self._module.modules())
+            self.kept = _new_bytes(held, set(known))
+            handed_out = _of([leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)])
+            outputs = results.tensors()
+            if not outputs or handed_out & _of(outputs):
+                return None, 0  # the code that gets this result as an output may write to it in place
+            kept = _new_bytes(outputs, known)
+            return kept, kept + _new_bytes(held, known)
+        finally:
+            held.clear()  # autograd keeps `pack` as long as the graph, which would hold its own tensors
 
     def _keeping(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, float] | None:
         """Seconds of a forward that keeps the results of expensive operators, and of the recomputation from them. None
@@ -184,7 +192,7 @@ class _Probe:
         try:
             for context in keep_operators():
                 # With other hooks: the hooks around this call belong to the checkpoint that it is inside of.
-                with self._undone(), saved_tensors_hooks(lambda t: t, lambda t: t):
+                with self._undone(), saved_tensors_hooks(torch.Tensor.detach, _unpack):
                     _synchronize_device(self._inputs)
                     began = time.perf_counter()
                     with context:
@@ -209,6 +217,13 @@ class _Probe:
         finally:
             rng.restore(streams)
             restore_buffers(buffers)
+
+
+def _unpack(tensor: torch.Tensor) -> torch.Tensor:
+    """What a hook has packed, which is detached: a graph that held its own output would never be freed, as Python sees
+    only half of that cycle (`test_checkpointing_freed.py`). Autograd attaches the tensor to its node again.
+    """
+    return tensor
 
 
 def _new_bytes(tensors: Sequence[torch.Tensor], seen: set[int]) -> int:
