@@ -385,6 +385,7 @@ def _parts(
 
     def release() -> None:
         optimizer.release()
+        optimizer.inner.state.clear()
         if budget is not None:
             budget.remove()
         if garbage is not None:
