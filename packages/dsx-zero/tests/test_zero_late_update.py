@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import time
+from contextlib import contextmanager
 
 import dsx_zero
 import pytest
@@ -128,6 +130,47 @@ def test_a_plain_loop_one_step_late(stage, world, kind):
     if kind == "fused":
         pytest.importorskip("dsx_ops")
     run_ranks(trained, world, stage, kind)
+
+
+def shared(rank, world, kind):
+    """fp32 parameters in host memory are their own masters: forwards must not see an update that is under way."""
+    oracle, done = OneStepLate(kind), []
+
+    @contextmanager
+    def span(lane, what, size):
+        yield
+        done.extend([what] if lane == "host step" else [])
+
+    model, optimizer = built(3, kind, offload_param=True)
+    optimizer.listen(span)
+    updates, sub_groups = 0, len(optimizer.step_plan.sub_groups)
+    for step in range(6):
+        expected = oracle.train(step, world)
+        loss = model(batch(rank, step))
+        loss.backward()
+        optimizer.param_groups[0]["lr"] = rate(step)
+        optimizer.step(max_norm=0.5)
+        optimizer.zero_grad()
+        updates += step >= WARM_UP
+        end = time.monotonic() + 10
+        while len(done) < updates * sub_groups and time.monotonic() < end:
+            time.sleep(0.002)  # until the host has computed the update, which must not show yet
+        assert len(done) == updates * sub_groups
+        assert loss.item() == pytest.approx(expected[rank], rel=2e-5), step
+        held = optimizer.state_bytes_by_tier()["params"]["host"]
+        assert held == (2 if step >= WARM_UP else 1) * 4 * sum(
+            m.numel for n, _ in model.named_parameters() for m in optimizer.masters_of(n)
+        )
+    optimizer.synchronize()
+    oracle.flush()
+    with dsx_zero.GatheredParameters(model):
+        for p, q in zip(model.parameters(), oracle.model.parameters(), strict=True):
+            assert torch.allclose(p, q, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "world"), [("adamw", 1), ("fused", 2)])
+def test_parameters_that_are_their_own_masters_keep_their_values_until_the_update_is_applied(kind, world):
+    run_ranks(shared, world, kind)
 
 
 def readers(rank, world):
