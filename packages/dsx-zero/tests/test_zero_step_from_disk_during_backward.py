@@ -271,7 +271,7 @@ def test_clipping_and_overflow_stay_exact():
 def within_room(rank, world, room, units):
     model, optimizer = built(2, "disk", max_in_cpu=room)
     spans = Spans(model, optimizer)
-    early, found = [], {}
+    early = []
     for step in range(4):
         spans.seen = []
         said = optimizer.step_during_backward()
@@ -292,10 +292,9 @@ def within_room(rank, world, room, units):
         reference.step()
         reference.zero_grad()
     assert equal(whole(model, optimizer), whole(plain, reference))
-    return found
 
 
-@pytest.mark.parametrize(("room", "units"), [(0, 0), (BLOCK, 1), (10**9, 7)])
+@pytest.mark.parametrize(("room", "units"), [(0, 0), (BLOCK, 1), pytest.param(10**9, 7, marks=pytest.mark.slow)])
 def test_new_values_wait_only_where_they_have_room(room, units):
     run_ranks(within_room, 2, room, units)
 
@@ -341,7 +340,7 @@ def full(rank, world, where, folder):
     return text
 
 
-@pytest.mark.parametrize("where", ["disk", "disk, disk"])
+@pytest.mark.parametrize("where", [pytest.param("disk", marks=pytest.mark.slow), "disk, disk"])
 def test_a_full_disk_is_the_same_error_on_all_ranks(where, tmp_path):
     first, second = run_ranks(full, 2, where, str(tmp_path))
     assert first == second
