@@ -7,6 +7,7 @@ values; `unflatten` joins them again. `describe` describes a value in words, for
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -43,57 +44,62 @@ def flatten(value: Any) -> tuple[Structure, list[torch.Tensor], list[Any]]:
     """
     tensors: list[torch.Tensor] = []
     others: list[Any] = []
-
-    def visit(item: Any) -> Structure:
-        if isinstance(item, torch.Tensor):
-            tensors.append(item)
-            return ("tensor",)
-        if isinstance(item, tuple) and hasattr(item, "_fields"):
-            return ("namedtuple", type(item), tuple(map(visit, item)))
-        if type(item) in (tuple, list):
-            return (type(item).__name__, None, tuple(map(visit, item)))
-        if isinstance(item, dict) and not dataclasses.is_dataclass(item):
-            return ("dict", (type(item), tuple(item)), tuple(map(visit, item.values())))
-        if dataclasses.is_dataclass(item) and not isinstance(item, type):
-            return ("dataclass", type(item), _visit_fields(item, visit))
-        others.append(item)
-        return ("value",)
-
-    return visit(value), tensors, others
+    return _visit(value, tensors, others), tensors, others
 
 
-def _visit_fields(item: Any, visit: Any) -> tuple[tuple[str, Structure], ...]:
+# The functions that call themselves are not nested in others: one that is refers to itself, and what it refers to, the
+# tensors too, would be kept until Python looks for such cycles.
+
+
+def _visit(item: Any, tensors: list[torch.Tensor], others: list[Any]) -> Structure:
+    if isinstance(item, torch.Tensor):
+        tensors.append(item)
+        return ("tensor",)
+    if isinstance(item, tuple) and hasattr(item, "_fields"):
+        return ("namedtuple", type(item), tuple(_visit(child, tensors, others) for child in item))
+    if type(item) in (tuple, list):
+        return (type(item).__name__, None, tuple(_visit(child, tensors, others) for child in item))
+    if isinstance(item, dict) and not dataclasses.is_dataclass(item):
+        children = tuple(_visit(child, tensors, others) for child in item.values())
+        return ("dict", (type(item), tuple(item)), children)
+    if dataclasses.is_dataclass(item) and not isinstance(item, type):
+        children = tuple((name, _visit(getattr(item, name), tensors, others)) for name in _fields(item))
+        return ("dataclass", type(item), children)
+    others.append(item)
+    return ("value",)
+
+
+def _fields(item: Any) -> list[str]:
     hidden = [f.name for f in dataclasses.fields(item) if not f.init]
     if hidden:
         raise PipelineError(
             f"{type(item).__name__} travels between stages, but its constructor does not take {hidden[0]!r}; "
             "make it an ordinary field, or send a dict"
         )
-    return tuple((f.name, visit(getattr(item, f.name))) for f in dataclasses.fields(item))
+    return [f.name for f in dataclasses.fields(item)]
 
 
 def unflatten(structure: Structure, tensors: list[torch.Tensor], others: list[Any]) -> Any:
     """Make a value from a structure, tensors and other values. It is the inverse of `flatten`."""
-    rest_tensors, rest_others = iter(tensors), iter(others)
+    return _joined(structure, iter(tensors), iter(others))
 
-    def build(part: Structure) -> Any:
-        kind = part[0]
-        if kind == "tensor":
-            return next(rest_tensors)
-        if kind == "value":
-            return next(rest_others)
-        if kind == "dataclass":
-            return part[1](**{name: build(child) for name, child in part[2]})
-        children = [build(child) for child in part[2]]
-        if kind == "namedtuple":
-            return part[1](*children)
-        if kind == "dict":
-            cls, keys = part[1]
-            items = dict(zip(keys, children))
-            return items if cls is dict else cls(items)
-        return tuple(children) if kind == "tuple" else children
 
-    return build(structure)
+def _joined(part: Structure, tensors: Iterator[torch.Tensor], others: Iterator[Any]) -> Any:
+    kind = part[0]
+    if kind == "tensor":
+        return next(tensors)
+    if kind == "value":
+        return next(others)
+    if kind == "dataclass":
+        return part[1](**{name: _joined(child, tensors, others) for name, child in part[2]})
+    children = [_joined(child, tensors, others) for child in part[2]]
+    if kind == "namedtuple":
+        return part[1](*children)
+    if kind == "dict":
+        cls, keys = part[1]
+        items = dict(zip(keys, children))
+        return items if cls is dict else cls(items)
+    return tuple(children) if kind == "tuple" else children
 
 
 def describe(value: Any) -> str:

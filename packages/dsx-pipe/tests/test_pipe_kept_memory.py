@@ -1,0 +1,61 @@
+"""What a micro-batch needed is given back when its backward is over, without a run of Python's garbage collector."""
+
+import gc
+import weakref
+
+import dsx_comm  # noqa: F401  (registers the shared-memory backend before ranks are forked)
+import pytest
+from dsx_pipe import Pipeline, build
+from dsx_pipe.runtime.structure import flatten, unflatten
+from dsx_testkit import run_ranks
+from torch import nn, randn
+
+WIDTH, MICRO_BATCHES = 6, 4
+
+
+@pytest.fixture(autouse=True)
+def no_collection():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+class Watched(nn.Module):
+    """Takes and gives a dictionary of tensors, and knows its inputs as long as others keep them."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self.linear, self.seen = nn.Linear(WIDTH, WIDTH), seen
+
+    def forward(self, value):
+        x = value["x"] if isinstance(value, dict) else value
+        self.seen.append(weakref.ref(x))
+        return {"x": self.linear(x), "more": [None, (1, "text")]}
+
+
+def loss_of(value, labels):
+    return nn.functional.mse_loss(value["x"], labels)
+
+
+def trained(rank, world):
+    gc.disable()
+    seen = []
+    pipe = Pipeline([Watched(seen)], build("1f1b", world, MICRO_BATCHES), loss_fn=loss_of)
+    for _ in range(2):
+        pipe.step(randn(8, WIDTH), randn(8, WIDTH))
+    return [ref() is None for ref in seen]
+
+
+def test_inputs_that_a_stage_received_are_given_back():
+    # The first stage's are the user's own; the last step's data stay with the pipeline until the next one.
+    assert run_ranks(trained, 2, backend="gloo")[1] == [True] * 2 * MICRO_BATCHES
+
+
+def test_a_value_taken_apart_and_joined_is_not_kept():
+    value = {"a": randn(3), "b": [randn(2), (randn(1), "text")]}
+    held = [weakref.ref(tensor) for tensor in flatten(value)[1]]
+    again = unflatten(*flatten(value))
+    assert again["b"][1][1] == "text" and again["a"] is value["a"]
+    del value, again
+    assert [ref() for ref in held] == [None] * 3
