@@ -243,7 +243,7 @@ def test_stages_keep_what_the_schedule_keeps():
     assert [one.kept for one in ordered.pipeline.ranks] == [4, 3, 2, 1]
     assert [one.kept for one in at_once.pipeline.ranks] == [16, 16, 16, 16]
     assert at_once.peak_bytes > 1.5 * ordered.peak_bytes
-    assert ordered.rank == max(ordered.pipeline.ranks, key=lambda one: one.peak["device"]).rank
+    assert ordered.rank == max(ordered.pipeline.ranks, key=lambda one: one.peak_bytes + one.fragmentation_bytes).rank
 
 
 def test_mistakes_are_named():

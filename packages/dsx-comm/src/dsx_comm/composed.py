@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from .groups import Membership
-from .ordered import reduce_in_order
+from .ordered import BLOCK, reduce_in_order
 from .works import Done, Handle, TwoPhase
 
 SCATTER_TAG, GATHER_TAG, EXCHANGE_TAG = 0x40000001, 0x40000002, 0x40000003
@@ -47,6 +47,30 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def staging(op: str, received: float, element: int, size: int) -> tuple[int, int]:
+    """Bytes that a composed operation takes beside its tensors: until it is waited for, and for a moment when it is.
+
+    For who counts memory without carrying out the operation; the rules are those of the functions below.
+
+    Args:
+        op: "reduce_scatter" or "all_reduce"; others take nothing.
+        received: bytes that come to this rank.
+        element: bytes of an element; an all-reduce is composed where they are at most 2.
+        size: number of ranks.
+    """
+    if size == 1 or op not in ("reduce_scatter", "all_reduce") or (op == "all_reduce" and element > 2):
+        return 0, 0
+    arriving = int(received) if op == "reduce_scatter" else int(received) // 2
+    part = arriving // (size - 1)
+    if not direct(size, part):
+        return 0, 0
+    # in float32: the sum, and what torch makes of the part that it adds
+    wide = 2 * 4 * min(BLOCK, part // element) if element <= 2 else 0
+    if op == "reduce_scatter" and part <= SMALL_BYTES:
+        arriving += part
+    return arriving, wide
 
 
 def exchange(

@@ -51,6 +51,7 @@ class RehearsedMessage:
         sent: bytes that this rank sends, by the formulas of `dsx_comm.count_traffic`.
         received: bytes that come to this rank.
         peer: global rank of the other side of a send or receive, of the root of a rooted operation; -1: none.
+        element: bytes of an element of what it gives; 0 where it gives nothing.
     """
 
     op: str
@@ -59,6 +60,7 @@ class RehearsedMessage:
     sent: float
     received: float
     peer: int = -1
+    element: int = 0
 
 
 class RehearsalObserver:
@@ -163,7 +165,8 @@ class RehearsalGroup(PythonGroup):
     def _issue(self, op: str, sent: float, received: float, value: Any, peer: int = -1) -> Any:
         at = self._ranks[self._rank]
         other = -1 if peer < 0 else self._ranks[peer]
-        token = self._observer.issued(RehearsedMessage(op, self._ranks, at, sent, received, other))
+        element = next((tensor.element_size() for tensor in _flat(value)), 0)
+        token = self._observer.issued(RehearsedMessage(op, self._ranks, at, sent, received, other, element))
         return RehearsedWork(self._observer, token, value, op == "send")
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:

@@ -12,8 +12,8 @@ Files: `ranks` and `zygote` (processes), `numerics`, `tiny` (models), `paced` (l
 `arena` and `labelled` (devices made of host memory), `nodes` (several nodes on one machine),
 `pycalls` (a count of Python calls), `fakes` (recording works, streams and events), `browser` (a headless Chromium),
 `stores` (a store of tensors that counts what is held), `limits` (little memory), `operations` (a count of what
-operators compute), `benches` (a GPT, and training steps that take turns) and `results` (what a bench found, printed and
-as a file), the last four imported by themselves.
+operators compute), `allocated` (the most host memory in use), `benches` (a GPT, and training steps that take turns) and
+`results` (what a bench found, printed and as a file), the last five imported by themselves.
 """
 
 from . import tiny

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .allocator import fragmentation
 from .configs import Ready
 from .cost import Timing, simulate
-from .ledger import DEVICE, HOST
+from .ledger import DEVICE, HOST, Peak
 from .machine import Machine
 from .pipelines import PipelineStep, step_of
 from .plan import PipelinePlan, Plan, StagePlan
@@ -24,11 +24,12 @@ RESERVE = 0.97
 
 @dataclass(frozen=True)
 class _Rank:
-    """What one replayed rank needs."""
+    """What one replayed rank needs. `memory` is that of the device; where this is the host's memory, of both tiers."""
 
     replay: Replay
     timing: Timing
     peaks: dict[str, int]
+    memory: Peak
     extra: int
     flops: int
     again: int
@@ -38,13 +39,15 @@ class _Rank:
         timing = simulate(
             replay.trace, replay.segments, machine, ranks_per_host=on_host, waits_for_stages=replay.stage is None
         )
-        peaks = {tier: peak.nbytes for tier, peak in replay.ledger.peaks.items() if peak.nbytes}
-        extra = fragmentation(replay.ledger.requests) if machine.streams else 0
-        return _Rank(replay, timing, peaks, extra, *_flops(replay))
+        ledger = replay.ledger
+        peaks = {tier: peak.nbytes for tier, peak in ledger.peaks.items() if peak.nbytes}
+        memory = ledger.memory if machine.device == "cpu" else ledger.peaks[DEVICE]
+        extra = fragmentation(ledger.requests) if machine.streams else 0
+        return _Rank(replay, timing, peaks, memory, extra, *_flops(replay))
 
     @property
-    def on_device(self) -> int:
-        return self.peaks.get(DEVICE, 0) + self.extra
+    def needed(self) -> int:
+        return self.memory.nbytes + self.extra
 
 
 def answer_of(
@@ -62,10 +65,8 @@ def answer_of(
         recompute: the model recomputes its blocks.
     """
     ranks = [_Rank.of(replay, machine, on_host) for replay in replays]
-    most = max(ranks, key=lambda rank: rank.on_device + (rank.peaks.get(HOST, 0) if machine.device == "cpu" else 0))
-    short = next(
-        (found for rank in (most, *ranks) if (found := _short_of(rank.peaks, rank.extra, machine, on_host))), None
-    )
+    most = max(ranks, key=lambda rank: rank.needed)
+    short = next((found for rank in (most, *ranks) if (found := _short_of(rank, machine, on_host))), None)
     step, pipeline = None, None
     if most.replay.stage is not None:
         step = step_of(replays, [rank.timing for rank in ranks], machine)
@@ -89,9 +90,9 @@ def answer_of(
         tokens=tokens,
         fits=short is None,
         short_of=short,
-        peak_bytes=most.peaks.get(DEVICE, 0),
+        peak_bytes=most.memory.nbytes,
         peak=most.peaks,
-        peak_parts=found.ledger.peaks[DEVICE].classes,
+        peak_parts=most.memory.classes,
         fragmentation_bytes=most.extra,
         bytes=found.resident,
         traffic=_traffic(found),
@@ -103,7 +104,7 @@ def answer_of(
         tokens_per_second=tokens / seconds,
         mfu=operations / (seconds * machine.peak(prepared.dtype)),
         timeline=_timeline(most, step),
-        memory=_curve(found, timing),
+        memory=_curve(found, timing, machine),
         notes=[*prepared.notes, *notes, *_machine_notes(machine, prepared.dtype)],
         rank=found.rank,
         pipeline=pipeline,
@@ -132,6 +133,7 @@ def _stage(rank: _Rank, place: int, schedule: Any, step: PipelineStep) -> StageP
         rank=replay.rank,
         stages=schedule.stages_of(place),
         parameters=replay.parameters,
+        peak_bytes=rank.memory.nbytes,
         peak=rank.peaks,
         fragmentation_bytes=rank.extra,
         bytes=replay.resident,
@@ -167,16 +169,14 @@ def _machine_notes(machine: Machine, dtype: str) -> list[str]:
     return notes
 
 
-def _short_of(peaks: Mapping[str, int], extra: int, machine: Machine, on_host: int) -> tuple[str, int, int] | None:
+def _short_of(rank: _Rank, machine: Machine, on_host: int) -> tuple[str, int, int] | None:
     """What has no room: tier, bytes needed, bytes there."""
-    if machine.device == "cpu":  # the device is the host's memory
-        needed = (peaks.get(DEVICE, 0) + peaks.get(HOST, 0)) * on_host
-        room = int(machine.host_memory_bytes * RESERVE)
-        return ("host", needed, room) if needed > room else None
-    needed, room = peaks.get(DEVICE, 0) + extra, int(machine.memory_bytes * RESERVE)
-    if needed > room:
+    on_cpu = machine.device == "cpu"  # then the device is the host's memory
+    needed, room = rank.needed, int(machine.memory_bytes * RESERVE)
+    if not on_cpu and needed > room:
         return "device", needed, room
-    needed, room = peaks.get(HOST, 0) * on_host, int(machine.host_memory_bytes * RESERVE)
+    needed = on_host * (rank.needed if on_cpu else rank.peaks.get(HOST, 0))
+    room = int(machine.host_memory_bytes * RESERVE)
     return ("host", needed, room) if needed > room else None
 
 
@@ -211,10 +211,13 @@ def _parts(timing: Timing) -> dict[str, float]:
 _MOST_POINTS = 1500
 
 
-def _curve(found: Replay, timing: Timing) -> list[tuple[float, int]]:
+def _curve(found: Replay, timing: Timing, machine: Machine) -> list[tuple[float, int]]:
     """Memory over time, at most so many points: of each stretch its greatest value."""
-    curve, ends = found.ledger.curve, timing.at
-    points = [(ends[min(place, len(ends) - 1)] if ends else 0.0, nbytes) for place, nbytes in curve]
+    both, ends = machine.device == "cpu", timing.at
+    points = [
+        (ends[min(place, len(ends) - 1)] if ends else 0.0, device + both * host)
+        for place, device, host in found.ledger.curve
+    ]
     stretch = max(1, -(-len(points) // _MOST_POINTS))
     kept = [max(points[i : i + stretch], key=lambda p: p[1]) for i in range(0, len(points), stretch)]
     latest, ordered = 0.0, []

@@ -5,6 +5,8 @@ The model, with the five constants of `machine.Constants`:
 * an operator takes the longer of its arithmetic and its memory traffic, plus a constant;
 * a message between ranks takes the longer of its bytes inside the host and between hosts over their rates, plus a
   constant times log2 of the ranks; messages share the links in the order in which they are issued;
+* on a CPU a message keeps the core of its rank busy: the same cores copy and add up what is sent, so it takes the lane
+  that issues it as long, and nothing of it is hidden behind computation;
 * a copy between device and host, or host and disk, takes its bytes over that link's rate;
 * what a lane waits for holds it up; the rest runs beside each other.
 
@@ -180,6 +182,8 @@ class _Simulation:
             self._links = begin + took
         self._arrived[number] = begin + took
         self._timing.communication += took
+        if not self._machine.streams:
+            self._wait(lane, begin + took, 0)
         self._span("communication", message.op, begin, begin + took)
 
     def _wait_message(self, place: int, lane: int) -> None:

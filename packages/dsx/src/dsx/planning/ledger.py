@@ -8,8 +8,10 @@ optimizer states) is named by `rename`.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,14 +29,19 @@ masters, optimizer states, what a forward made, what a backward or step made, bu
 model's own buffers, the batch."""
 
 
+@dataclass(frozen=True)
 class Peak:
-    """The greatest sum seen, and what it was made of."""
+    """The greatest sum seen.
 
-    def __init__(self) -> None:
-        self.nbytes = 0
-        self.classes: dict[str, int] = {}
-        self.at = 0
-        """Number of events that had been seen."""
+    Attributes:
+        nbytes: how much.
+        classes: what it was made of.
+        at: number of events that had been seen.
+    """
+
+    nbytes: int = 0
+    classes: dict[str, int] = field(default_factory=dict)
+    at: int = 0
 
 
 class _Entry:
@@ -53,8 +60,10 @@ class Ledger:
         self.in_use: dict[str, dict[str, int]] = {DEVICE: {}, HOST: {}, DISK: {}}
         self.total = {DEVICE: 0, HOST: 0, DISK: 0}
         self.peaks = {DEVICE: Peak(), HOST: Peak(), DISK: Peak()}
-        self.curve: list[tuple[int, int]] = []
-        """(events, bytes on the device) at each change, while `recording`."""
+        self.memory = Peak()
+        """Of device and host together, at one time: of what a rank needs where both are one memory."""
+        self.curve: list[tuple[int, int, int]] = []
+        """(events, bytes on the device, bytes in host memory) at each change, while `recording`."""
         self.requests: list[tuple[int, int]] = []
         """Of the device, since `record`: number of a storage and its bytes, 0 where it gave its memory back."""
         self.recording = False
@@ -122,7 +131,7 @@ class Ledger:
         """From now on note every change, beginning with what is there."""
         self.reset_peaks()
         self.recording = True
-        self.curve.append((self._clock(), self.total[DEVICE]))
+        self.curve.append((self._clock(), self.total[DEVICE], self.total[HOST]))
         for entry in self._entries.values():
             if entry.nbytes:
                 self._request(entry, entry.nbytes)
@@ -135,18 +144,23 @@ class Ledger:
         classes = self.in_use[tier]
         classes[kind] = classes.get(kind, 0) + nbytes
         self.total[tier] += nbytes
-        peak = self.peaks[tier]
-        if self.total[tier] > peak.nbytes:
-            peak.nbytes, peak.at = self.total[tier], self._clock()
-            peak.classes = {name: size for name, size in classes.items() if size}
-        if self.recording and tier == DEVICE:
-            self.curve.append((self._clock(), self.total[tier]))
+        if self.total[tier] > self.peaks[tier].nbytes:
+            self.peaks[tier] = self._peak_now(tier)
+        if tier != DISK and self.total[DEVICE] + self.total[HOST] > self.memory.nbytes:
+            self.memory = self._peak_now(DEVICE, HOST)
+        if self.recording and tier != DISK:
+            self.curve.append((self._clock(), self.total[DEVICE], self.total[HOST]))
+
+    def _peak_now(self, *tiers: str) -> Peak:
+        classes = Counter[str]()
+        for tier in tiers:
+            classes.update({name: size for name, size in self.in_use[tier].items() if size})
+        return Peak(sum(self.total[tier] for tier in tiers), dict(classes), self._clock())
 
     def reset_peaks(self) -> None:
         """Let peaks begin at what is in use now."""
-        for tier, peak in self.peaks.items():
-            peak.nbytes, peak.at = self.total[tier], self._clock()
-            peak.classes = {name: size for name, size in self.in_use[tier].items() if size}
+        self.peaks = {tier: self._peak_now(tier) for tier in self.peaks}
+        self.memory = self._peak_now(DEVICE, HOST)
 
     @contextmanager
     def following_resizes(self) -> Iterator[None]:

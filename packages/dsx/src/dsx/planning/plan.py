@@ -11,7 +11,7 @@ from .errors import PlanError
 
 __all__ = ["Change", "PipelinePlan", "Plan", "StagePlan"]
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class StagePlan:
         rank: global rank that was replayed.
         stages: of the model, that it holds.
         parameters: elements in them.
-        peak, fragmentation_bytes, bytes, traffic, messages, flops: as those of `Plan`.
+        peak_bytes, peak, fragmentation_bytes, bytes, traffic, messages, flops: as those of `Plan`.
         kept: the most micro-batches whose activations it keeps at one time, over its stages.
         forward_seconds, backward_seconds: of one micro-batch through all its stages.
         other_seconds: what it does beside them in a step: reductions that nothing hides, the update.
@@ -48,6 +48,7 @@ class StagePlan:
     rank: int
     stages: tuple[int, ...]
     parameters: int
+    peak_bytes: int
     peak: dict[str, int]
     fragmentation_bytes: int
     bytes: dict[str, dict[str, int]]
@@ -111,9 +112,10 @@ class Plan:
         tokens: of one step over all ranks; samples where the model takes no tokens.
         fits: everything has room.
         short_of: what has not: tier, bytes needed, bytes there.
-        peak_bytes: the most the device holds at one time.
-        peak: the same by tier.
-        peak_parts: of which classes the peak of the device is made.
+        peak_bytes: the most that the device holds at one time. On a CPU the device is the host's memory, and what is
+            placed in host memory is in it.
+        peak: the most by tier; tiers reach it at different times.
+        peak_parts: of which classes `peak_bytes` is made.
         fragmentation_bytes: what the device's allocator holds beyond that.
         bytes: resident model state by class and tier, when gradients are there, as the engine counts it.
         traffic: bytes that this rank sends by link: "inside host", "between hosts", and the copies "to host", "to
@@ -126,7 +128,7 @@ class Plan:
         tokens_per_second: over all ranks.
         mfu: model operations over what the device could do in that time.
         timeline: (lane, name, start, end).
-        memory: (seconds, bytes on the device).
+        memory: (seconds, bytes on the device); what is in it is that of `peak_bytes`.
         changes: the cheapest changes that make it fit, best first.
         notes: what the reader should know.
         rank: which rank was the one.

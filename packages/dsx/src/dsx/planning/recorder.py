@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from dsx_comm import RehearsalObserver, RehearsedMessage
+from dsx_comm.composed import staging
 from dsx_monitor.flops.rules import rule_for
 
 from .fake import is_small
@@ -105,6 +106,7 @@ class Recorder(RehearsalObserver):
         self._seen: list[Any] = []
         self._lane = 0
         self._silent = False
+        self._staged: dict[int, tuple[int, int]] = {}
 
     # - phases and lanes
 
@@ -233,11 +235,24 @@ class Recorder(RehearsalObserver):
         self.trace.messages.append(self._message(message))
         number = len(self.trace.messages) - 1
         self.trace.add(self._lane, MESSAGE, number)
+        self._stage(number, message)
         return number
+
+    def _stage(self, number: int, message: RehearsedMessage) -> None:
+        """On a CPU reductions take memory of their own until they are waited for."""
+        if self._streams:
+            return
+        arriving, at_end = staging(message.op, message.received, message.element, len(message.ranks))
+        if arriving or at_end:
+            self._staged[number] = arriving, at_end
+            self.ledger.add_bytes(DEVICE, "messages", arriving)
 
     def waited(self, token: int) -> None:
         """See `RehearsalObserver.waited`."""
         self.trace.add(self._lane, WAIT_MESSAGE, token)
+        arriving, at_end = self._staged.pop(token, (0, 0))
+        self.ledger.add_bytes(DEVICE, "messages", at_end)
+        self.ledger.add_bytes(DEVICE, "messages", -arriving - at_end)
 
     def _message(self, message: RehearsedMessage) -> Message:
         per_host, ranks = self._ranks_per_host, message.ranks

@@ -112,7 +112,7 @@ def stage_row(stage: StagePlan) -> tuple[str, ...]:
         str(stage.rank),
         ", ".join(map(str, stage.stages)),
         count_text(stage.parameters),
-        bytes_text(stage.peak.get("device", 0) + stage.fragmentation_bytes),
+        bytes_text(stage.peak_bytes + stage.fragmentation_bytes),
         seconds_text(stage.forward_seconds),
         seconds_text(stage.backward_seconds),
         seconds_text(stage.other_seconds),

@@ -1,0 +1,33 @@
+"""Messages beside computation: hidden where a device has streams; on a CPU they take the cores' time."""
+
+from dataclasses import replace
+
+import pytest
+from dsx.planning import Machine
+from dsx.planning.cost import simulate
+from dsx.planning.trace import COMPUTE, MESSAGE, OPERATOR, RATES, WAIT_MESSAGE, Message, Trace
+
+
+def machine(device):
+    found = replace(Machine.named("H100-SXM"), device=device, flops={"float32": 1e12}, link_bandwidth=1e9)
+    constants = replace(found.constants, products=1.0, links=1.0, operator_seconds=0.0, message_seconds=0.0)
+    return replace(found, constants=constants)
+
+
+def traced():
+    """A second of products, a message of one second, two seconds of products, and the wait for the message."""
+    trace, rate = Trace(), RATES.index("float32")
+    trace.messages.append(Message("all_reduce", inside=1e9, outside=0.0, ranks=2, hosts=1, small=False))
+    trace.add(COMPUTE, OPERATOR, 10**12, rate=rate)
+    trace.add(COMPUTE, MESSAGE, 0)
+    trace.add(COMPUTE, OPERATOR, 2 * 10**12, rate=rate)
+    trace.add(COMPUTE, WAIT_MESSAGE, 0)
+    return trace
+
+
+@pytest.mark.parametrize(("device", "step", "exposed"), [("cuda", 3.0, 0.0), ("cpu", 4.0, 1.0)])
+def test_a_message_beside_products(device, step, exposed):
+    trace = traced()
+    found = simulate(trace, [(0, len(trace), 1)], machine(device), ranks_per_host=2)
+    assert found.step == pytest.approx(step) and found.exposed_communication == pytest.approx(exposed)
+    assert found.communication == pytest.approx(1.0) and found.products == pytest.approx(3.0)
