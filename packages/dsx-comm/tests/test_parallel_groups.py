@@ -155,3 +155,26 @@ def test_a_new_world_begins_anew():
             assert groups.current() is not first and not groups.get_expert_parallel_group_dict()
         finally:
             dsx_comm.destroy_process_group()
+
+
+def held_and_used(rank, n):
+    first = dsx_comm.GroupRegistry(dsx_comm.ProcessTopology(("data", "model"), (1, n)))
+    second = dsx_comm.GroupRegistry(dsx_comm.ProcessTopology(("pipe", "data"), (n, 1)))
+    end = groups.hold(first)
+    again = groups.hold(first)
+    assert groups.current().size("model") == n
+    end()
+    end()  # nothing the second time
+    assert groups.current().size("model") == n
+    other = groups.hold(second)
+    again()
+    assert groups.current().size("pipe") == n
+    other()
+    assert (groups.current().size("data"), groups.current().size("pipe")) == (n, 1)
+    groups.use(second)  # asked for by name: stays
+    groups.hold(second)()
+    assert groups.current().size("pipe") == n
+
+
+def test_groups_that_are_held_end_with_the_last_holder():
+    run_ranks(held_and_used, 2)

@@ -8,7 +8,8 @@
 
 `limit`: a process whose RLIMIT_DATA is its use after import plus a quarter of the states' bytes (18 per parameter)
 trains with everything on disk, with its PSS sampled; the same without offload has to fail. `largest`: the most
-parameters that DDP and ZeRO-Infinity train for two steps under one limit. `disk-step`: Adam states and masters on disk
+parameters that DDP trains for two steps under a limit, and whether ZeRO-Infinity trains 10 and 20 times as many under
+the same one. `disk-step`: Adam states and masters on disk
 (24 bytes read and written per fp32 parameter) against the disk's time for the same bytes in the same pieces, reading
 and writing at once, in alternating pairs. `disk-passes`: forward and backward with parameters on disk against the
 larger of the same with parameters in memory and of the disk's time for the bytes. `overlap`: sleeping layers and a
@@ -41,6 +42,9 @@ MIB = 1 << 20
 USUAL = {"layers": 24, "width": 512, "limit_mib": 400, "parameters": 100_000_000, "pairs": 5, "steps": 5}
 SMALL = {"layers": 8, "width": 384, "limit_mib": 120, "parameters": 8_500_000, "pairs": 1, "steps": 1}
 """What is done where nothing is said. A smaller `limit` is below what the engine itself needs beside the states."""
+
+ROW = 1, 32
+"""Rows and their length in `largest`: activations, which grow with the layers, are to be small beside the states."""
 
 
 def status(key: str) -> int:
@@ -86,6 +90,7 @@ def settings(where: str, folder: str) -> dict[str, Any]:
         zero |= {"offload_optimizer": place, "sub_group_size": 1 << 20}
         zero["offload_param"] = place | {"max_in_cpu": 0, "buffer_count": 2, "buffer_size": 8_000_000}
         zero["stage3_prefetch_bucket_size"] = 4_000_000
+        zero |= {"stage3_max_live_parameters": 8_000_000, "stage3_max_reuse_distance": 0}  # not kept for the backward
     return {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
@@ -95,8 +100,10 @@ def settings(where: str, folder: str) -> dict[str, Any]:
     }
 
 
-def train_limited(where: str, layers: int, width: int, folder: str, limit: int, steps: int) -> dict[str, Any]:
-    """In a process of its own: set the limit (0: a quarter of the states), build, train."""
+def train_limited(
+    where: str, layers: int, width: int, folder: str, limit: int, steps: int, size: int = 2, length: int = 64
+) -> dict[str, Any]:
+    """In a process of its own: set the limit (0: a quarter of the states), build, train on `size` rows of `length`."""
     import dsx
     import torch
     from dsx_testkit.benches import GPT, batch
@@ -129,7 +136,7 @@ def train_limited(where: str, layers: int, width: int, folder: str, limit: int, 
         model, *_ = dsx.initialize(model=model, config=settings(where, folder))
     losses = []
     for _ in range(steps):
-        loss = model(*batch(0, 0, size=2, length=64))
+        loss = model(*batch(0, 0, size=size, length=length))
         if where == "ddp":
             loss.backward()
             optimizer.step()
@@ -175,21 +182,29 @@ def limit(layers: int, width: int, folder: str) -> Table:
 
 def largest(limit_mib: int, width: int, folder: str) -> Table:
     """See the module's text."""
-    table = Table({"where": "", "limit, MiB": "", "most parameters": "{:,}", "of DDP": "{:.1f}x"}, "largest")
-    best: dict[str, int] = {}
-    for where in ("ddp", "disk"):
-        fits, layers, step = 0, 4, 4
-        while step:
-            found = child(where, layers, width, folder, limit_mib * MIB, 2)
-            if found is not None:
-                fits, best[where] = layers, found["parameters"]
-                step = step * 2 if layers >= 2 * step else step
-                layers += step
-            else:
-                step = min(step, layers - fits) // 2
-                layers = fits + step
-        ratio = best.get(where, 0) / best["ddp"] if best.get("ddp") else None
-        table.add(where, limit_mib, best.get(where, 0), ratio)
+    table = Table({"where": "", "limit, MiB": "", "parameters": "{:,}", "of DDP": "{:.1f}x", "trains": ""}, "largest")
+    fits, layers, step, most = 0, 1, 1, 0
+    while step:
+        found = child("ddp", layers, width, folder, limit_mib * MIB, 2, *ROW)
+        if found is not None:
+            fits, most = layers, found["parameters"]
+            step = step * 2 if layers >= 2 * step else step
+            layers += step
+        else:
+            step = min(step, layers - fits) // 2
+            layers = fits + step
+    table.add("DDP", limit_mib, most, 1.0, "yes, and one layer more does not")
+    if not fits:
+        return table
+    for times in (10, 20):
+        layers = times * fits + times // 2  # the embeddings are there once: enough layers to be above the ratio
+        found = child("disk", layers, width, folder, limit_mib * MIB, 2, *ROW)
+        if found is None:
+            table.add("disk", limit_mib, None, float(times), "no")
+            break
+        table.add("disk", limit_mib, found["parameters"], found["parameters"] / most, "yes")
+    rows = [row for row in table.rows if row["where"] == "disk" and row["trains"] == "yes"]
+    table.goal("at least 10x DDP's parameters", met=any(row["of DDP"] >= 10 for row in rows))
     return table
 
 

@@ -15,6 +15,7 @@ groups, in the same order. An axis that the topology does not have has one rank.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -156,24 +157,36 @@ class ParallelGroups:
 
 
 class _Current:
-    """The one that the functions of this module speak of, as long as its world lasts."""
+    """The groups that the functions of this module speak of, as long as their world lasts: the last of those in use."""
 
     def __init__(self) -> None:
         self._world: Any = None
-        self._groups: ParallelGroups | None = None
+        self._in_use: list[ParallelGroups] = []
+        self._holders: Counter[int] = Counter()
 
     def put(self, groups: ParallelGroups) -> None:
-        self._world, self._groups = get_world_group(), groups
+        if self._world is not get_world_group():
+            self.forget()
+            self._world = get_world_group()
+        self._in_use.append(groups)
 
     def get(self) -> ParallelGroups:
-        groups = self._groups
-        if groups is None or self._world is not get_world_group():
-            groups = ParallelGroups()
-            self.put(groups)
-        return groups
+        if not self._in_use or self._world is not get_world_group():
+            self.put(ParallelGroups())
+        return self._in_use[-1]
+
+    def hold(self, groups: ParallelGroups) -> None:
+        self._holders[id(groups)] += 1
+
+    def let_go(self, groups: ParallelGroups) -> None:
+        if any(groups is one for one in self._in_use):
+            self._holders[id(groups)] -= 1
+            if self._holders[id(groups)] <= 0:
+                self._in_use = [one for one in self._in_use if one is not groups]
 
     def forget(self) -> None:
-        self._world = self._groups = None
+        self._world, self._in_use = None, []
+        self._holders.clear()
 
 
 _CURRENT = _Current()
@@ -183,6 +196,12 @@ def use(source: Any = None) -> ParallelGroups:
     """From now on the functions of this module speak of `source`: a `GroupRegistry`, an mpu, or None for plain data
     parallelism.
     """
+    groups = _taken(source)
+    _CURRENT.hold(groups)  # nobody lets it go
+    return groups
+
+
+def _taken(source: Any) -> ParallelGroups:
     groups = _CURRENT.get() if source is not None else None
     if groups is None or not groups.speaks_of(source):  # else groups that were made since are kept
         groups = ParallelGroups(source)
@@ -193,6 +212,24 @@ def use(source: Any = None) -> ParallelGroups:
 def current() -> ParallelGroups:
     """What the functions of this module speak of."""
     return _CURRENT.get()
+
+
+def hold(source: Any) -> Callable[[], None]:
+    """`use(source)` until the function that is returned is called, on behalf of one of perhaps several holders.
+
+    With the last holder's call the functions of this module speak again of what was in use before, unless another
+    source has been given to `use` since. So what is built behind it is not divided over the groups of something that is
+    gone. Calling the function again does nothing.
+    """
+    groups = _taken(source)
+    _CURRENT.hold(groups)
+    left = [groups]
+
+    def let_go() -> None:
+        while left:
+            _CURRENT.let_go(left.pop())
+
+    return let_go
 
 
 def forget() -> None:

@@ -188,7 +188,8 @@ class RankSets:
             raise TopologyError(
                 f"got an mpu ({type(mpu).__name__}) and no process group; call dsx_comm.init_distributed first"
             )
-        return cls.of_groups(parallel_groups.use(mpu))
+        groups = parallel_groups.current()
+        return cls.of_groups(groups if groups.speaks_of(mpu) else parallel_groups.use(mpu))
 
     @classmethod
     def current(cls) -> RankSets:

@@ -89,18 +89,25 @@ def part(name: str) -> ModuleType:
 
 def build_engine(source: Any, request: Request) -> Engine:
     """The engine for a configuration and the caller's objects. Collective."""
+    with ExitStack() as held:  # the groups of an mpu are in use until the engine is destroyed, or the call fails
+        engine, optimizer = _build(source, request, held)
+        optimizer.call_on_release(held.pop_all().close)
+    return engine
+
+
+def _build(source: Any, request: Request, held: ExitStack) -> tuple[Engine, Any]:
     joins = joins_others(request.dist_init_required)
     zero, comm = part("dsx_zero"), part("dsx_comm")
     skeleton = skeleton_before_cutting(source, request.model)
     request = pipelining.with_parallelism(source, request, joins, part)
-    topology = _rank_sets(request) if comm.is_initialized() else None
+    topology = _rank_sets(request, held) if comm.is_initialized() else None
     with telling_others(zero, comm, request, joins=joins, group=ranks_of_job(topology)):
         config = load_config(source, world_size=_batch_ranks(request, topology))
         choice = _chosen_optimizer(config, request)
     pipelining.record_use(config, request.model)
     _set_up_logging(config)
     trial = begin_trial(config, skeleton)
-    topology = _join_processes(config, request, joins)
+    topology = _join_processes(config, request, joins, held)
     zero.agree(CALL, config_facts(config, request), ranks_of_job(topology))
     with zero.telling(topology.data.group):
         with_experts(request.model, config, part)
@@ -121,7 +128,7 @@ def build_engine(source: Any, request: Request) -> Engine:
         engine.training_dataloader = engine.deepspeed_io(request.training_data, collate_fn=request.collate_fn)
     compile_as_configured(engine, config)
     _announce(engine, config, choice)
-    return engine
+    return engine, optimizer
 
 
 def _destroy_on_release(engine: Engine, optimizer: Any) -> None:
@@ -181,19 +188,23 @@ def _batch_ranks(request: Request, topology: RankSets | None) -> int:
     return launched_as()[1]
 
 
-def _rank_sets(request: Request) -> RankSets:
-    """The groups of ranks: those of the mpu, or those of `dsx_comm.parallel_groups`."""
-    sets = part("dsx_comm").RankSets
-    return sets.current() if request.mpu is None else sets.of_mpu(request.mpu)
+def _rank_sets(request: Request, held: ExitStack) -> RankSets:
+    """The groups of ranks: those of the mpu, which are in use until `held` is closed, or those of
+    `dsx_comm.parallel_groups`.
+    """
+    comm = part("dsx_comm")
+    if request.mpu is not None and comm.is_initialized():
+        held.callback(comm.parallel_groups.hold(request.mpu))
+    return comm.RankSets.current() if request.mpu is None else comm.RankSets.of_mpu(request.mpu)
 
 
-def _join_processes(config: Config, request: Request, joins: bool) -> RankSets:
+def _join_processes(config: Config, request: Request, joins: bool, held: ExitStack) -> RankSets:
     comm = part("dsx_comm")
     if joins:
         comm.init_distributed(distributed_port=request.distributed_port)
     if config.use("comms_logger").enabled:
         comm.configure(config=config.comms_logger)
-    return _rank_sets(request)
+    return _rank_sets(request, held)
 
 
 # - The model and its shards
