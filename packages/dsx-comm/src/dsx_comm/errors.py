@@ -1,6 +1,13 @@
 """The errors of this package. Each says what was got, what was expected and what to do."""
 
 
+def with_code(text: str, code: str) -> str:
+    """The text of an error or a warning with its stable code, under which docs/reference/errors.md explains it. A text
+    that has the code already is left alone: it may come from an error of another rank.
+    """
+    return text if f"[{code}]" in text else f"{text} [{code}] docs: errors#{code.lower()}"
+
+
 class CodedError(Exception):
     """An error with a stable code, also for packages above this one.
 
@@ -17,9 +24,7 @@ class CodedError(Exception):
 
     def __str__(self) -> str:
         text = super().__str__()
-        if not self.code or f"[{self.code}]" in text:  # the text may come from an error of another rank
-            return text
-        return f"{text} [{self.code}] docs: errors#{self.code.lower()}"
+        return with_code(text, self.code) if self.code else text
 
 
 class CommError(CodedError, RuntimeError):

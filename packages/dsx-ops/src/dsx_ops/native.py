@@ -11,6 +11,8 @@ import torch
 from ._native_loader import NativeLoader
 
 WARN_ABOVE = 1 << 20
+SLOW = "DSX651"
+"""The code of the warning; docs/reference/errors.md explains it."""
 
 _loader = NativeLoader("dsx_ops._C", abi=6)
 module = _loader.module
@@ -47,4 +49,5 @@ def warn_slow(numel: int, what: str) -> None:
     """One RuntimeWarning per process when a large piece of work goes over the PyTorch reference."""
     if numel >= WARN_ABOVE:
         reason = _loader.reason or "no kernel for this combination of dtypes"
-        _loader.warn_once(f"{what}: {numel} elements over the slow PyTorch path; {reason}")
+        text = f"{what}: {numel} elements over the slow PyTorch path; {reason}"
+        _loader.warn_once(f"{text} [{SLOW}] docs: errors#{SLOW.lower()}")

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from dsx_comm import RankSets
+from dsx_comm.errors import with_code
 from torch import nn
 
 from ._version import __version__
 from .access import OWNERS
 from .alike import agree, model_facts, optimizer_facts, telling
 from .building import Builder, Recipe, assemble, plan_facts
-from .errors import ZeroConfigError, ZeroModelError, ZeroOptimizerError
+from .errors import HAS_NO_EFFECT, ZeroConfigError, ZeroModelError, ZeroOptimizerError
 from .grads.reduction import Reduction
 from .groups import AuxiliaryGroups, join_launched_ranks
 from .homes.chosen import (
@@ -211,7 +212,7 @@ def shard(
     agree(_CALL, {**dict(optimizer_facts(inner, names)), **plan_facts(planned.plans)}, data.group)
     if data.rank == 0 and isinstance(config, dict):  # the owner of a `ZeroConfig` has its notices
         for notice in settings.notices():
-            _log.warning(notice)
+            _log.warning(with_code(notice, HAS_NO_EFFECT))
     builder = Builder(recipe, planned.infos[0].device if planned.infos else torch.device("cpu"))
     parts = assemble(builder, planned, builder.build(planned, inner), inner)
     sharded = ZeroOptimizer(inner, parts, store=store, owners=OWNERS, replanner=Replanner(builder))
@@ -275,10 +276,11 @@ def _sparse_names(model: nn.Module, inner: Any, sparse_gradients: bool, rank: in
     found = sparse_parameters(model) if sparse_gradients else frozenset[str]()
     check_dense_gradients(inner, {id(p): name for name, p in model.named_parameters()}, found)
     if sparse_gradients and not found and rank == 0:
-        _log.warning(
+        text = (
             "sparse_gradients has no effect: no nn.Embedding or nn.EmbeddingBag of the model has sparse=True and a"
             " weight that nothing else uses"
         )
+        _log.warning(with_code(text, HAS_NO_EFFECT))
     return found
 
 
@@ -293,12 +295,12 @@ def _report_padding(plans: Sequence[UnitPlan]) -> None:
     layouts = [group.layout for plan in plans for group in plan.groups if group.layout.undivided]
     needed, held = sum(sum(layout.sizes) for layout in layouts), sum(layout.numel for layout in layouts)
     if held > _PADDING * needed:
-        _log.warning(
+        text = (
             "the optimizer needs whole tensors, which %d ranks cannot own in equal parts: buffers have %.2f times the"
             " elements of their parameters, in memory and in messages; use fewer ranks or larger units (at stage 3"
-            " stage3_module_granularity_threshold or leaf modules)",
-            max(layout.world_size for layout in layouts), held / needed,
-        )  # fmt: skip
+            " stage3_module_granularity_threshold or leaf modules)"
+        )
+        _log.warning(with_code(text, "DSX354"), max(layout.world_size for layout in layouts), held / needed)
 
 
 def _setting_facts(settings: ZeroConfig, precision: Precision, reduction: Reduction) -> dict[str, str]:

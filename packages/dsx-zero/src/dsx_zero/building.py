@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import dsx_comm
 import torch
+from dsx_comm.errors import with_code
 from torch import nn
 
 from .alike import hash_of
+from .errors import HAS_NO_EFFECT
 from .gather.publishing import Gathering, Replicated, broadcast_first
 from .grads.averaging import Averaging, ByReduction, averaging_of
 from .grads.gradients import Gradients, LocalGradients, ReducedGradients
@@ -443,7 +445,10 @@ def assemble(builder: Builder, planned: Planned, runtime: Runtime, inner: Any, k
     at_once = makes_states_at_once(recipe.settings)
     if at_once and not states.make_now(groups.numbers()) and recipe.data.rank == 0 and kept.earlier is None:
         _log.warning(
-            "zero_optimization.offload_optimizer.fast_init has no effect: %s makes its states in its first step",
+            with_code(
+                "zero_optimization.offload_optimizer.fast_init has no effect: %s makes its states in its first step",
+                HAS_NO_EFFECT,
+            ),
             type(inner).__name__,
         )
     planned_step = partial(

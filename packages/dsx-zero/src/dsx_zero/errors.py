@@ -9,6 +9,9 @@ from dsx_comm.errors import CodedError
 
 __all__ = ["ZeroConfigError", "ZeroError", "ZeroLoadError", "ZeroModelError", "ZeroOptimizerError", "ZeroStateError"]
 
+HAS_NO_EFFECT = "DSX351"
+"""The code of warnings about settings that change nothing."""
+
 
 class ZeroError(CodedError):
     """Base class of the errors of dsx-zero. `code`: see `dsx_comm.errors.CodedError`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 
+from dsx_comm.errors import with_code
 from torch import nn
 
 from .access import OWNERS
@@ -37,11 +38,11 @@ def release_model(model: nn.Module) -> bool:
         _save_from_stores(model)
     for owner in mine:
         if owner.runtime.ranks.rank == 0:
-            _log.warning(
+            text = (
                 "the model is sharded already: the optimizer (and engine) that shards it at stage %d is released and"
-                " cannot step any more",
-                owner.runtime.stage,
+                " cannot step any more"
             )
+            _log.warning(with_code(text, "DSX355"), owner.runtime.stage)
         owner.release()
     forget(model)
     for parameter in model.parameters():

@@ -28,6 +28,13 @@ _CODES = {
 """The code of each kind of problem."""
 
 
+def with_code(text: str, code: str) -> str:
+    """The text of an error or a warning with its stable code, under which docs/reference/errors.md explains it. A text
+    that has the code already is left alone: it may come from an error of another rank.
+    """
+    return text if f"[{code}]" in text else f"{text} [{code}] docs: errors#{code.lower()}"
+
+
 class DsxError(Exception):
     """Base class of every exception that dsx itself raises.
 
@@ -44,9 +51,7 @@ class DsxError(Exception):
 
     def __str__(self) -> str:
         text = super().__str__()
-        if not self.code or f"[{self.code}]" in text:  # the text may come from an error of another rank
-            return text
-        return f"{text} [{self.code}] docs: errors#{self.code.lower()}"
+        return with_code(text, self.code) if self.code else text
 
 
 @dataclass(frozen=True)

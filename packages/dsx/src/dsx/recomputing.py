@@ -12,6 +12,7 @@ from dsx_comm import RankSets
 from .config import Config
 from .engine.errors import EngineArgumentError
 from .engine.report import StepReport
+from .errors import with_code
 from .pipelining import is_pipeline
 from .utils.logging import logger
 
@@ -71,7 +72,8 @@ class _NeverCalled:
             return
         self._judged = True
         if self._checkpointing.use_count() == self._before:
-            logger.warning(
+            text = (
                 "activation_checkpointing is configured, and the model never called dsx.checkpointing.checkpoint:"
                 " nothing is recomputed because of it. Call it in the model's forward"
             )
+            logger.warning(with_code(text, "DSX155"))

@@ -19,6 +19,7 @@ from typing import Any
 import dsx_zero
 import torch
 
+from .errors import with_code
 from .utils.logging import logger
 
 __all__ = ["Init", "SwapSpace", "remove_leftovers"]
@@ -162,7 +163,8 @@ def _direct_engine(settings: Any) -> Any:
         return gds.DirectEngine(handle)
     reason = handle.reason or "cuFile was not found"
     handle.close()
-    logger.warning("aio.use_gds: state on disk goes through host memory, because cuFile cannot be used: %s", reason)
+    text = "aio.use_gds: state on disk goes through host memory, because cuFile cannot be used: %s"
+    logger.warning(with_code(text, "DSX652"), reason)
     return None
 
 

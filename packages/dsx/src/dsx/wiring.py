@@ -44,7 +44,7 @@ from .engine.request import Request, joins_others, launched_as
 from .engine.schedule import DrivenSchedule, NoSchedule, ScheduleDriver
 from .engine.stepper import NoStepper, ShardedStepper, Stepper
 from .engine.weights import NOTHING_TO_GATHER, Gather
-from .errors import DsxError
+from .errors import DsxError, with_code
 from .experts import ExpertParts, with_experts
 from .loss_scaler import build_loss_scale
 from .lr_schedules import build_schedule
@@ -103,9 +103,9 @@ def _build(source: Any, request: Request, held: ExitStack) -> tuple[Engine, Any]
     topology = _rank_sets(request, held) if comm.is_initialized() else None
     with telling_others(zero, comm, request, joins=joins, group=ranks_of_job(topology)):
         config = load_config(source, world_size=_batch_ranks(request, topology))
+        _set_up_logging(config)  # first, so that what the choice of the optimizer warns of is seen
         choice = _chosen_optimizer(config, request)
     pipelining.record_use(config, request.model)
-    _set_up_logging(config)
     trial = begin_trial(config, skeleton)
     topology = _join_processes(config, request, joins, held)
     zero.agree(CALL, config_facts(config, request), ranks_of_job(topology))
@@ -158,7 +158,8 @@ def _chosen_optimizer(config: Config, request: Request) -> OptimizerChoice | Non
     if section is None:
         return None
     if request.optimizer is not None:
-        logger.warning("the optimizer given to initialize replaces optimizer.type %s of the config", section.type)
+        text = "the optimizer given to initialize replaces optimizer.type %s of the config"
+        logger.warning(with_code(text, "DSX153"), section.type)
         return None
     return choose_optimizer(section.type, section.params, masters=precision.master, states=precision.optimizer_state)
 
@@ -486,7 +487,8 @@ def _scheduler(config: Config, request: Request, optimizer: Any) -> tuple[Any, S
     if section is None and given is None:
         return None, NoSchedule()
     if optimizer is None:
-        logger.warning("the learning-rate scheduler is not used: this engine has no optimizer")
+        text = "the learning-rate scheduler is not used: this engine has no optimizer"
+        logger.warning(with_code(text, "DSX154"))
         return None, NoSchedule()
     # torch's schedulers need a torch.optim.Optimizer; the inner optimizer has the same parameter groups.
     target = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.inner
@@ -537,4 +539,4 @@ def _announce(engine: Engine, config: Config, choice: OptimizerChoice | None) ->
         logger.info("state of the engine:\n%s", engine.describe())
     unused = config.unused_report()
     if unused:
-        logger.warning(unused)
+        logger.warning(with_code(unused, "DSX152"))

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
-from ..errors import CommArgumentError
+from ..errors import CommArgumentError, with_code
 from .gloo import gloo_group
 from .segment import Member, ShmOptions, Unavailable, map_segment
 
@@ -39,7 +39,8 @@ def make_group(described: Any, options: Any = None) -> Any:
         if rank == 0 and not options.warn:
             logger.info("ranks do not share memory (%s): the group uses gloo", error)
         elif rank == 0:
-            warnings.warn(f"backend dsx: {error}; this group uses gloo", FallbackWarning, stacklevel=2)
+            text = with_code(f"backend dsx: {error}; this group uses gloo", "DSX251")
+            warnings.warn(text, FallbackWarning, stacklevel=2)
         return gloo_group(described.store, rank, size, timeout)
     from .process_group import ShmProcessGroup
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import dsx_comm
 import torch
+from dsx_comm.errors import with_code
 from torch import nn
 
 from ..errors import ZeroConfigError, ZeroModelError
@@ -143,12 +144,12 @@ class MemoryBudget:
             if not self._warned:
                 self._warned = True
                 missing = [name for name in self._names if name not in costs]
-                _log.warning(
+                text = (
                     "%s.memory_budget: nothing is decided, because blocks (%s, ...) were not called as modules in the"
                     " forward pass; a model that is compiled as a whole does not call them: compile the blocks"
-                    " (compile_units, engine.compile)",
-                    PATH, missing[0] if missing else "on another rank",
-                )  # fmt: skip
+                    " (compile_units, engine.compile)"
+                )
+                _log.warning(with_code(text, "DSX357"), PATH, missing[0] if missing else "on another rank")
             return None
         return [_cost(name, row) for name, row in zip(order, found)], outside
 
@@ -163,11 +164,11 @@ class MemoryBudget:
         self._end = recompute_modules(self._model, choice.recomputed, keeping_operators=choice.selected)
         self._announce(str(choice))
         if not choice.fits:
-            _log.warning(
+            text = (
                 "%s.memory_budget: %d bytes cannot be held, even with every block recomputed the peak is %d bytes; use"
-                " smaller micro-batches, or a budget of at least that",
-                PATH, choice.budget, choice.peak,
-            )  # fmt: skip
+                " smaller micro-batches, or a budget of at least that"
+            )
+            _log.warning(with_code(text, "DSX356"), PATH, choice.budget, choice.peak)
 
 
 def _row(cost: BlockCost) -> list[int]:

@@ -27,6 +27,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 import dsx_comm
+from dsx_comm.errors import with_code
 
 from ..errors import ZeroStateError
 from .evaluation import EvaluationOrder
@@ -356,6 +357,5 @@ class AgreedOrder:
     def _report(self, deviations: Sequence[tuple[int, Operation | None]]) -> None:
         if self._channel.rank == 0 and self._deviating_steps == 0 and not self._alone:
             needs = "; ".join(f"rank {rank} needed {operation}" for rank, operation in deviations)
-            _log.warning(
-                "beyond the agreed schedule of collectives: %s (correct, but slower than an unchanging order)", needs
-            )
+            text = "beyond the agreed schedule of collectives: %s (correct, but slower than an unchanging order)"
+            _log.warning(with_code(text, "DSX352"), needs)

@@ -19,10 +19,14 @@ from typing import Any, Protocol
 
 import dsx_comm
 import torch
+from dsx_comm.errors import with_code
 
 __all__ = ["BufferPool", "Kind", "Memory", "OrdinaryMemory", "SharedMemory", "memory_of"]
 
 _log = logging.getLogger(__name__)
+
+_CODE = "DSX359"
+"""Of both warnings: there is too little shared memory, and messages are copied once more."""
 
 Kind = tuple[int, torch.dtype, torch.device]
 """Elements, dtype and device of a buffer."""
@@ -153,7 +157,7 @@ class SharedMemory:
         try:
             return dsx_comm.empty(numel, dtype=dtype, group=self._group)
         except dsx_comm.SymmetricMemoryError as error:
-            _log.warning("%s; this buffer lies in ordinary memory", error)
+            _log.warning(with_code("%s; this buffer lies in ordinary memory", _CODE), error)
             return torch.empty(numel, dtype=dtype)
 
     def pool(self, kinds: Iterable[Kind], *, idle: int) -> BufferPool:
@@ -173,7 +177,7 @@ class SharedMemory:
         try:
             return SharedPool(dsx_comm.SymmetricArena(room, group=self._group), keep)
         except dsx_comm.SymmetricMemoryError as error:
-            _log.warning("%s; gradients lie in ordinary memory", error)
+            _log.warning(with_code("%s; gradients lie in ordinary memory", _CODE), error)
             return OrdinaryPool(idle)
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import dsx_comm
 import torch
+from dsx_comm.errors import with_code
 
 if TYPE_CHECKING:
     from ..runtime import Runtime
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 __all__ = ["NonFiniteWarning"]
 
 _log = logging.getLogger(__name__)
+
+_CODE = "DSX353"
+"""Of both warnings: the norm of the gradients is not finite."""
 
 _MAX_NAMED = 3
 _MOST_PENDING = 16
@@ -81,10 +85,13 @@ class NonFiniteWarning:
         return self._warned and not known
 
     def _warn_late(self, step: int, norm: float) -> None:
-        _log.warning(
+        text = (
             "step %d: the norm of the gradients was not finite (%s), as the host has learned in step %d without waiting"
             " for the device. The step went on, as in plain PyTorch; with clipping what is not finite has spread to all"
-            " parameters. Precision(check_overflow=True) skips such steps",
+            " parameters. Precision(check_overflow=True) skips such steps"
+        )
+        _log.warning(
+            with_code(text, _CODE),
             step,
             norm,
             self._steps,
@@ -107,9 +114,12 @@ class NonFiniteWarning:
             )
         else:
             where = "every gradient is finite, but their squares are beyond fp32: with clipping all become zero"
-        _log.warning(
+        text = (
             "step %d: the norm of the gradients is not finite (%s): %s. The step goes on, as in plain PyTorch; "
-            "Precision(check_overflow=True) skips such steps",
+            "Precision(check_overflow=True) skips such steps"
+        )
+        _log.warning(
+            with_code(text, _CODE),
             self._steps,
             norm,
             where,

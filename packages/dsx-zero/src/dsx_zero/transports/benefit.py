@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import dsx_comm
 import torch
 from dsx_comm.compressed.rates import LinkRates, PathRate, measure_rates
+from dsx_comm.errors import with_code
 
 from ..groups import AuxiliaryGroups
 from ..plan.units import UnitPlan
@@ -150,6 +151,11 @@ def _say(
 ) -> None:
     paths = {"inside nodes": rates.inside, "between nodes": rates.between}
     links = ", ".join(f"{path.rate / 1e9:.3g} GB/s {name}" for name, path in paths.items() if path is not None)
+    level = logging.INFO
+    text = (
+        "ZeRO++ on %d nodes of %d ranks (%s per rank): communication of a forward and backward pass, estimated without"
+        " what computation hides: exact %s, as configured %s; %s"
+    )
     if not left_out:
         verdict = "it pays"
     elif mode == "auto":
@@ -158,11 +164,8 @@ def _say(
         verdict = (
             f'does not pay, and is done as configured (zeropp_gate.mode "auto" leaves it out): {", ".join(left_out)}'
         )
-    _log.info(
-        "ZeRO++ on %d nodes of %d ranks (%s per rank): communication of a forward and backward pass, estimated without"
-        " what computation hides: exact %s, as configured %s; %s",
-        places.nodes, places.devices, links, exact, asked, verdict,
-    )  # fmt: skip
+        level, text = logging.WARNING, with_code(text, "DSX358")
+    _log.log(level, text, places.nodes, places.devices, links, exact, asked, verdict)
 
 
 def _without(settings: ZeroConfig, asked: Features, best: Features) -> ZeroConfig:

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from ..errors import with_code
 from ..utils.logging import logger
 from .errors import CheckpointArgumentError, CheckpointCorruptError, CheckpointError, nothing_committed, shown
 from .files import read_text, replace_text, sync_folder
@@ -110,7 +111,8 @@ def resolve_tag(root: Path, tag: str | None) -> str | None:
     tags = tags_in(root)
     newest = newest_meant_as_latest(root)
     if newest is not None:
-        logger.warning("%s: has no file '%s'; taking the newest checkpoint there, %s", root, LATEST_NAME, newest)
+        text = with_code("%s: has no file '%s'; taking the newest checkpoint there, %s", "DSX557")
+        logger.warning(text, root, LATEST_NAME, newest)
         return newest
     if tags:
         raise CheckpointError(

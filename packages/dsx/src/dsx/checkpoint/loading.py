@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from ..errors import with_code
 from ..utils.logging import logger
 from .encode import decode
 from .errors import CheckpointCorruptError, CheckpointError
@@ -128,7 +129,8 @@ def prepare_load(
             damage = damage or error
             continue
         if damage is not None:
-            logger.warning("%s\nGoing back to the checkpoint before it: %s", damage, prepared.loaded.path)
+            text = with_code("%s\nGoing back to the checkpoint before it: %s", "DSX556")
+            logger.warning(text, damage, prepared.loaded.path)
         return prepared
     if damage is not None:
         raise damage

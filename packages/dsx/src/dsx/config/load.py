@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from ..errors import DsxConfigError, PrecisionError, Problem
+from ..errors import DsxConfigError, PrecisionError, Problem, with_code
 from ..precision import Precision, resolve_precision
 from .availability import asks_for, meaningless, not_yet
 from .batch import ACCUMULATION, MICRO, TRAIN, BatchSizes, resolve_batch
@@ -29,6 +29,9 @@ from .source import Document, read
 from .translate import MOST_PROBLEMS, problems_of
 
 __all__ = ["load_config"]
+
+_NO_EFFECT = "DSX151"
+"""The code of warnings about keys that change nothing, or something else than usual."""
 
 
 def load_config(source: Any, *, world_size: int, template: bool = False) -> Config:
@@ -157,10 +160,11 @@ def _build(root: Any, batch: BatchSizes, precision: Precision, document: Documen
     origins = {path: origin for path, _ in leaves(ready.data)}
     origins.update({path: "auto" for path in ready.auto})
     origins.update({key: "auto" if key in ready.auto else "derived" for key in batch.derived})
-    warnings = [*ready.notes, *notices(root)]
+    warnings = [*ready.notes, *(with_code(notice, _NO_EFFECT) for notice in notices(root))]
     ignored = meaningless(dict(leaves(ready.data)))
     if ignored:
-        warnings.append("these keys are accepted and mean nothing here:\n  " + "\n  ".join(ignored))
+        told = with_code("these keys are accepted and mean nothing here", _NO_EFFECT)
+        warnings.append("\n  ".join([f"{told}:", *ignored]))
     names = {name.split(":")[0] for name in ignored}
     configured = [key for key in ready.data if key not in names and _is_active(root, key)]
     tracker = UsageTracker(configured)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..data import RepeatingLoader, TrainingLoader
+from ..errors import with_code
 from ..utils.logging import logger
 from .errors import EngineArgumentError
 from .gate import StepGate
@@ -294,7 +295,7 @@ class Checkpointer:
         if policy == "fail":
             raise EngineArgumentError(f"{message}; pass the same tag on every rank")
         if policy == "warn":
-            logger.warning("%s; using rank 0's, %r", message, tags[0])
+            logger.warning(with_code("%s; using rank 0's, %r", "DSX552"), message, tags[0])
         return tags[0]
 
     # - Loading
@@ -330,7 +331,7 @@ class Checkpointer:
             disks=disks or self._disks,
         )
         if prepared is None:
-            logger.warning("load_checkpoint: %s has no checkpoint", load_dir)
+            logger.warning(with_code("load_checkpoint: %s has no checkpoint", "DSX553"), load_dir)
             return None, {}
         state, rank_state = prepared.loaded.state, prepared.loaded.rank_state
         if rank_state is None and prepared.loaded.saved_by and not wanted.module_only and self.rank == 0:
@@ -416,11 +417,11 @@ class Checkpointer:
                 logger.warning("load_checkpoint: it has no state of the registered %s, which is not changed", name)
         others = [name for name in saved if name not in named]
         if others and self.rank == 0:
-            logger.warning(
+            text = (
                 "load_checkpoint: it has states of %s, which nobody has registered here: they are not used; call"
-                " register_for_checkpointing before load_checkpoint",
-                ", ".join(others),
-            )  # fmt: skip
+                " register_for_checkpointing before load_checkpoint"
+            )
+            logger.warning(with_code(text, "DSX554"), ", ".join(others))
 
     def _restore_groups(self, state: TrainingState, wanted: Wanted, undo: Undo) -> None:
         """Restore rates and other numbers of the groups. If a schedule starts new, the numbers that it set are kept."""
@@ -429,10 +430,8 @@ class Checkpointer:
             return
         groups = self.optimizer.param_groups
         if len(saved) != len(groups):
-            logger.warning(
-                "load_checkpoint: saved with %d parameter groups, there are %d: their rates stay as configured",
-                len(saved), len(groups),
-            )  # fmt: skip
+            text = "load_checkpoint: saved with %d parameter groups, there are %d: their rates stay as configured"
+            logger.warning(with_code(text, "DSX555"), len(saved), len(groups))
             return
         before = numbers_of(groups)
         undo.add(lambda: restore_numbers(groups, before, scheduled=True, others=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, overload
 
+from ..errors import with_code
 from ..utils.logging import logger
 from . import weights
 from .errors import EngineArgumentError
@@ -68,10 +69,11 @@ class WeightsMixin:
         parts = self._living()
         if not parts.settings.gather_weights_on_save:
             if parts.topology.rank == 0:
-                logger.warning(
+                text = (
                     "save_16bit_model wrote nothing: set zero_optimization.stage3_gather_16bit_weights_on_model_save "
                     "to true"
                 )
+                logger.warning(with_code(text, "DSX551"))
             return False
         if elsewhere := differs_between_ranks(parts.checkpointer.places):
             raise EngineArgumentError(

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..errors import with_code
 from .binding import cores_for
 from .devices import device_count, devices_for, local_devices
 from .elastic_settings import DEFAULT_RESTARTS, Elastic
@@ -124,9 +125,8 @@ def _slots_here(options: LaunchOptions, environ: Mapping[str, str]) -> tuple[tup
     devices = local_devices(environ)
     if not devices and options.num_gpus is not None:
         count = slot_count(options.num_gpus, option="--num_gpus")
-        log.warning(
-            "--num_gpus %d: this machine offers no device, so %d process(es) without a device are started", count, count
-        )
+        text = "--num_gpus %d: this machine offers no device, so %d process(es) without a device are started"
+        log.warning(with_code(text, "DSX252"), count, count)
         return tuple(map(str, range(count))), False
     return (devices, True) if devices else (("0",), False)
 
