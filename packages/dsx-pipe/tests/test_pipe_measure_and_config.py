@@ -1,7 +1,5 @@
 """Measured layer costs are of the right order and feed the planner; every configuration key takes effect."""
 
-import time
-
 import dsx_comm  # noqa: F401
 import pytest
 import torch
@@ -11,22 +9,33 @@ from pydantic import ValidationError
 from torch import nn
 
 
-class Sleep(nn.Module):
-    """Sleeps in proportion to the batch: forward once, backward twice."""
+class Clock:
+    """A clock that only `Work` moves, so that costs are exact on a machine that others use, too."""
 
-    def __init__(self, seconds):
+    seconds = 0.0
+
+    def now(self):
+        return self.seconds
+
+
+class Work(nn.Module):
+    """Takes seconds in proportion to the batch, forward only."""
+
+    def __init__(self, clock, seconds):
         super().__init__()
-        self.seconds, self.linear = seconds, nn.Linear(4, 4)
+        self.clock, self.seconds, self.linear = clock, seconds, nn.Linear(4, 4)
 
     def forward(self, x):
-        time.sleep(self.seconds * x.shape[0])
+        self.clock.seconds += self.seconds * x.shape[0]
         return self.linear(x)
 
 
-def test_measured_costs():
-    layers = [LayerSpec(Sleep, 0.004), torch.tanh, LayerSpec(Sleep, 0.012)]
+def test_measured_costs(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("dsx_pipe.measure._now", clock.now)
+    layers = [LayerSpec(Work, clock, 0.004), torch.tanh, LayerSpec(Work, clock, 0.012)]
     costs = measure_layers(layers, torch.randn(4, 4), repeats=1)
-    assert costs[1].forward < costs[0].forward < costs[2].forward
+    assert [cost.forward for cost in costs] == pytest.approx([0.004, 0.0, 0.012])
     assert costs[0].parameter_bytes == 20 * 16 and costs[1].parameter_bytes == 0
     assert costs[0].activation_bytes == 16  # four floats of the input per sample
     assert plan(costs * 2, 2, 8).parts[-1] == 6
