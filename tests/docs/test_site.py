@@ -188,6 +188,7 @@ def test_pages_show_on_a_narrow_screen_without_errors(served, browser, dark):
         assert scheme == ("slate" if dark else "default"), page
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.slow
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_every_page_shows_on_a_narrow_screen_without_errors(site, served, browser, dark):
