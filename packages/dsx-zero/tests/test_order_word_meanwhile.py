@@ -131,7 +131,7 @@ def test_an_error_meanwhile_leaves_the_channel_in_step():
     assert [len(r) for r in words.rounds] == [2, 2]
 
 
-# The same over gloo, as if the tensors were on a device ----------------------------------------------------------------
+# The same over gloo, as if the tensors were on a device --------------------------------------------------------------
 
 
 class Dynamic(tiny.MLP):

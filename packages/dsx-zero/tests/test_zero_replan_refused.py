@@ -1,5 +1,5 @@
-"""Giving a model a new layout at a wrong moment, with wrong tensors or not alike on the ranks: an error that names the way,
-and training goes on as if nobody had asked.
+"""Giving a model a new layout at a wrong moment, with wrong tensors or not alike on the ranks: an error that names the
+way, and training goes on as if nobody had asked.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What a model that was given a new layout keeps: masters, states, accessors, slices, hooks, and the memory of before."""
+"""What a model that was given a new layout keeps: masters, states, accessors, slices, hooks, and the memory of
+before.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """DeepSpeed's checkpoints are imported, optimizer included, without running what is in them.
 
-The files are written here in DeepSpeed's layout, from an engine of dsx that trained: what comes out of the import must be
-what that engine has, and training must go on as it does. Real checkpoints of DeepSpeed 0.19.8 (stages 1 to 3, fp32 and
-bf16, two ranks) went on with DeepSpeed's own losses to 2e-7 when this was written; so did its stage 0, to the last bit in fp32.
+The files are written here in DeepSpeed's layout, from an engine of dsx that trained: what comes out of the import must
+be what that engine has, and training must go on as it does. Real checkpoints of DeepSpeed 0.19.8 (stages 1 to 3, fp32 and
+bf16, two ranks) went on with DeepSpeed's own losses to 2e-7 when this was written; so did its stage 0, to the last
+bit in fp32.
 """
 
 import dataclasses

@@ -65,7 +65,7 @@ def ended(engine, found):
     return found
 
 
-# What can be seen, each at a value of the key: a function of the key's value -------------------------------------------
+# What can be seen, each at a value of the key: a function of the key's value -----------------------------------------
 
 
 def units(key, stage, **more):

@@ -189,6 +189,7 @@ class RankSets:
                 f"got an mpu ({type(mpu).__name__}) and no process group; call dsx_comm.init_distributed first"
             )
         groups = parallel_groups.current()
+        # An mpu that an engine holds is not given to `use`, which would keep it after the engine is destroyed.
         return cls.of_groups(groups if groups.speaks_of(mpu) else parallel_groups.use(mpu))
 
     @classmethod
