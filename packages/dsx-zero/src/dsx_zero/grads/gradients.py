@@ -1,8 +1,9 @@
 """The one gradient path of all stages: from the arrival of gradients to the values that the optimizer reads.
 
 Every trainable parameter has a hook that runs when its gradient has been accumulated. The gradient moves into its
-unit's flat buffer. When the unit has had as many arrivals as in the step before, its reduction starts while backward
-goes on. Reductions that have not started when backward ends (unused parameters, the first step) start then.
+unit's flat buffer. When the unit has had as many arrivals as in earlier backwards, its reduction starts while backward
+goes on; before its first backward, one arrival per trainable parameter is expected. Reductions that have not started
+when backward ends (unused parameters) start then.
 `ReduceOrder` decides on the order of reductions, `Reductions` executes them, and `BackwardClock` tells when a backward
 begins and ends. Gradients that arrive after their unit was reduced are kept, and reduced in a second pass at the step.
 
@@ -237,7 +238,12 @@ class ReducedGradients:
         self._on_complete, self._keeps_local = on_complete, keeps_local
         self._groups = reductions.groups
         self._by_unit = reductions.by_unit
-        self._expected = dict.fromkeys(self._by_unit, 0)
+        self._expected = self._count_trainable()
+        """The number of arrivals after which a unit is reduced."""
+        self._known: set[int] = set()
+        """The units whose number of arrivals was seen in a backward. With reentrant checkpointing it is not the number
+        of parameters: a parameter gets a gradient from each backward inside the backward.
+        """
         self._arrived = dict.fromkeys(self._by_unit, 0)
         self._sync = self._reducing = True
         """Whether backwards reduce (they do not under `no_sync`), and whether the running one does (it does not in a
@@ -348,7 +354,7 @@ class ReducedGradients:
             if self._last and torch._C._current_graph_task_id() != self._clock.task:
                 self._nested = True
             if count == self._expected[unit]:
-                if self._on_complete is not None:
+                if self._on_complete is not None and unit in self._known:
                     self._on_complete(unit)
                 if self._reducing:
                     self._order.reduce(unit)
@@ -381,7 +387,9 @@ class ReducedGradients:
     def end_backward(self) -> None:
         """See `BackwardWatcher`: reduce the gradients that have arrived and are not being reduced."""
         for unit, arrived in self._arrived.items():
-            self._expected[unit] = max(self._expected[unit], arrived)
+            if arrived > 0:
+                self._expected[unit] = max(self._expected[unit], arrived) if unit in self._known else arrived
+                self._known.add(unit)
         for buffers in self._reductions.showing_reduced:
             buffers.show_views()
         if not self._reducing:
@@ -509,9 +517,15 @@ class ReducedGradients:
         """See `Gradients.expect_last`."""
         self._last, self._nested = True, False
         self._arrived = dict.fromkeys(self._arrived, 0)  # it had the arrivals of the backward before
+        self._trainable = self._count_trainable()
+
+    def _count_trainable(self) -> dict[int, int]:
+        """The number of parameters of each unit that need gradients at present."""
+        found = {}
         for unit, groups in self._by_unit.items():
             parameters = (parameter for buffers in groups for parameter in buffers.group.parameters)
-            self._trainable[unit] = sum(parameter.requires_grad for parameter in parameters)
+            found[unit] = sum(parameter.requires_grad for parameter in parameters)
+        return found
 
     def watch_reductions(self, watch: ReductionWatch) -> None:
         """See `Gradients.watch_reductions`."""
