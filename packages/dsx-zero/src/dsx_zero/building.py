@@ -21,7 +21,9 @@ from .alike import hash_of
 from .errors import HAS_NO_EFFECT
 from .gather.publishing import Gathering, Replicated, broadcast_first
 from .grads.averaging import Averaging, ByReduction, averaging_of
-from .grads.gradients import Gradients, LocalGradients, ReducedGradients
+from .grads.gradients import ReducedGradients
+from .grads.local import LocalGradients
+from .grads.protocol import Gradients
 from .grads.reduction import LocalReducer, Reducer, Reduction, ReductionEngine
 from .grads.reductions import Reductions
 from .grads.unused import IgnoreUnused, UnusedParameters

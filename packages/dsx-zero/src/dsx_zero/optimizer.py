@@ -23,7 +23,7 @@ import torch
 from .alike import telling
 from .building import StepParts
 from .errors import ZeroOptimizerError, ZeroStateError
-from .grads.gradients import BackwardWatch
+from .grads.protocol import BackwardWatch
 from .homes.home import Home
 from .homes.stored import TensorStore
 from .module_hooks import CallingHook

@@ -1,6 +1,7 @@
 """Gradients: from their arrival in a backward to the reduced gradients that this rank keeps.
 
-`gradients` knows when they arrive and when they must be reduced, `reductions` has those of one model, `buffers` those
-of one flat group, `reduction` sends them, `averaging` says whether dsx-zero averages them, `sharded` and `access` have
-`.grad` of a divided gradient, `unused` finds parameters that got none.
+`protocol` says what the optimizer asks of gradients, `gradients` knows when they arrive and when they must be reduced,
+`local` has those of one rank alone, `reductions` those of one model, `buffers` those of one flat group, `reduction`
+sends them, `averaging` says whether dsx-zero averages them, `sharded` and `access` have `.grad` of a divided gradient,
+`unused` finds parameters that got none.
 """

@@ -11,16 +11,16 @@ Changes that users make to `.grad` between two backwards (`model.zero_grad()`, `
 noticed when the next backward begins, at the step, and whenever gradients are read.
 
 With one rank, and gradients that accumulate in the dtype of their parameters, none of this is needed:
-`LocalGradients` reads autograd's `.grad`.
+`local` reads autograd's `.grad`.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import dsx_comm
 import torch
@@ -33,190 +33,16 @@ from ..lanes import Ticket
 from ..module_hooks import CallingHook
 from ..order.backward import BackwardClock
 from ..order.protocol import EditWatch
-from ..params.flat import FlatGroup, Part, Unit
+from ..params.flat import FlatGroup
 from ..plan.layout import LocalSlice
-from .block_norm import block_norm
-from .buffers import GroupGradients, refuse_sparse
+from .buffers import GroupGradients
+from .protocol import BackwardWatch, ReduceOrder
 from .reductions import Reductions, ReductionWatch
 from .rows import RowGradients
 
-__all__ = ["BackwardWatch", "Gradients", "LocalGradients", "ReduceOrder", "ReducedGradients"]
+__all__ = ["ReducedGradients"]
 
 _T = TypeVar("_T")
-
-
-class ReduceOrder(Protocol):
-    """Decides, equally on all ranks, when each unit is reduced. Its executor calls `Reductions.run_reduce`."""
-
-    def reduce(self, unit: int) -> None:
-        """This rank has as many gradients of the unit as in the step before, or backward has ended."""
-        ...
-
-    def end_backward(self) -> None:
-        """The outermost backward has ended."""
-        ...
-
-    def boundary(
-        self,
-        pending: Callable[[], Sequence[int]],
-        squares: Callable[[], float] | None = None,
-        meanwhile: Callable[[], object] | None = None,
-    ) -> float | None:
-        """Step boundary. `pending()` gives the units whose gradients no reduction has taken yet; the sum of `squares()`
-        over the ranks, which travels with what they agree on. `meanwhile()` is called while that is under way.
-        """
-        ...
-
-    def complete(self, pending: Callable[[], Sequence[int]]) -> None:
-        """Between backward and step: reduce what is pending on any rank. Every rank calls it."""
-        ...
-
-    def watch_edits(self, watch: EditWatch) -> None:
-        """From now on compare the words of `watch` over the ranks at every boundary."""
-        ...
-
-
-class BackwardWatch(Protocol):
-    """Lets the object that scales losses correct, or refuse, a backward whose loss was not scaled."""
-
-    @property
-    def needed(self) -> bool:
-        """Whether the gradients of such a backward would be wrong at present."""
-        ...
-
-    def factor(self) -> float:
-        """The factor for the gradients of the running backward; 0.0 if `begin` will refuse it."""
-        ...
-
-    def begin(self) -> float:
-        """The first gradient of the running backward has arrived. Returns the factor; raises to refuse it."""
-        ...
-
-
-class Gradients(Protocol):
-    """The gradients as the optimizer uses them."""
-
-    def no_sync(self) -> Any: ...
-
-    def finish(
-        self, squares: Callable[[], float] | None = None, meanwhile: Callable[[], object] | None = None
-    ) -> float | None:
-        """The optimizer steps now: complete every reduction. The sum over the ranks of `squares()`, which reads reduced
-        gradients, or None where it has to be added up otherwise.
-
-        `meanwhile()` reads reduced gradients too; it runs while the ranks exchange words, where they do. Its last call
-        sees the gradients that the step uses.
-        """
-        ...
-
-    def complete(self) -> None:
-        """Between backward and step: reduce the gradients that have arrived so far.
-
-        The first call after a backward is collective; further calls do nothing until the next backward.
-        """
-        ...
-
-    def complete_due(self) -> None:
-        """Call `complete` if the last backward reduces, and the order has left some of its reductions for the step
-        (after a step without gradients, for example). Collective, as `complete`.
-        """
-        ...
-
-    def watch_edits(self, watch: EditWatch) -> None:
-        """From now on compare over the ranks, at each step, what users wrote into parameters."""
-        ...
-
-    def parts(self, group: FlatGroup, parts: Sequence[Part]) -> tuple[torch.Tensor, ...]:
-        """The gradients of these parts of the group's parameters, 1-D, in the dtype and on the device of the masters.
-
-        Args:
-            parts: in order of their offsets.
-        """
-        ...
-
-    def norms(self) -> Iterator[tuple[dsx_comm.RankSet, torch.Tensor]]:
-        """The L2 norms (0-dim, fp32 or fp64) of the buffers that together have every gradient that this rank steps,
-        each once; and the ranks that share each buffer. A buffer is freed before the next one is read.
-        """
-        ...
-
-    def read(self, group: FlatGroup, index: int, part: LocalSlice) -> torch.Tensor | None:
-        """The reduced gradient of the part of a parameter that this rank steps, 1-D; None if there is none."""
-        ...
-
-    def write(self, group: FlatGroup, index: int, part: LocalSlice, values: torch.Tensor) -> None:
-        """Set the gradient that `read` returns. If there is none, nothing happens."""
-        ...
-
-    def unreduced(self, group: FlatGroup, index: int) -> torch.Tensor | None:
-        """This rank's own gradient of a parameter that no reduction has taken, in the parameter's shape; None if there
-        is none.
-        """
-        ...
-
-    def clear(self) -> None: ...
-
-    def has_new(self) -> bool:
-        """Whether there are gradients since the last step (or `clear`) that would be lost with this object."""
-        ...
-
-    def has_any(self) -> bool:
-        """Whether there are gradients, stepped or not, that would be lost with this object."""
-        ...
-
-    def refuse_until_clear(self, why: str) -> None:
-        """Earlier gradients are lost: refuse backwards, which would add to them, until `clear` is called.
-
-        Args:
-            why: text of the `ZeroStateError`.
-        """
-        ...
-
-    def changed(self) -> None:
-        """Note that gradients were written."""
-        ...
-
-    def follow(self, watch: BackwardWatch) -> None:
-        """Multiply the gradients of each backward by the factor of `watch`. Call it again if `watch.needed` changes."""
-        ...
-
-    def remove_hooks(self) -> None: ...
-
-    def tensors(self) -> list[torch.Tensor]: ...
-
-    def homes(self) -> list[Home]:
-        """The homes of reduced gradients."""
-        ...
-
-    def idle_bytes(self) -> int: ...
-
-    def drop_idle(self) -> None:
-        """Free the memory that is kept for the buffers of later backwards."""
-        ...
-
-    def expect_last(self) -> None:
-        """Note that the next backward is the last one before the step."""
-        ...
-
-    def watch_reductions(self, watch: ReductionWatch) -> None:
-        """Tell `watch` of every reduction from now on."""
-        ...
-
-    def reduced(self, unit: int) -> list[tuple[FlatGroup, Home, Ticket | None]]:
-        """For each trainable group of a unit: the home of the reduced gradients, and the ticket to wait for before
-        another thread reads them there.
-        """
-        ...
-
-    def is_final(self, unit: int) -> bool:
-        """Whether every trainable parameter of the unit has its gradient of the running backward, this backward is the
-        last one before the step, and no further gradient can arrive on this rank.
-        """
-        ...
-
-    def refuse_backwards(self, why: str | None) -> None:
-        """Make backwards raise a `ZeroStateError` with this text; None: allow backwards again."""
-        ...
 
 
 class ReducedGradients:
@@ -551,162 +377,3 @@ def _returned(gradients: Callable[[], ReducedGradients | None], module: nn.Modul
     owner = gradients()
     if owner is not None:
         owner.on_forward(output)
-
-
-def _multiplied(
-    gradients: Callable[[], LocalGradients | None], watch: BackwardWatch, place: int, index: int, grad: torch.Tensor
-) -> torch.Tensor | None:
-    owner = gradients()
-    return None if owner is None else owner.on_gradient(watch, place, index, grad)
-
-
-def _accumulates(parameter: torch.Tensor) -> bool:
-    """Whether the running backward adds to the parameter's `.grad`: `torch.autograd.grad` runs the hooks, too."""
-    node = torch.autograd.graph.get_gradient_edge(parameter).node
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # torch raises it if `torch.autograd.grad` was called for this parameter
-        return False
-
-
-class LocalGradients:
-    """The gradients of one rank alone: autograd's own `.grad` tensors. Missing ones count as zeros."""
-
-    def __init__(self, units: Sequence[Unit]) -> None:
-        self._groups = [group for unit in units for group in unit.trainable]
-        self._handles: list[Any] = []
-        self._task, self._factor = -1, 1.0
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Nothing to do: nothing is reduced."""
-        yield
-
-    def follow(self, watch: BackwardWatch) -> None:
-        """See `Gradients.follow`. If `watch` is needed, every parameter gets a hook."""
-        if not watch.needed or self._handles:
-            return
-        me = weakref.ref(self)
-        self._handles = [
-            parameter.register_hook(partial(_multiplied, me, watch, place, index))
-            for place, group in enumerate(self._groups)
-            for index, parameter in enumerate(group.parameters)
-            if parameter.requires_grad
-        ]
-
-    def on_gradient(self, watch: BackwardWatch, place: int, index: int, grad: torch.Tensor) -> torch.Tensor | None:
-        """The gradient of parameter `index` of group `place` was computed. Returns its replacement, or None."""
-        task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self._factor = watch.begin() if _accumulates(self._groups[place].parameters[index]) else 1.0
-            self._task = task
-        return None if self._factor == 1.0 else grad * self._factor
-
-    def changed(self) -> None:
-        """Nothing to do: nothing is cached."""
-
-    def complete(self) -> None:
-        """Nothing to do: gradients are always complete."""
-
-    def complete_due(self) -> None:
-        """Nothing to do: gradients are always complete."""
-
-    def watch_edits(self, watch: EditWatch) -> None:
-        """Nothing to do: there is one rank."""
-
-    def remove_hooks(self) -> None:
-        """Remove the hooks from the parameters."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def finish(
-        self, squares: Callable[[], float] | None = None, meanwhile: Callable[[], object] | None = None
-    ) -> float | None:
-        """Give parameters without a gradient zeros. There is no other rank."""
-        for group in self._groups:
-            for name, parameter in zip(group.layout.names, group.parameters):
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-                refuse_sparse(parameter.grad, name)
-        return None
-
-    def parts(self, group: FlatGroup, parts: Sequence[Part]) -> tuple[torch.Tensor, ...]:
-        """See `Gradients.parts`."""
-        grads = [_grad(group.parameters[group.layout.index(part.name)]) for part in parts]
-        if (master := group.master) is not None:
-            grads = [grad.to(device=master.device, dtype=master.dtype) for grad in grads]
-        return tuple(grad.reshape(-1)[part.slice.start : part.slice.stop] for grad, part in zip(grads, parts))
-
-    def norms(self) -> Iterator[tuple[dsx_comm.RankSet, torch.Tensor]]:
-        """See `Gradients.norms`: the norm of every `.grad`."""
-        return ((group.ranks, block_norm(_grad(p))) for group in self._groups for p in group.parameters if p.numel())
-
-    def read(self, group: FlatGroup, index: int, part: LocalSlice) -> torch.Tensor | None:
-        """See `Gradients.read`."""
-        grad = group.parameters[index].grad
-        return None if grad is None else grad.view(-1)[part.start : part.stop]
-
-    def write(self, group: FlatGroup, index: int, part: LocalSlice, values: torch.Tensor) -> None:
-        """See `Gradients.write`."""
-        if (grad := self.read(group, index, part)) is not None:
-            grad.copy_(values)
-
-    def unreduced(self, group: FlatGroup, index: int) -> torch.Tensor | None:
-        """See `Gradients.unreduced`: with one rank there is nothing to reduce."""
-        return None
-
-    def has_new(self) -> bool:
-        """False: no gradient would be lost, because every `.grad` stays where it is."""
-        return False
-
-    def has_any(self) -> bool:
-        """False: no gradient would be lost."""
-        return False
-
-    def refuse_until_clear(self, why: str) -> None:
-        """Nothing to do: no gradient is lost."""
-
-    def clear(self) -> None:
-        """Set every `.grad` to None."""
-        for group in self._groups:
-            for parameter in group.parameters:
-                parameter.grad = None
-
-    def tensors(self) -> list[torch.Tensor]:
-        """Every `.grad` that is not None."""
-        return [p.grad for group in self._groups for p in group.parameters if p.grad is not None]
-
-    def homes(self) -> list[Home]:
-        """There are none: autograd keeps the gradients."""
-        return []
-
-    def idle_bytes(self) -> int:
-        """No memory is kept."""
-        return 0
-
-    def drop_idle(self) -> None:
-        """No memory is kept."""
-
-    def expect_last(self) -> None:
-        """Nothing to do: nothing is reduced."""
-
-    def watch_reductions(self, watch: ReductionWatch) -> None:
-        """Nothing to do: there are no reductions."""
-
-    def reduced(self, unit: int) -> list[tuple[FlatGroup, Home, Ticket | None]]:
-        """There are none: autograd keeps the gradients."""
-        return []
-
-    def is_final(self, unit: int) -> bool:
-        """False: it is not known."""
-        return False
-
-    def refuse_backwards(self, why: str | None) -> None:
-        """Nothing to do: autograd itself refuses to add to a `.grad` that has no memory of its own."""
-
-
-def _grad(parameter: torch.Tensor) -> torch.Tensor:
-    if parameter.grad is None:
-        raise RuntimeError("gradients were read before finish()")
-    return parameter.grad
