@@ -43,8 +43,8 @@ _log = logging.getLogger(__name__)
 _UNFREEZE_AFTER = 2
 """Steps with deviations in a row after which the ranks agree again."""
 _FREEZE_AFTER = 2
-"""Uniform steps in a row after which the last one becomes the schedule. (The first step teaches which gradients to
-expect.)
+"""Uniform steps in a row after which the last one becomes the schedule. (The first step shows how many gradients a unit
+gets.)
 """
 
 
