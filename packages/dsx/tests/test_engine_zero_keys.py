@@ -316,12 +316,22 @@ def test_a_key_without_effect_gets_one_warning(key, caplog):
     assert NO_EFFECT[key] in said[0]
 
 
+ASKS = {"super_offload": True, "cpuadam_cores_perc": 0.5, "zenflow": {"topk_ratio": 0.1}, "legacy_stage1": True}
+
+
 @pytest.mark.parametrize("key", sorted(NOT_YET))
 def test_a_key_that_is_refused(key):
     section, _, name = key.rpartition(".")
-    value = {"super_offload": True, "cpuadam_cores_perc": 0.5, "zenflow": {"topk_ratio": 0.1}, "legacy_stage1": True}[
-        name
-    ]
+    value = ASKS[name]
     more = {section: {"device": "cpu", name: value}} if section else {name: value}
     with pytest.raises((dsx_zero.ZeroConfigError, DsxConfigError), match=name):
         started(2, more)
+
+
+@pytest.mark.parametrize("key", sorted(key for key in NOT_YET if "." in key))
+def test_a_section_that_is_switched_off_asks_for_nothing(key):
+    """`dsx.initialize` and `dsx_zero.shard` judge alike."""
+    section, _, name = key.rpartition(".")
+    more = {section: {"device": "none", name: ASKS[name]}}
+    started(2, more)
+    dsx_zero.shard(nn.Linear(2, 2), torch.optim.AdamW, config={"stage": 2, **more})

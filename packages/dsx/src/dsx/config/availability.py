@@ -120,8 +120,6 @@ def asks_for(value: Any, default: Any) -> bool:
         return value != default
     if "enabled" in fields:
         return value.enabled
-    if getattr(value, "device", None) == "none":
-        return False
     parts = {name: getattr(value, name) for name in fields}
     nested = [part for part in parts.values() if _has_switch(part)]
     if nested:
@@ -174,11 +172,15 @@ def _has_switch(value: Any) -> bool:
 
 
 def _find(root: Any, path: str) -> tuple[Any, Any] | None:
-    """Return value and default at a dotted path, or None if a section or key does not exist."""
+    """Return value and default at a dotted path; None if a section or key does not exist, or if a section on the way
+    has the device none, which switches it off.
+    """
     *sections, name = path.split(".")
     owner = root
     for part in sections:
         owner = getattr(owner, part, None)
+        if getattr(owner, "device", None) == "none":
+            return None
     fields = getattr(type(owner), "model_fields", {})
     if name not in fields:
         return None
