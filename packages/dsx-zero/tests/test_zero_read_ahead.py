@@ -25,11 +25,12 @@ class Shelf:
 
     def get(self, name, out=None):
         self.events.append(("read", name))
-        return Waiting(lambda: self._arrive(name, out))
+        found = self.tensors[name]  # a later `put` does not change it: stores keep the order of operations
+        return Waiting(lambda: self._arrive(name, found, out))
 
-    def _arrive(self, name, out):
+    def _arrive(self, name, found, out):
         self.events.append(("wait", name))
-        out.copy_(self.tensors[name])
+        out.copy_(found)
 
 
 class Waiting:
@@ -112,6 +113,28 @@ def test_what_was_read_ahead_is_never_stale(world):
     found = run_ranks(edited, world)[0]
     assert (found[0] == 0.25).all()
     assert (found[1] == 0.5).all()
+
+
+def evaluated_before_the_step(rank, world, tier):
+    """Evaluations learn what follows on them, and read it ahead; then a step gives the shards new values."""
+    model, optimizer = built(tier)
+    losses = []
+    for number in range(4):
+        model(torch.full((2, 16), 0.1 * (number + 1))).backward()
+        with torch.no_grad():
+            for _ in range(2):
+                losses.append(model(torch.ones(1, 16)).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, [p.full_tensor() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_step_makes_what_was_read_ahead_stale(world):
+    losses, values = run_ranks(evaluated_before_the_step, world, HostTier())[0]
+    got, found = run_ranks(evaluated_before_the_step, world, DiskTier(Shelf(), ahead=10**6, ahead_count=3))[0]
+    assert got == losses
+    assert all(torch.equal(a, b) for a, b in zip(found, values, strict=True))
 
 
 def test_forward_only_reads_ahead_over_the_end_of_a_pass():
