@@ -10,7 +10,7 @@ import os
 import random
 import re
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -446,6 +446,22 @@ def test_buffers_aliases_and_exclusions_come_from_all_ranks(tmp_path):
     assert torch.equal(reader.whole("tied_0"), whole_model()["emb"][0])
     assert torch.equal(reader.whole("tied_1"), whole_model()["col"][0])
     assert sorted(reader.index.excluded) == ["norm", "row"] and not reader.has("row") and not reader.has("norm")
+
+
+@pytest.mark.parametrize("layout", ["two ranks, both with everything", "two ranks, tensor"])
+def test_a_tensor_has_the_aliases_that_any_of_its_ranks_knows(tmp_path, layout):
+    """As where two stages hold one weight, each under the name that its own modules give it."""
+    shares = layouts(whole_model())[layout]
+
+    def action(rank, ranks):
+        parts = [replace(p, aliases=("both", f"on_{rank}") if p.name == "emb" else ()) for p in shares[rank].slices()]
+        return save(tmp_path, "t", module=nn.Module(), slices=parts, state={}, ranks=ranks, places=shares[rank].places)
+
+    assert all(not isinstance(r, Exception) for r in on_threads(2, action))
+    reader = open_checkpoint(tmp_path)
+    assert set(reader.index.aliases["emb"]) == {"both", "on_0", "on_1"}
+    for name in ("both", "on_0", "on_1"):
+        assert torch.equal(reader.whole(name), whole_model()["emb"][0])
 
 
 def test_names_that_no_rank_has_are_unexpected_and_names_of_other_ranks_are_not(tmp_path):
