@@ -156,10 +156,10 @@ class PacedLane:
 
         return _Paced(self, self._pool.submit(run))
 
-    def follow(self) -> None:
+    def see_writes_so_far(self) -> None:
         """One order of jobs."""
 
-    def retire(self, buffer: Any) -> None:
+    def free_after_use(self, buffer: Any) -> None:
         buffer.free()
 
     def drain(self) -> None:

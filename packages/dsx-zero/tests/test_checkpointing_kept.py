@@ -106,7 +106,7 @@ def test_poisoned_staging_is_never_read():
     checkpointing.configure(None, checkpoint_in_cpu=True, lane=lane)
     x = torch.randn(16, requires_grad=True)
     y = chain(x * 1)
-    lane.retire(TensorBuffer(torch.zeros(3)))
+    lane.free_after_use(TensorBuffer(torch.zeros(3)))
     y.sum().backward()
     z = x.detach().clone().requires_grad_()
     w = z * 1

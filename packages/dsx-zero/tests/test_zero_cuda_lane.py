@@ -51,18 +51,18 @@ def test_a_collective_holds_up_the_lane_and_not_the_host(cuda):
     assert cuda.log == ["stream 1 waits for the collective", "event 1 on stream 1", "default waits for event 1"]
 
 
-@pytest.mark.parametrize("way", ["follow()", "submit(follow=True)"])
-def test_a_job_that_follows_sees_what_its_user_has_written(cuda, way):
+@pytest.mark.parametrize("way", ["call", "submit"])
+def test_a_job_sees_what_its_user_has_written_so_far(cuda, way):
     lane = lane_of(cuda)
-    if way == "follow()":
-        lane.follow()
-    lane.submit(lambda: cuda.note("job"), follow=way != "follow()")
+    if way == "call":
+        lane.see_writes_so_far()
+    lane.submit(lambda: cuda.note("job"), see_writes_so_far=way == "submit")
     lane.submit(lambda: cuda.note("next"))
     assert cuda.log == ["stream 1 waits for default", "job", "event 1 on stream 1", "next", "event 2 on stream 1"]
 
 
 def test_memory_is_taken_again_only_behind_its_last_use(cuda):
-    """Which is behind the latest retirement: the user's stream is in order."""
+    """Which is behind the latest buffer that was freed: the user's stream is in order."""
     lane, freed = lane_of(cuda), []
 
     class Buffer(TensorBuffer):
@@ -70,7 +70,7 @@ def test_memory_is_taken_again_only_behind_its_last_use(cuda):
             freed.append(len(cuda.log))
 
     for _ in range(2):
-        lane.retire(Buffer(torch.empty(1)))
+        lane.free_after_use(Buffer(torch.empty(1)))
     assert cuda.log == ["event 1 on default", "event 2 on default"]
     assert freed == [1, 2]
     for _ in range(2):
@@ -87,7 +87,7 @@ def test_memory_is_taken_again_only_behind_its_last_use(cuda):
 def test_an_event_is_of_the_stream_that_used_the_memory(cuda):
     lane = lane_of(cuda)
     with torch.cuda.stream(torch.cuda.Stream()):
-        lane.retire(TensorBuffer(torch.empty(1)))
+        lane.free_after_use(TensorBuffer(torch.empty(1)))
         lane.submit(lambda: None).wait()
     assert cuda.log == [
         "event 1 on stream 2",

@@ -115,7 +115,7 @@ def test_on_a_deferring_lane_mistakes_of_order_show(make):
     lane.drain()
     staging = torch.full((NUMEL,), 2.0)
     ticket = home.store(staging, lane)
-    lane.retire(TensorBuffer(staging))  # freed before the store has read it
+    lane.free_after_use(TensorBuffer(staging))  # freed before the store has read it
     ticket.wait()
     assert read(home).isnan().all()
 

@@ -113,7 +113,7 @@ def test_a_message_that_is_cut_or_cast_is_not_waited_for_where_it_starts():
 
 
 def deferred(rank, world):
-    """On a lane that runs a job only when somebody waits for it, and poisons what is retired."""
+    """On a lane that runs a job only when somebody waits for it, and poisons memory that is freed."""
     want = {}
     for lane in (None, DeferringLane):
         if lane is not None:

@@ -1,15 +1,15 @@
 """Lanes, on which gathers, reductions and copies run during the computation: one interface, three kinds.
 
 A lane runs the jobs submitted to it one after the other, in order. ``submit`` starts a job, or only queues it, and
-returns a ticket. After ``Ticket.wait`` the caller (its stream, on CUDA) sees the job's results. ``retire`` says that
-the caller has finished with a buffer: jobs submitted later may take its memory, but nothing that could still run before
-the caller's last use.
+returns a ticket. After ``Ticket.wait`` the caller (its stream, on CUDA) sees the job's results. ``free_after_use``
+frees a buffer with which the caller has finished: jobs submitted later may take its memory, but nothing that could
+still run before the caller's last use.
 
 * ``HostLane``: jobs start at once; what they return (a pending collective) is waited for.
 * ``CudaLane``: jobs are enqueued on a stream of their own; waiting is a stream wait, never a host wait. Memory
   allocated in a job belongs to that stream, so a buffer may be freed only behind an event of the consuming stream.
-* ``DeferringLane``: for tests. Nothing runs until it is waited for, retired buffers are filled with NaN before they are
-  freed. Code that reads before it waits, or after it has retired a buffer, gets NaN.
+* ``DeferringLane``: for tests. Nothing runs until it is waited for, and buffers are filled with NaN before they are
+  freed. Code that reads before it waits, or after it has freed a buffer, gets NaN.
 
 Left out: priorities, and several streams per lane.
 """
@@ -109,15 +109,17 @@ class Ticket(Protocol):
 class Lane(Protocol):
     """See the module's text."""
 
-    def submit(self, job: Job, *, follow: bool = False) -> Ticket:
-        """Start or queue `job`; with `follow`, behind what the caller's side has written so far."""
+    def submit(self, job: Job, *, see_writes_so_far: bool = False) -> Ticket:
+        """Start or queue `job`; with `see_writes_so_far`, behind what the caller's side has written so far."""
         ...
 
-    def follow(self) -> None:
+    def see_writes_so_far(self) -> None:
         """Let jobs submitted from now on see what the caller's side has written so far (updated shards)."""
         ...
 
-    def retire(self, buffer: Buffer) -> None: ...
+    def free_after_use(self, buffer: Buffer) -> None:
+        """Free `buffer`, of which the caller's side has made its last use: no job may overwrite it before that use."""
+        ...
 
 
 class _HostTicket:
@@ -146,15 +148,15 @@ class HostLane:
     on_transfer: OnTransfer | None = None
     """Is told of copies between tiers; see `transfer`."""
 
-    def submit(self, job: Job, *, follow: bool = False) -> Ticket:
+    def submit(self, job: Job, *, see_writes_so_far: bool = False) -> Ticket:
         """Run ``job`` now; the ticket waits for what it left pending. A handle of dsx-comm is a ticket itself."""
         pending = job()
         return pending if isinstance(pending, dsx_comm.Handle) else _HostTicket(pending)
 
-    def follow(self) -> None:
+    def see_writes_so_far(self) -> None:
         """Nothing to do: one thread."""
 
-    def retire(self, buffer: Buffer) -> None:
+    def free_after_use(self, buffer: Buffer) -> None:
         """Free at once: host operations are finished when they return."""
         buffer.free()
 
@@ -184,15 +186,15 @@ class CudaLane:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device=device, priority=-1)
-        self._retired: torch.cuda.Event | None = None
+        self._last_use: torch.cuda.Event | None = None
 
-    def submit(self, job: Job, *, follow: bool = False) -> Ticket:
-        """Enqueue ``job`` behind the last retirement (its memory may be what that one gave back)."""
-        if follow:
-            self.follow()
-        if self._retired is not None:
-            self._stream.wait_event(self._retired)
-            self._retired = None
+    def submit(self, job: Job, *, see_writes_so_far: bool = False) -> Ticket:
+        """Enqueue ``job`` behind the last use of the memory that was freed before: ``job`` may get that memory."""
+        if see_writes_so_far:
+            self.see_writes_so_far()
+        if self._last_use is not None:
+            self._stream.wait_event(self._last_use)
+            self._last_use = None
         with torch.cuda.stream(self._stream):
             pending = job()
             if pending is not None:
@@ -201,17 +203,17 @@ class CudaLane:
             event.record(self._stream)
         return _CudaTicket(event, pending)
 
-    def follow(self) -> None:
+    def see_writes_so_far(self) -> None:
         """Let the jobs submitted from now on see what the caller's stream has enqueued so far (updated shards)."""
         self._stream.wait_stream(torch.cuda.current_stream())
 
-    def retire(self, buffer: Buffer) -> None:
+    def free_after_use(self, buffer: Buffer) -> None:
         """Free behind everything the current stream has enqueued: later jobs wait for this moment before they
         allocate.
         """
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream())
-        self._retired = event
+        self._last_use = event
         buffer.free()
 
 
@@ -230,18 +232,18 @@ class _DeferredTicket:
 
 
 class DeferringLane:
-    """Nothing runs before it must; retired memory is poisoned."""
+    """Nothing runs before it must; freed memory is poisoned."""
 
     def __init__(self) -> None:
         self._queue: deque[_DeferredTicket] = deque()
 
-    def submit(self, job: Job, *, follow: bool = False) -> Ticket:
+    def submit(self, job: Job, *, see_writes_so_far: bool = False) -> Ticket:
         """Queue ``job``."""
         ticket = _DeferredTicket(self, job)
         self._queue.append(ticket)
         return ticket
 
-    def follow(self) -> None:
+    def see_writes_so_far(self) -> None:
         """Nothing to do: one thread."""
 
     def is_queued(self, ticket: _DeferredTicket) -> bool:
@@ -255,7 +257,7 @@ class DeferringLane:
             if pending is not None:
                 pending.wait()
 
-    def retire(self, buffer: Buffer) -> None:
+    def free_after_use(self, buffer: Buffer) -> None:
         """Fill with NaN, then free."""
         buffer.poison()
         buffer.free()

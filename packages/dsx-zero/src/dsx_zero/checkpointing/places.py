@@ -181,7 +181,7 @@ class _OnHost:
         self._device, self._host, self._lane, self._batch = source.device, host, lane, batch
         self._changed = False
         self._back: tuple[torch.Tensor, Ticket] | None = None
-        lane.follow()
+        lane.see_writes_so_far()
         self._leaving = lane.submit(lambda: _copy(host, source))
         batch.held.append(weakref.ref(self))
 
@@ -199,7 +199,7 @@ class _OnHost:
         if self._source is not None or self._back is not None:
             return
         out, host = torch.empty(self._host.shape, dtype=self._host.dtype, device=self._device), self._host
-        self._lane.follow()  # the memory of `out` may have had another user on the caller's side
+        self._lane.see_writes_so_far()  # the memory of `out` may have had another user on the caller's side
         self._back = (out, self._lane.submit(lambda: _copy(out, host)))
 
     def get(self) -> torch.Tensor:

@@ -170,7 +170,7 @@ class GatherExecutor:
             self.arrive(unit)  # the gather in flight writes into the memory
         target.swap_out()
         for store in target.storages:
-            self._lane.retire(store)
+            self._lane.free_after_use(store)
         target.state = UnitState.PARTITIONED
         self.live -= target.numel
 
@@ -195,4 +195,4 @@ class GatherExecutor:
         """Shards have new values, which gathers must see from now on."""
         if self._ahead is not None:
             self._ahead.values_changed()
-        self._lane.follow()
+        self._lane.see_writes_so_far()

@@ -380,7 +380,7 @@ class GroupGradients:
         if self._leaving is not None:
             (ticket, staging), self._leaving = self._leaving, None
             ticket.synchronize()
-            self._lane.retire(TensorBuffer(staging))
+            self._lane.free_after_use(TensorBuffer(staging))
 
     def _launch_whole(self, buffer: torch.Tensor, reducer: ReductionEngine) -> PendingReduction:
         pending = reducer.all_reduce(buffer, self.group, self._label)

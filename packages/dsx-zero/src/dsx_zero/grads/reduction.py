@@ -183,7 +183,7 @@ class Reducer:
         if self._before != 1.0:
             rows._values().mul_(self._before)
         lane, start = self._lane, self._rows.start
-        lane.follow()
+        lane.see_writes_so_far()
         ticket = lane.submit(lambda: start(out, rows, group, label))
 
         def complete() -> None:
@@ -206,7 +206,7 @@ class Reducer:
         if self._before != 1.0:
             buffer.mul_(self._before)
         job = partial(route.start, out, buffer, group, label)
-        return self._lane.submit(job, follow=True)  # backward has written the buffer
+        return self._lane.submit(job, see_writes_so_far=True)  # backward has written the buffer
 
     def _deliver(self, result: torch.Tensor, out: torch.Tensor, add: bool) -> None:
         if self._after != 1.0:

@@ -169,12 +169,12 @@ class _InMemory:
         return self._tensor
 
     def fetch(self, out: torch.Tensor, lane: Lane, *, start: int = 0) -> Ticket:
-        lane.follow()
+        lane.see_writes_so_far()
         job = lambda: _copy(out, self.view()[start : start + out.numel()])  # noqa: E731
         return transfer(lane, job, f"from {self.tier}", out.nbytes)
 
     def store(self, values: torch.Tensor, lane: Lane, *, start: int = 0) -> Ticket:
-        lane.follow()
+        lane.see_writes_so_far()
         job = lambda: _copy(self._tensor[start : start + values.numel()], values)  # noqa: E731
         return transfer(lane, job, f"to {self.tier}", values.nbytes)
 
@@ -285,7 +285,7 @@ def accumulate(
     """Add `values` to all elements, as a job of `lane`. Do not write to `values` before you have waited for the ticket.
     The job calls `seen` with all elements after the addition, while they are in memory.
     """
-    lane.follow()
+    lane.see_writes_so_far()
 
     def add() -> None:
         with opened(home) as total:

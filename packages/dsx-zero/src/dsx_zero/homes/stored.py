@@ -137,7 +137,7 @@ class StoredHome:
     def store(self, values: torch.Tensor, lane: Lane, *, start: int = 0) -> Ticket:
         self.forget_ahead()
         self.writes += 1
-        lane.follow()
+        lane.see_writes_so_far()
         return lane.submit(lambda: self._write(values, start))
 
     # Reading ahead ----------------------------------------------------------------------------------------------------

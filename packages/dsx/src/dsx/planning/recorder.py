@@ -281,18 +281,18 @@ class _Lane:
 
     def __init__(self, recorder: Recorder, number: int) -> None:
         self._recorder, self._number = recorder, number
-        self._retired: int | None = None
+        self._last_use: int | None = None
 
-    def submit(self, job: Any, *, follow: bool = False) -> _Ticket:
+    def submit(self, job: Any, *, see_writes_so_far: bool = False) -> _Ticket:
         """See `Lane.submit`."""
-        if follow:
-            self.follow()
+        if see_writes_so_far:
+            self.see_writes_so_far()
         recorder = self._recorder
         before, recorder._lane = recorder._lane, self._number
         try:
-            if self._retired is not None:
-                recorder.wait_mark(self._retired)
-                self._retired = None
+            if self._last_use is not None:
+                recorder.wait_mark(self._last_use)
+                self._last_use = None
             pending = job()
             if pending is not None:
                 pending.wait()
@@ -300,13 +300,13 @@ class _Lane:
         finally:
             recorder._lane = before
 
-    def follow(self) -> None:
-        """See `Lane.follow`."""
+    def see_writes_so_far(self) -> None:
+        """See `Lane.see_writes_so_far`."""
         self._recorder.wait_mark(self._recorder.mark(), self._number)
 
-    def retire(self, buffer: Any) -> None:
-        """See `Lane.retire`."""
-        self._retired = self._recorder.mark()
+    def free_after_use(self, buffer: Any) -> None:
+        """See `Lane.free_after_use`."""
+        self._last_use = self._recorder.mark()
         buffer.free()
 
 

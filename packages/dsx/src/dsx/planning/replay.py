@@ -421,7 +421,7 @@ def _kernels_recorded(recorder: Recorder) -> Iterator[None]:
             copy = slot.copy
             if copy is not None and recorder.crosses(copy, slot.param):
                 # Where masters lie elsewhere the engine sends the copies by itself, beside the next masters' step.
-                lane.follow()
+                lane.see_writes_so_far()
                 nbytes = copy.numel() * copy.element_size()
                 recorder.late.append(lane.submit(lambda nbytes=nbytes: recorder.copied(1, nbytes)))
             elif copy is not None:

@@ -61,6 +61,6 @@ class PlannedStore:
         self._sizes.clear()
 
     def _transfer(self, direction: int, nbytes: int) -> _Transfer:
-        self._lane.follow()
+        self._lane.see_writes_so_far()
         ticket = self._lane.submit(lambda: self._recorder.copied(direction, nbytes))
         return _Transfer(self._recorder, ticket.number)
