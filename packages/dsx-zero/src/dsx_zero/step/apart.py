@@ -11,8 +11,8 @@ Left out: who calls this, and when the result is valid (`during_backward`, `late
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,8 @@ from .frozen import Frozen
 from .inner import InnerStep
 from .masters import Master, runs_of
 from .plan import StepPlan
-from .states import OptimizerStates, Visit
+from .states import OptimizerStates
+from .transfers import SubGroupTransfers
 
 __all__ = ["ApartSteps", "NewValues", "ReadGradients", "gradients_of", "new_values_wait"]
 
@@ -65,10 +66,10 @@ class ApartSteps:
         members: Sequence[list[list[torch.Tensor]]],
         by_flat: bool,
     ) -> None:
-        self.plan, self._masters, self._frozen, self._states = plan, tuple(masters), frozen, states
+        self.plan, self._masters, self._frozen = plan, tuple(masters), frozen
         self._members, self._by_flat = members, by_flat
-        self._lane = HostLane()  # one of its own: the main thread's lane may be a stream of the device
-        self._stored: list[list[Visit]] = []
+        lane = HostLane()  # one of its own: the main thread's lane may be a stream of the device
+        self._transfers = SubGroupTransfers(states, lane, behind=plan.pipeline.behind)
         self._waiting: dict[int, list[NewValues]] = {}
         self.on_host_step: Callable[[int], AbstractContextManager[object]] = lambda sub_group: nullcontext()
         """Makes a context; each sub-group is stepped inside it."""
@@ -92,22 +93,20 @@ class ApartSteps:
             inner_step: made by `InnerStep.for_twin`.
             gradients: reads the gradients.
         """
-        visits: dict[int, list[Visit]] = {}
+        moves = self.plan.moves
         try:
             for place, number in enumerate(numbers):
                 for wanted in numbers[place : place + 1 + self.plan.pipeline.ahead]:
-                    if wanted not in visits:
-                        visits[wanted] = self._fetch(wanted)
-                self._step(number, visits[number], factor, inner_step, gradients)
-                self._store(visits.pop(number))
+                    self._transfers.fetch(wanted, self.masters_in(wanted) if moves else ())
+                self._step(number, factor, inner_step, gradients)
+                self._transfers.store(number)
         except BaseException:
-            self._release(visits)
+            self._transfers.abandon()
             raise
 
     def end(self) -> None:
         """Wait until all masters and states are stored."""
-        while self._stored:
-            self._wait_stored()
+        self._transfers.wait()
 
     def take(self, number: int) -> list[NewValues]:
         """The new values of a sub-group that wait; they are handed over."""
@@ -116,25 +115,10 @@ class ApartSteps:
     def forget(self) -> None:
         """Drop all new values: masters, states and parameters are about to get others."""
         self._waiting.clear()
-        stored, self._stored = self._stored, []
-        _wait_only(visit for visits in stored for visit in visits)
+        self._transfers.abandon()
 
-    def _fetch(self, number: int) -> list[Visit]:
-        while len(self._stored) > self.plan.pipeline.behind:  # the buffers of earlier sub-groups must be free
-            self._wait_stored()
-        masters = self.masters_in(number) if self.plan.moves else ()
-        return [self._states.fetch(master, self._lane) for master in masters]
-
-    def _step(
-        self,
-        number: int,
-        visits: Sequence[Visit],
-        factor: float,
-        inner_step: InnerStep,
-        gradients: ReadGradients,
-    ) -> None:
-        for visit in visits:
-            self._states.attach(visit)
+    def _step(self, number: int, factor: float, inner_step: InnerStep, gradients: ReadGradients) -> None:
+        self._transfers.attach(number)
         masters = self.masters_in(number)
         grads = self._frozen.stepped(masters, gradients_of(masters, gradients))
         with _beside_parameters(masters):
@@ -143,35 +127,6 @@ class ApartSteps:
             waiting = [NewValues(m, _in_parameter_dtype(m)) for m in masters if new_values_wait(m.group)]
         if waiting:
             self._waiting[number] = waiting
-
-    def _store(self, visits: list[Visit]) -> None:
-        for visit in visits:
-            self._states.store(visit, self._lane)
-        self._stored.append(visits)
-        if not self.plan.pipeline.behind:
-            self._wait_stored()
-
-    def _wait_stored(self) -> None:
-        for visit in self._stored.pop(0):
-            visit.wait()
-
-    def _release(self, visits: dict[int, list[Visit]]) -> None:
-        """After a failure: let go of all buffers, once no transfer uses them."""
-        stored, self._stored = self._stored, []
-        fetched = [visit for found in visits.values() for visit in found]
-        _wait_only([*fetched, *(visit for found in stored for visit in found)])
-        for visit in fetched:
-            if visit.values is not None:
-                visit.master.tensor.data = visit.values.new_empty(0)
-
-
-def _wait_only(visits: Iterable[Visit]) -> None:
-    """Wait for transfers whose results are not needed."""
-    for visit in visits:
-        tickets, visit.tickets = visit.tickets, []
-        for ticket in tickets:
-            with suppress(OSError):  # the failure that matters was raised before
-                ticket.synchronize()
 
 
 @contextmanager

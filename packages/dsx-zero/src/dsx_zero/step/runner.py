@@ -24,7 +24,8 @@ from .masters import Master, copy_targets, runs_of
 from .param_groups import StepGroups
 from .parts import has_step_hooks, why_at_once
 from .plan import Kind, Pipeline, StepPlan, make_plan
-from .states import OptimizerStates, Visit
+from .states import OptimizerStates
+from .transfers import SubGroupTransfers
 
 __all__ = ["StepRunner", "plan_step"]
 
@@ -60,8 +61,8 @@ class StepRunner:
         """
         apart_plan = apart_plan or plan
         self._inner, self._runtime, self._masters = inner, runtime, tuple(masters)
-        self._groups, self._frozen, self._states = groups, frozen, states
-        self._lane = lane or HostLane()
+        self._frozen, self._lane = frozen, lane or HostLane()
+        self._transfers = SubGroupTransfers(states, self._lane, behind=plan.pipeline.behind)
         self._units = {unit.index: unit for unit in runtime.trainable_units()}
         device = masters[0].tensor.device if masters else torch.device("cpu")
         self._devices = {master.tensor.device for master in masters} or {device}
@@ -84,8 +85,6 @@ class StepRunner:
             by_flat=self._has_flat_step,
         )
         """Steps sub-groups on another thread, before `run`."""
-        self._visits: dict[int, list[Visit]] = {}
-        self._stored: list[list[Visit]] = []
         self._written: list[Ticket] = []
 
     def run(self, factor: float | torch.Tensor, stepped: Collection[int] = ()) -> None:
@@ -111,12 +110,12 @@ class StepRunner:
                 elif apart:
                     continue
                 elif action.kind is Kind.FETCH:
-                    self._fetch(action.target, masters)
+                    self._transfers.fetch(action.target, masters)
                 elif action.kind is Kind.STEP:
-                    members = self._members[id(plan)][action.target]
-                    self._step(masters, factor, members, self._visits.get(action.target, []), by_flat=by_flat)
+                    self._transfers.attach(action.target)
+                    self._step(masters, factor, self._members[id(plan)][action.target], by_flat=by_flat)
                 else:
-                    self._store(action.target)
+                    self._transfers.store(action.target)
         finally:
             self._end()
 
@@ -130,22 +129,14 @@ class StepRunner:
 
     # The actions ------------------------------------------------------------------------------------------------------
 
-    def _fetch(self, number: int, masters: Sequence[Master]) -> None:
-        while len(self._stored) > self.plan.pipeline.behind:  # the buffers of earlier sub-groups must be free
-            self._wait_stored()
-        self._visits[number] = [self._states.fetch(master, self._lane) for master in masters]
-
     def _step(
         self,
         masters: Sequence[Master],
         factor: float | torch.Tensor,
         members: list[list[torch.Tensor]],
-        visits: Sequence[Visit],
         *,
         by_flat: bool,
     ) -> None:
-        for visit in visits:
-            self._states.attach(visit)
         grads = self._frozen.stepped(masters, gradients_of(masters, self._runtime.gradients.parts))
         self.inner_step.step(masters, grads, factor, members, by_flat=by_flat)
 
@@ -191,26 +182,9 @@ class StepRunner:
             ticket.wait()
         self._runtime.publisher.publish(self._units[unit])
 
-    def _store(self, number: int) -> None:
-        visits = self._visits.pop(number)
-        for visit in visits:
-            self._states.store(visit, self._lane)
-        self._stored.append(visits)
-        if not self.plan.pipeline.behind:
-            self._wait_stored()
-
-    def _wait_stored(self) -> None:
-        for visit in self._stored.pop(0):
-            visit.wait()
-
     def _end(self) -> None:
         """End everything that is under way. After an error, fetched sub-groups are stored as they are."""
-        for number in list(self._visits):
-            for visit in self._visits[number]:
-                self._states.attach(visit)
-            self._store(number)
-        while self._stored:
-            self._wait_stored()
+        self._transfers.end()
         written, self._written = self._written, []
         for ticket in written:
             ticket.wait()
