@@ -9,23 +9,9 @@ from contextlib import contextmanager
 import dsx_zero
 import pytest
 import torch
-from dsx_testkit import run_ranks
-from torch import nn
+from dsx_testkit import run_ranks, tiny
 
-WIDTH, WARM_UP = 24, 2
-
-
-class Net(nn.Module):
-    def __init__(self, dtype=torch.float32):
-        super().__init__()
-        torch.manual_seed(4)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.to(dtype)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        return x.float().square().mean()
+WARM_UP = 2
 
 
 def adamw(parameters):
@@ -41,11 +27,6 @@ def fused(parameters):
 OPTIMIZERS = {"adamw": adamw, "fused": fused, "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)}
 
 
-def batch(rank, step, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(4, WIDTH, generator=generator).to(dtype)
-
-
 def built(stage, kind, late=WARM_UP, model=None, precision=None, offload_param=False):
     config = {
         "stage": stage,
@@ -55,7 +36,7 @@ def built(stage, kind, late=WARM_UP, model=None, precision=None, offload_param=F
     }
     if offload_param:
         config["offload_param"] = {"device": "cpu"}
-    model = Net() if model is None else model
+    model = tiny.Residual(depth=3) if model is None else model
     return dsx_zero.shard(model, OPTIMIZERS[kind], config=config, precision=precision)
 
 
@@ -67,12 +48,12 @@ class OneStepLate:
     """The oracle: a plain loop that applies gradients, rate and clipping of a step in the next one."""
 
     def __init__(self, kind):
-        self.model = Net()
+        self.model = tiny.Residual(depth=3)
         self.optimizer = OPTIMIZERS[kind](self.model.parameters())
         self.waiting = None
 
     def train(self, step, world):
-        losses = [self.model(batch(rank, step)) for rank in range(world)]
+        losses = [self.model(self.model.batch(rank, step)) for rank in range(world)]
         (sum(losses) / world).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
         now = [p.grad.clone() for p in self.model.parameters()], rate(step)
@@ -102,7 +83,7 @@ def trained(rank, world, stage, kind):
     model, optimizer = built(stage, kind)
     for step in range(7):
         expected = oracle.train(step, world)
-        loss = model(batch(rank, step))
+        loss = model(model.batch(rank, step))
         loss.backward()
         optimizer.param_groups[0]["lr"] = rate(step)
         optimizer.step(max_norm=0.5)
@@ -146,7 +127,7 @@ def shared(rank, world, kind):
     updates, sub_groups = 0, len(optimizer.step_plan.sub_groups)
     for step in range(6):
         expected = oracle.train(step, world)
-        loss = model(batch(rank, step))
+        loss = model(model.batch(rank, step))
         loss.backward()
         optimizer.param_groups[0]["lr"] = rate(step)
         optimizer.step(max_norm=0.5)
@@ -176,7 +157,7 @@ def test_parameters_that_are_their_own_masters_keep_their_values_until_the_updat
 def readers(rank, world):
     model, optimizer = built(2, "adamw")
     for step in range(4):
-        model(batch(rank, step)).backward()
+        model(model.batch(rank, step)).backward()
         optimizer.step()
         optimizer.zero_grad()
     for read in (
@@ -195,7 +176,7 @@ def readers(rank, world):
     def go_on(model, optimizer, first):
         losses = []
         for step in range(first, first + 3):
-            loss = model(batch(rank, step))
+            loss = model(model.batch(rank, step))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -218,10 +199,10 @@ def test_readers_are_refused_and_a_state_dict_goes_on():
 
 def overflowing(rank, world):
     """A step whose gradients are not finite applies what waits and leaves nothing."""
-    model, optimizer = built(2, "adamw", late=0, model=Net(torch.bfloat16))
+    model, optimizer = built(2, "adamw", late=0, model=tiny.Residual(depth=3, dtype=torch.bfloat16))
     seen = []
     for step in range(6):
-        x = batch(rank, step, torch.bfloat16)
+        x = model.batch(rank, step)
         if step == 3:
             x = x * float("inf")
         model(x).backward()
@@ -239,12 +220,12 @@ def test_an_overflow_leaves_nothing_behind():
 
 def edited(rank, world):
     model, optimizer = built(2, "adamw", late=0)
-    model(batch(rank, 0)).backward()
+    model(model.batch(rank, 0)).backward()
     optimizer.step()
     optimizer.zero_grad()
     with torch.no_grad():
         model.blocks[0].weight.mul_(0.5)
-    model(batch(rank, 1)).backward()
+    model(model.batch(rank, 1)).backward()
     with pytest.raises(dsx_zero.ZeroStateError, match="written while their update was under way"):
         optimizer.step()
 
@@ -263,11 +244,11 @@ def failing(rank, world):
             return super().step(closure)
 
     config = {"stage": 2, "offload_optimizer": {"device": "cpu", "late_update_after": 0}}
-    model, optimizer = dsx_zero.shard(Net(), lambda p: Breaks(p, lr=0.1), config=config)
-    model(batch(rank, 0)).backward()
+    model, optimizer = dsx_zero.shard(tiny.Residual(depth=3), lambda p: Breaks(p, lr=0.1), config=config)
+    model(model.batch(rank, 0)).backward()
     optimizer.step()
     optimizer.zero_grad()
-    model(batch(rank, 1)).backward()
+    model(model.batch(rank, 1)).backward()
     with pytest.raises(dsx_zero.ZeroStateError, match="rank 1: the update of the step before failed: OSError: broken"):
         optimizer.step()
 
@@ -286,7 +267,7 @@ def test_a_failure_reaches_all_ranks_in_the_next_step():
 )
 def test_what_cannot_be_late_is_refused(section, text):
     with pytest.raises(dsx_zero.ZeroConfigError, match=text):
-        dsx_zero.shard(Net(), adamw, config={"stage": 2, "offload_optimizer": section})
+        dsx_zero.shard(tiny.Residual(depth=3), adamw, config={"stage": 2, "offload_optimizer": section})
 
 
 def test_an_optimizer_that_is_stepped_at_once_is_refused():
@@ -295,4 +276,4 @@ def test_an_optimizer_that_is_stepped_at_once_is_refused():
 
     config = {"stage": 2, "offload_optimizer": {"device": "cpu", "late_update_after": 3}}
     with pytest.raises(dsx_zero.ZeroConfigError, match="does not say that it can be stepped in parts"):
-        dsx_zero.shard(Net(), lambda p: Counting(p, lr=0.1), config=config)
+        dsx_zero.shard(tiny.Residual(depth=3), lambda p: Counting(p, lr=0.1), config=config)

@@ -10,29 +10,15 @@ import time
 import dsx_zero
 import pytest
 import torch
-from dsx_testkit import run_ranks
-from torch import nn
+from dsx_testkit import run_ranks, tiny
 
 pytest.importorskip("dsx_ops")
 
 WIDTH = 40
 
 
-class Net(nn.Module):
-    def __init__(self, dtype=torch.float32):
-        super().__init__()
-        torch.manual_seed(3)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
-        self.aside = nn.Linear(WIDTH, WIDTH)
-        self.uses_aside = False
-        self.to(dtype)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        if self.uses_aside:
-            x = x + nn.functional.linear(x, self.aside.weight, self.aside.bias if self.uses_aside > 1 else None)
-        return x.float().square().mean()
+def net(dtype=torch.float32):
+    return tiny.Residual(WIDTH, aside=True, dtype=dtype)
 
 
 def adam(parameters):
@@ -50,12 +36,8 @@ def built(stage, dtype=torch.float32, optimizer=adam, model=None, **section):
         "offload_optimizer": offload if section.get("device") != "none" else None,
     }
     precision = dsx_zero.Precision(check_overflow=False)
-    return dsx_zero.shard(model or Net(dtype), optimizer, config=config, precision=precision)
-
-
-def batch(rank, step, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(4, WIDTH, generator=generator).to(dtype)
+    model = model or net(dtype)
+    return dsx_zero.shard(model, optimizer, config=config, precision=precision)
 
 
 def void(_):
@@ -111,7 +93,7 @@ def trained(rank, world, stage, dtype, announces, steps=6, micro=2):
             if last and announces:
                 said.append(optimizer.step_during_backward(grad_scale=2.0))
                 watch.waits = said[-1]
-            loss = model(batch(rank, 10 * step + part, dtype)) * (2.0 / micro)
+            loss = model(model.batch(rank, 10 * step + part)) * (2.0 / micro)
             loss.backward()
         norms.append(optimizer.step(grad_scale=2.0).grad_norm)
         optimizer.zero_grad()
@@ -155,10 +137,10 @@ def refusals(rank, world):
     for section, optimizer, dtype, check in cases:
         config = {"stage": 2, "offload_optimizer": {"device": "cpu", **section}}
         precision = dsx_zero.Precision(check_overflow=None if check is None else False)
-        model, sharded = dsx_zero.shard(Net(dtype), optimizer, config=config, precision=precision)
+        model, sharded = dsx_zero.shard(net(dtype), optimizer, config=config, precision=precision)
         for step in range(4):
             assert not sharded.step_during_backward()
-            model(batch(rank, step, dtype)).backward()
+            model(model.batch(rank, step)).backward()
             sharded.step(max_norm=1.0)
             sharded.zero_grad()
         sharded.release()
@@ -170,22 +152,23 @@ def test_where_the_norm_comes_first_units_are_stepped_after_backward():
 
 def unused(rank, world):
     """A unit whose gradients come on one rank only, and not in every step: it is stepped when all is known."""
-    plain = Net()
+    plain = net()
     model, optimizer = built(2, model=copy.deepcopy(plain))
     reference = adam(plain.parameters())
     said = []
     for step in range(8):
-        uses = [2 if step in (5, 7) and r == 0 else 1 for r in range(world)]  # late: what came before has been reduced
+        # In steps 5 and 7 a gradient is late: what came before it has been reduced.
+        uses = ["all" if step in (5, 7) and r == 0 else "weight" for r in range(world)]
         for r in range(world):
             plain.uses_aside = uses[r]
-            (plain(batch(r, step)) / world).backward()
+            (plain(plain.batch(r, step)) / world).backward()
         if plain.aside.bias.grad is None:
             plain.aside.bias.grad = torch.zeros_like(plain.aside.bias)
         reference.step()
         reference.zero_grad()
         model.uses_aside = uses[rank]
         said.append(optimizer.step_during_backward())
-        model(batch(rank, step)).backward()
+        model(model.batch(rank, step)).backward()
         optimizer.step()
         optimizer.zero_grad()
     assert said[-1]
@@ -204,7 +187,7 @@ def scheduled(rank, world):
     said = []
     for step in range(5):
         said.append(optimizer.step_during_backward())
-        model(batch(rank, step)).backward()
+        model(model.batch(rank, step)).backward()
         optimizer.param_groups[0]["lr"] = 1e-2 / (step + 1)
         optimizer.step()
         optimizer.zero_grad()
@@ -262,7 +245,7 @@ def changed(rank, world, stage, number):
     model, optimizer = built(stage)
     for step in range(3):
         early = optimizer.step_during_backward()
-        model(batch(rank, step)).backward()
+        model(model.batch(rank, step)).backward()
         if not early:
             optimizer.step()
             optimizer.zero_grad()
@@ -291,28 +274,28 @@ def another_backward(rank, world):
     for step in range(3):
         saved = copy.deepcopy(optimizer.state_dict())
         early = optimizer.step_during_backward()
-        model(batch(rank, step)).backward()
+        model(model.batch(rank, step)).backward()
         if not early:
             optimizer.step()
             optimizer.zero_grad()
     assert early
     assert dsx_zero.safe_get_full_grad("blocks.0.weight", optimizer=optimizer) is not None  # reading is fine
     with pytest.raises(dsx_zero.ZeroStateError, match=r"began|begun|came after the one"):
-        model(batch(rank, 9)).backward()
+        model(model.batch(rank, 9)).backward()
     with pytest.raises(dsx_zero.ZeroStateError, match="call step"):
         dsx_zero.safe_get_full_fp32_param("blocks.0.weight", optimizer=optimizer)
     optimizer.zero_grad()
     optimizer.load_state_dict(saved)  # the way out
     for step in range(2, 4):
         optimizer.step_during_backward()
-        model(batch(rank, step)).backward()
+        model(model.batch(rank, step)).backward()
         optimizer.step()
         optimizer.zero_grad()
     got = whole(model, optimizer)
     optimizer.release()
     other, plain = built(2, step_during_backward=False)
     for step in range(4):
-        other(batch(rank, step)).backward()
+        other(other.batch(rank, step)).backward()
         plain.step()
         plain.zero_grad()
     assert [torch.equal(a, b) for a, b in zip(got, whole(other, plain), strict=True)] == [True] * len(got)
@@ -338,7 +321,7 @@ def failing(rank, world):
     for step in range(3):
         Breaks.broken = rank == 1 and step == 2
         optimizer.step_during_backward()
-        model(batch(rank, step)).backward()
+        model(model.batch(rank, step)).backward()
         if step < 2:
             optimizer.step()
             optimizer.zero_grad()
@@ -358,7 +341,7 @@ def reentrant(rank, world):
     """Reentrant checkpointing brings a parameter several gradients: nothing is stepped early, and results hold."""
     from torch.utils.checkpoint import checkpoint
 
-    class Twice(Net):
+    class Twice(tiny.Residual):
         def forward(self, x):
             x = torch.tanh(self.blocks[0](x))
             for _ in range(2):
@@ -369,10 +352,10 @@ def reentrant(rank, world):
 
     found = []
     for early in (False, True):
-        model, optimizer = built(2, model=Twice(), step_during_backward=early)
+        model, optimizer = built(2, model=Twice(WIDTH, aside=True), step_during_backward=early)
         for step in range(5):
             optimizer.step_during_backward()
-            model(batch(rank, step).requires_grad_()).backward()
+            model(model.batch(rank, step).requires_grad_()).backward()
             optimizer.step()
             optimizer.zero_grad()
         found.append(whole(model, optimizer))

@@ -15,34 +15,12 @@ from contextlib import contextmanager
 import dsx_zero
 import pytest
 import torch
-from dsx_testkit import RankError, run_ranks
-from torch import nn
+from dsx_testkit import RankError, run_ranks, tiny
 
 pytest.importorskip("dsx_ops")
 
 WIDTH = 24
 BLOCK = WIDTH * WIDTH + WIDTH
-
-
-class Net(nn.Module):
-    """Six blocks, two of them with one weight; a frozen bias, and a layer that the first steps do not use."""
-
-    def __init__(self, dtype=torch.float32):
-        super().__init__()
-        torch.manual_seed(3)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
-        self.aside = nn.Linear(WIDTH, WIDTH)
-        self.blocks[1].weight = self.blocks[4].weight
-        self.blocks[2].bias.requires_grad_(False)
-        self.uses_aside = False
-        self.to(dtype)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        if self.uses_aside:
-            x = x + self.aside(x)
-        return x.float().square().mean()
 
 
 class Store:
@@ -132,14 +110,9 @@ def built(stage, where, dtype=torch.float32, *, store=None, check=False, optimiz
         **places,
     }
     precision = dsx_zero.Precision(check_overflow=check)
-    return dsx_zero.shard(
-        Net(dtype), optimizer, config=config, precision=precision, store=Store() if store is None else store
-    )
-
-
-def batch(rank, step, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(4, WIDTH, generator=generator).to(dtype)
+    model = tiny.Residual(WIDTH, aside=True, uneven=True, dtype=dtype)
+    store = Store() if store is None else store
+    return dsx_zero.shard(model, optimizer, config=config, precision=precision, store=store)
 
 
 class Spans:
@@ -192,7 +165,7 @@ def trained(rank, world, stage, where, dtype, announces, steps=6, micro=2):
     spans = Spans(model, optimizer)
     said, norms, early, bytes_waiting = [], [], [], []
     for step in range(steps):
-        model.uses_aside = step >= 1
+        model.uses_aside = "all" if step >= 1 else "no"
         if step == 4:
             model.blocks[3].bias.requires_grad_(False)
         for part in range(micro):
@@ -200,7 +173,7 @@ def trained(rank, world, stage, where, dtype, announces, steps=6, micro=2):
             if part == micro - 1 and announces:
                 said.append(optimizer.step_during_backward(grad_scale=2.0))
                 spans.waits = said[-1] and not (rank and stage == 1)
-            (model(batch(rank, 10 * step + part, dtype)) * (2.0 / micro)).backward()
+            (model(model.batch(rank, 10 * step + part)) * (2.0 / micro)).backward()
         with dsx_zero.GatheredParameters(model):  # until the step everyone sees the old values
             before = [p.detach().clone() for p in model.parameters()]
         norms.append(optimizer.step(grad_scale=2.0).grad_norm)
@@ -254,7 +227,7 @@ def needs_norm_first(rank, world, where):
         for step in range(6):
             assert not optimizer.step_during_backward()
             factor = float("inf") if step == 4 and rank == 1 else 1.0
-            (model(batch(rank, step, torch.bfloat16)) * factor).backward()
+            (model(model.batch(rank, step)) * factor).backward()
             before = whole(model, optimizer) if step == 4 else None
             assert optimizer.step(max_norm=0.05).overflow == (step == 4)
             assert before is None or equal(before, whole(model, optimizer))
@@ -275,8 +248,8 @@ def within_room(rank, world, room, units):
     for step in range(4):
         spans.seen = []
         said = optimizer.step_during_backward()
-        model.uses_aside = True
-        model(batch(rank, step)).backward()
+        model.uses_aside = "all"
+        model(model.batch(rank, step)).backward()
         assert said == (step >= 2 and units > 0)
         waiting = optimizer.state_bytes_by_tier()["params"].get("host", 0)
         assert waiting <= 4 * room
@@ -287,8 +260,8 @@ def within_room(rank, world, room, units):
     assert (early[3][1] > 0) == (units > 0)
     plain, reference = built(2, "device")
     for step in range(4):
-        plain.uses_aside = True
-        plain(batch(rank, step)).backward()
+        plain.uses_aside = "all"
+        plain(plain.batch(rank, step)).backward()
         reference.step()
         reference.zero_grad()
     assert equal(whole(model, optimizer), whole(plain, reference))
@@ -314,7 +287,7 @@ def full(rank, world, where, folder):
 
             store.before_put = no_room
         optimizer.step_during_backward()
-        model(batch(rank, step)).backward()
+        model(model.batch(rank, step)).backward()
         if step < 3:
             optimizer.step()
             optimizer.zero_grad()
@@ -328,12 +301,12 @@ def full(rank, world, where, folder):
     optimizer.load_state_dict(saved)
     for step in range(3, 6):
         optimizer.step_during_backward()
-        model(batch(rank, step)).backward()
+        model(model.batch(rank, step)).backward()
         optimizer.step()
         optimizer.zero_grad()
     plain, reference = built(3, "device")
     for step in range(6):
-        plain(batch(rank, step)).backward()
+        plain(plain.batch(rank, step)).backward()
         reference.step()
         reference.zero_grad()
     assert equal(whole(model, optimizer), whole(plain, reference))
@@ -367,7 +340,7 @@ def changed(rank, world, where, number):
     model, optimizer = built(3, where)
     for step in range(3):
         early = optimizer.step_during_backward()
-        model(batch(rank, step)).backward()
+        model(model.batch(rank, step)).backward()
         if not early:
             optimizer.step()
             optimizer.zero_grad()
@@ -414,7 +387,7 @@ def killed(rank, world, folder):
             torch.distributed.barrier()
             store.put = stops
         optimizer.step_during_backward()
-        model(batch(rank, step, torch.bfloat16)).backward()
+        model(model.batch(rank, step)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -430,7 +403,7 @@ def resumed(rank, world, folder, where):
         first = 3
     for step in range(first, 7):
         optimizer.step_during_backward()
-        model(batch(rank, step, torch.bfloat16)).backward()
+        model(model.batch(rank, step)).backward()
         optimizer.step()
         optimizer.zero_grad()
     return whole(model, optimizer)

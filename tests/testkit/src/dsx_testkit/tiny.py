@@ -5,6 +5,7 @@ generator has done before. `example(batch)` gives a fixed input (and target) dra
 """
 
 from itertools import pairwise
+from typing import Literal
 
 import torch
 from torch import nn
@@ -216,6 +217,45 @@ class OddSizes(_Regression):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.narrow(torch.tanh(self.prime(x)))
         return y * (1.0 + self.scale) + self.pair.sum() + self.empty.sum()
+
+
+class Residual(nn.Module):
+    """Blocks `x + tanh(linear(x))` in a ModuleList named `blocks`. `model(x)` is the loss: the mean square, in float32.
+
+    Args:
+        aside: there is a layer `aside` behind the blocks, which takes part as the attribute `uses_aside` says.
+        uneven: two blocks share their weight, and another one has a frozen bias (needs five blocks).
+        dtype: of the parameters and of `batch`.
+    """
+
+    def __init__(
+        self, width: int = 24, depth: int = 6, *,
+        aside: bool = False, uneven: bool = False, dtype: torch.dtype = torch.float32, seed: int = 3
+    ):  # fmt: skip
+        super().__init__()
+        self.width, self.dtype = width, dtype
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.aside = nn.Linear(width, width) if aside else None
+        self.uses_aside: Literal["no", "weight", "all"] = "no"
+        if uneven:
+            self.blocks[1].weight = self.blocks[4].weight
+            self.blocks[2].bias.requires_grad_(False)
+        _reset(self, seed)
+        self.to(dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        if self.aside is not None and self.uses_aside == "all":
+            x = x + self.aside(x)
+        elif self.aside is not None and self.uses_aside == "weight":
+            x = x + F.linear(x, self.aside.weight)
+        return x.float().square().mean()
+
+    def batch(self, rank: int, step: int) -> torch.Tensor:
+        """The input (4, width) of a rank in a step."""
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        return torch.randn(4, self.width, generator=generator).to(self.dtype)
 
 
 class TwoGroups(MLP):
