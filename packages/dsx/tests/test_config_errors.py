@@ -48,6 +48,14 @@ CASES = {
     "zero accumulation": ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps", "value", "0", "at least 1", ""),
     "negative clipping": ({"gradient_clipping": -1}, "gradient_clipping", "value", "-1", "at least 0", ""),
     "negative bucket": ({"zero_optimization": {"reduce_bucket_size": -5}}, "zero_optimization.reduce_bucket_size", "value", "-5", "", ""),
+    "block of three": (
+        {"zero_optimization": {"stage": 1, "zero_quantized_gradients": True, "zero_quantized_gradients_block_size": 3}},
+        "zero_optimization.zero_quantized_gradients_block_size", "value", "3", "a multiple of 4 greater than 0", "",
+    ),
+    "negative block": (
+        {"zero_optimization": {"stage": 1, "zero_quantized_gradients": True, "zero_quantized_gradients_block_size": -4}},
+        "zero_optimization.zero_quantized_gradients_block_size", "value", "-4", "a multiple of 4 greater than 0", "",
+    ),
     "negative window": ({"fp16": {"loss_scale_window": -1}}, "fp16.loss_scale_window", "value", "-1", "at least 1", ""),
     "negative learning rate": (
         {"optimizer": {"type": "Adam", "params": {"lr": -1e-3}}}, "optimizer.params.lr", "value", "-0.001", "at least 0", "",

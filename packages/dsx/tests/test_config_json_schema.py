@@ -39,6 +39,7 @@ BAD = [
     {"zero_optimization": {"stage": 4}},
     {"zero_optimization": {"stages": 1}},
     {"zero_optimization": {"sub_group_size": 0}},
+    {"zero_optimization": {"stage": 1, "zero_quantized_gradients_block_size": 6}},
     {"fp16": {"enabled": "yes"}},
     {"fp16": {"enabled": True, "initial_scale_power": 65}},
     {"gradient_allreduce_op": "average"},

@@ -311,7 +311,7 @@ class ZeroConfig(_Section):
     )
     zero_quantized_gradients: bool = Field(False, description="stages 1-3: reduce gradients as integers, in two hops")
     zero_quantized_gradients_bits: Literal[8, 4, 2] = Field(4, description="bits of these integers")
-    zero_quantized_gradients_block_size: Annotated[int, Field(ge=4, multiple_of=4)] = Field(
+    zero_quantized_gradients_block_size: Annotated[int, Field(gt=0, multiple_of=4)] = Field(
         GRADIENT_BLOCK, description="elements of quantised gradients that share a scale of 4 bytes"
     )
     zero_quantized_error_feedback: bool = Field(

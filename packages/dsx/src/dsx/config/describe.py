@@ -38,6 +38,9 @@ def _words(annotation: Any, metadata: list[Any]) -> str:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "an object { ... }"
     text = _PLAIN.get(annotation, getattr(annotation, "__name__", str(annotation)))
+    for item in metadata:
+        if hasattr(item, "multiple_of"):
+            text = f"a multiple of {item.multiple_of:g}"
     bounds = [
         f"{words} {getattr(item, name):g}" for item in metadata for name, words in _BOUND_WORDS if hasattr(item, name)
     ]
@@ -53,7 +56,8 @@ def _flat(metadata: Any) -> list[Any]:
 
 
 def _plural(text: str) -> str:
-    for singular, plural in (("a whole number", "whole numbers"), ("a number", "numbers"), ("a list", "lists")):
+    words = ("whole number", "number", "multiple", "list")
+    for singular, plural in ((f"a {word}", f"{word}s") for word in words):
         if text.startswith(singular):
             return plural + text[len(singular) :]
     return text + "s" if text.startswith("object") else text

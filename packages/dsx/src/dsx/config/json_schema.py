@@ -26,7 +26,13 @@ from .schema import Root
 
 __all__ = ["json_schema"]
 
-_LIMITS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
+_LIMITS = {
+    "ge": "minimum",
+    "gt": "exclusiveMinimum",
+    "le": "maximum",
+    "lt": "exclusiveMaximum",
+    "multiple_of": "multipleOf",
+}
 _AUTO = {"const": "auto", "description": "let dsx choose"}
 
 
