@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from dsx_testkit import assert_close_named, run_ranks, tiny
+from dsx_testkit import MemoryStore, assert_close_named, run_ranks, tiny
 from torch import nn
 
 EXACT = {"stage3_param_persistence_threshold": 0}
@@ -140,6 +140,22 @@ def test_one_process_and_refusals():
             dsx_zero.Init(**argument)
     with pytest.raises(TypeError, match="nonsense"):
         dsx_zero.Init(nonsense=1)
+
+
+def test_shards_go_to_the_store_that_is_given_though_it_is_empty():
+    import dsx_zero
+
+    store = MemoryStore()
+    assert not store  # it has a length, which is 0
+    torch.manual_seed(0)
+    plain = Net()
+    torch.manual_seed(0)
+    with dsx_zero.Init(remote_device="nvme", store=store):
+        model = Net()
+    assert len(store) > 0
+    with dsx_zero.GatheredParameters(model):
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, plain.get_parameter(name)), name
 
 
 def test_leaf_modules_and_tiles_are_units_of_their_own():

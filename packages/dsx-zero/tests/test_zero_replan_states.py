@@ -20,7 +20,8 @@ def built(stage, place="none", dtype=torch.bfloat16, store=None, threshold=0, ma
         if stage == 3:
             config["offload_param"] = {"device": place, **({"max_in_cpu": 0} if place == "nvme" else {})}
     make = make or (lambda params: torch.optim.AdamW(params, lr=0.05))
-    return dsx_zero.shard(model, make(list(model.parameters())), config=config, store=store or MemoryStore())
+    store = MemoryStore() if store is None else store
+    return dsx_zero.shard(model, make(list(model.parameters())), config=config, store=store)
 
 
 def train(model, optimizer, rank, seed=0):

@@ -275,7 +275,7 @@ def _sharded(
     model: nn.Module, optimizer: Any, config: Config, topology: RankSets, device: torch.device | None, store: Any
 ) -> tuple[nn.Module, Any]:
     zero, section = part("dsx_zero"), config.use("zero")
-    precision, store = config.precision, store or _store_on_disk(config)
+    precision, store = config.precision, _store_on_disk(config) if store is None else store
     ranks_of = pipelining.rank_sets(model, part("dsx_comm"))
     try:
         model, sharded = zero.shard(

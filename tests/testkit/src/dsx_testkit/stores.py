@@ -1,4 +1,6 @@
-"""A `TensorStore` in a dictionary that counts the bytes which were read from it and are still held by somebody."""
+"""A `TensorStore` in a dictionary that counts the bytes which were read from it and are still held by somebody. It has
+a length, as `dsx_nvme.TensorStore` does: an empty one is false.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +31,9 @@ class MemoryStore:
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
+
+    def __len__(self) -> int:
+        return len(self.tensors)
 
     def put(self, name: str, tensor: torch.Tensor) -> _Done:
         """Keep a copy."""

@@ -237,7 +237,7 @@ class Init:
             return HostTier(pin=pin or bool(offload.get("pin_memory")))
         if where != "nvme":
             raise ZeroConfigError("Init.remote_device", f"got {remote_device!r}, expected 'cpu', 'nvme' or None")
-        return DiskTier(store or self._store_on_disk(offload.get("nvme_path")))
+        return DiskTier(self._store_on_disk(offload.get("nvme_path")) if store is None else store)
 
     def _store_on_disk(self, path: str | None) -> TensorStore:
         """The store for ``remote_device="nvme"``; ``path`` is the configuration's ``nvme_path``."""
