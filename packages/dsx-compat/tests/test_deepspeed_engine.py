@@ -110,6 +110,18 @@ def test_what_clients_ask_the_engine_for(stage):
     assert all(run_ranks(asked, 2, stage))
 
 
+@pytest.mark.parametrize("optimizer", [None, lambda parameters: torch.optim.SGD(parameters, lr=0.1)])
+def test_an_optimizer_over_no_parameters_is_refused(optimizer):
+    import deepspeed
+
+    net = model()
+    before = [p.data_ptr() for p in net.parameters()]
+    used_up = (p for p in [])
+    with pytest.raises(ValueError, match="got no parameters, expected those that the optimizer trains"):
+        deepspeed.initialize(model=net, config=settings(1), model_parameters=used_up, optimizer=optimizer)
+    assert [p.data_ptr() for p in net.parameters()] == before
+
+
 def forward_only(rank, world, stage):
     """trl's reference model: flat keys, offload that is left over at stage 0, no optimizer."""
     import deepspeed

@@ -68,6 +68,9 @@ def test_config_file_through_the_command_line(tmp_path):
         ({"optimizer": lambda params: 3}, "returned int"),
         ({"lr_scheduler": 3}, "lr_scheduler=.*got int"),
         ({"mesh_param": (1, 2)}, "not available yet"),
+        ({"model_parameters": []}, "got no parameters, .* leave it out"),
+        ({"model_parameters": iter(())}, "got no parameters"),
+        ({"model_parameters": [], "optimizer": lambda p: torch.optim.SGD(p, lr=0.1)}, "got no parameters"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, match):
@@ -213,6 +216,16 @@ def test_an_engine_without_optimizer_evaluates_and_refuses_to_step():
     engine.backward(engine(torch.ones(2, 6)).sum())
     with pytest.raises(RuntimeError, match="no optimizer"):
         engine.step()
+
+
+def test_no_parameters_are_fine_where_no_optimizer_is_made():
+    plain = {"train_batch_size": 2, "steps_per_print": None}
+    assert build(model_parameters=[], config=plain).optimizer is None  # what clients say for inference
+    net = tiny.MLP(6, 8, 4, seed=0)
+    engine = build(net, model_parameters=[], optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
+    before = [p.detach().clone() for p in net.parameters()]
+    step(engine)
+    assert not any(torch.equal(a, b) for a, b in zip(before, net.parameters()))
 
 
 # - Progress

@@ -39,18 +39,14 @@ def initialize(
 
     All arguments are those of `dsx.initialize`.
 
-    Args:
-        model_parameters: an empty iterable means the same as None.
-
     Returns:
         (engine, optimizer, data loader, scheduler); None in place of those that do not exist.
     """
-    parameters = None if model_parameters is None else list(model_parameters)
     found = dsx.initialize(
         args=args,
         model=model,
         optimizer=optimizer,
-        model_parameters=parameters or None,
+        model_parameters=model_parameters,
         training_data=training_data,
         lr_scheduler=lr_scheduler,
         distributed_port=distributed_port,

@@ -79,7 +79,8 @@ def initialize(
         model: the module to train. It is sharded in place; rank 0's values are given to all ranks.
         optimizer: an optimizer over the model's parameters, or a callable from parameters to one; overrides the
             configuration.
-        model_parameters: parameters or groups to train, as for an optimizer; None: all parameters of the model.
+        model_parameters: parameters or groups to train, as for an optimizer; None: all parameters of the model. There
+            may be none only where no optimizer is made.
         training_data: a dataset; then a loader of this rank's micro-batches is returned.
         lr_scheduler: a scheduler, or a callable from an optimizer to one; overrides the configuration. The engine steps
             it.

@@ -149,7 +149,7 @@ def _without_old_parameters(request: Request) -> Request:
             " callable that makes one from parameters, or name one in the configuration"
         )
     given = request.model_parameters
-    if given is None:
+    if not given:  # an empty list: refused later if an optimizer is to be made
         return request
     all_of_them = {id(p) for p in request.model.parameters() if p.requires_grad}
     if not all(isinstance(p, torch.nn.Parameter) for p in given) or not all_of_them <= {id(p) for p in given}:

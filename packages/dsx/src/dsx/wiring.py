@@ -105,6 +105,7 @@ def _build(source: Any, request: Request, held: ExitStack) -> tuple[Engine, Any]
         config = load_config(source, world_size=_batch_ranks(request, topology))
         _set_up_logging(config)  # first, so that what the choice of the optimizer warns of is seen
         choice = _chosen_optimizer(config, request)
+        _check_parameters(request, choice)
     pipelining.record_use(config, request.model)
     trial = begin_trial(config, skeleton)
     topology = _join_processes(config, request, joins, held)
@@ -162,6 +163,20 @@ def _chosen_optimizer(config: Config, request: Request) -> OptimizerChoice | Non
         logger.warning(with_code(text, "DSX153"), section.type)
         return None
     return choose_optimizer(section.type, section.params, masters=precision.master, states=precision.optimizer_state)
+
+
+def _check_parameters(request: Request, choice: OptimizerChoice | None) -> None:
+    """Refuse to make an optimizer over no parameters, before anything is changed. Where none is made, an empty list is
+    what clients give for inference.
+    """
+    given = request.optimizer
+    makes_one = choice is not None or (given is not None and not isinstance(given, torch.optim.Optimizer))
+    if makes_one and request.model_parameters is not None and not request.model_parameters:
+        raise EngineArgumentError(
+            "initialize(model_parameters=...): got no parameters, expected those that the optimizer trains; leave it"
+            " out to train all parameters of the model (an iterator gives its parameters once only). To train none,"
+            " give no optimizer and name none in the configuration"
+        )
 
 
 def _set_up_logging(config: Config) -> None:
