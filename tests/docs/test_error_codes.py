@@ -24,7 +24,9 @@ from dsx_testkit import RankError, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "reference" / "errors.md"
-SOURCES = [*ROOT.glob("packages/*/src/**/*.py"), ROOT / "tools" / "dsx_build.py"]
+LOADER = ROOT / "tools" / "native" / "loader.py"  # the build puts a copy into each package with native code
+SOURCES = [file for file in ROOT.glob("packages/*/src/**/*.py") if file.name != "_native_loader.py"]
+SOURCES += [ROOT / "tools" / "dsx_build.py", LOADER]
 SECTION = re.compile(r"^### (DSX\d{3})\n(.*?)(?=^##|\Z)", re.S | re.M)
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.S | re.M)
 

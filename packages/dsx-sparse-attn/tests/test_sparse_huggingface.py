@@ -244,5 +244,5 @@ def test_bad_sections_are_named_and_change_nothing(section, text):
 
 
 def test_keys_that_the_mode_does_not_read_are_named():
-    with pytest.warns(UserWarning, match="mode 'dense' does not read num_random_blocks"):
+    with pytest.warns(UserWarning, match=r"mode dense does not read num_random_blocks \[DSX157\]"):
         apply_sparse_attention(bert(), {"mode": "dense", "num_random_blocks": 2})

@@ -1,8 +1,10 @@
-"""The exceptions of dsx-data. Each message says what was given, what was expected and how to fix it."""
+"""The exceptions of dsx-data. Each message says what was given, what was expected and how to fix it. Warnings that ask
+something of the user have a code.
+"""
 
 from __future__ import annotations
 
-__all__ = ["AnalysisError", "DataArgumentError", "DataError", "DataStateError", "IndexFileError"]
+__all__ = ["AnalysisError", "DataArgumentError", "DataError", "DataStateError", "IndexFileError", "with_code"]
 
 
 class DataError(Exception):
@@ -23,3 +25,8 @@ class IndexFileError(DataError, ValueError):
 
 class AnalysisError(DataError, RuntimeError):
     """The analysis of a dataset failed. The message names the process, the samples and the cause."""
+
+
+def with_code(text: str, code: str) -> str:
+    """The text of a warning with its stable code, under which docs/reference/errors.md explains it."""
+    return f"{text} [{code}] docs: errors#{code.lower()}"

@@ -21,6 +21,7 @@ import dsx_comm
 import torch
 import torch.nn.functional as F
 from dsx_comm import parallel_groups
+from dsx_comm.errors import with_code
 from torch import nn
 
 from .dispatch import LocalExperts, exchange_counts, run_exchanged, run_local
@@ -194,9 +195,8 @@ class MoE(nn.Module):
         if ep_size < 1 or num_experts % ep_size:
             raise MoEConfigError(f"num_experts: got {num_experts}, expected a multiple of ep_size = {ep_size}")
         if use_tutel:
-            warnings.warn(
-                "use_tutel means nothing here: tokens are dispatched without padding in any case", stacklevel=2
-            )
+            text = "use_tutel means nothing here: tokens are dispatched without padding in any case"
+            warnings.warn(with_code(text, "DSX156"), stacklevel=2)
         groups = expert_groups_of(ep_size, data_before_expert=use_data_before_expert_parallel)
         sliced = _tensor_group(tensor_group)
         self.hidden_size, self.num_experts, self.ep_size = hidden_size, num_experts, ep_size

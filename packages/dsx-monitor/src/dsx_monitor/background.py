@@ -28,6 +28,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
+from .errors import EVENTS_LOST, SWITCHED_OFF, with_code
 from .events import Event
 from .writers.base import Writer
 
@@ -75,9 +76,8 @@ class _Lane:
         except queue.Full:
             if not self._dropping:
                 self._dropping = True
-                logger.warning(
-                    "monitor: %s does not keep up (%d calls queued); events are dropped", self.names, _CAPACITY
-                )
+                text = with_code("monitor: %s does not keep up (%d calls queued); events are dropped", EVENTS_LOST)
+                logger.warning(text, self.names, _CAPACITY)
 
     def flush_mark(self) -> threading.Event | None:
         """An event that is set when everything queued so far is written out; None while the queue is full."""
@@ -163,9 +163,8 @@ class _Lane:
             call(*arguments)  # type: ignore[operator]
         except (Exception, SystemExit) as error:  # noqa: BLE001  no failure of a third-party writer may end training
             level = logging.DEBUG if quiet else logging.WARNING
-            logger.log(
-                level, "monitor: %s failed and is switched off: %s: %s", writer.section, type(error).__name__, error
-            )
+            text = with_code("monitor: %s failed and is switched off: %s: %s", SWITCHED_OFF)
+            logger.log(level, text, writer.section, type(error).__name__, error)
             return False
         finally:
             self.calls_done += 1
@@ -256,9 +255,8 @@ class BackgroundWriters:
                     del waiting[lane]
                     slow.append(lane)
                     lane.gave_up_at = lane.calls_done
-                    logger.warning(
-                        "monitor: %s has not come back for %.0f s; its last events may be lost", lane.names, now - since
-                    )
+                    text = "monitor: %s has not come back for %.0f s; its last events may be lost"
+                    logger.warning(with_code(text, EVENTS_LOST), lane.names, now - since)
             if limit is not None and now >= limit:
                 return [*slow, *waiting]
         return slow

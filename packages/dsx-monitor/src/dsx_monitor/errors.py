@@ -1,10 +1,15 @@
 """The errors of dsx-monitor. A writer raises only when it is built from a wrong configuration, never during
-training.
+training. Warnings that ask something of the user have a code.
 """
 
 from __future__ import annotations
 
-__all__ = ["BackendMissing", "MonitorConfigError", "ReportError"]
+__all__ = ["EVENTS_LOST", "SWITCHED_OFF", "BackendMissing", "MonitorConfigError", "ReportError", "with_code"]
+
+SWITCHED_OFF = "DSX852"
+"""The code of a warning: a writer has failed, and gets no more events."""
+EVENTS_LOST = "DSX854"
+"""The code of a warning: a writer is too slow, so that events are lost."""
 
 
 class MonitorConfigError(ValueError):
@@ -23,3 +28,8 @@ class BackendMissing(RuntimeError):
 
 class ReportError(ValueError):
     """A run directory holds nothing that a report can show, or a file that cannot be read."""
+
+
+def with_code(text: str, code: str) -> str:
+    """The text of a warning with its stable code, under which docs/reference/errors.md explains it."""
+    return f"{text} [{code}] docs: errors#{code.lower()}"

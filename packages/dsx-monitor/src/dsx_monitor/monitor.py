@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from .background import BackgroundWriters
-from .errors import BackendMissing, MonitorConfigError
+from .errors import SWITCHED_OFF, BackendMissing, MonitorConfigError, with_code
 from .events import normalised
 from .processes import current_rank
 from .writers.base import Writer
@@ -201,7 +201,8 @@ def _build(chosen: list[tuple[str, Any]]) -> list[Writer]:
         try:
             writers.append(_BUILDERS[name](section))
         except BackendMissing as error:
-            logger.warning("monitor: %s; training goes on without it", error)
+            logger.warning(with_code("monitor: %s; training goes on without it", "DSX851"), error)
         except (Exception, SystemExit) as error:  # noqa: BLE001  whatever a backend does at start, training goes on
-            logger.warning("monitor: %s cannot start and is switched off: %s: %s", name, type(error).__name__, error)
+            text = with_code("monitor: %s cannot start and is switched off: %s: %s", SWITCHED_OFF)
+            logger.warning(text, name, type(error).__name__, error)
     return writers

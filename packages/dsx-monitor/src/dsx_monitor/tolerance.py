@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .errors import ReportError
+from .errors import ReportError, with_code
 
 __all__ = ["tolerating"]
 
@@ -22,4 +22,5 @@ def tolerating(what: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ReportError) as error:
-        logger.warning("monitor: %s: %s: %s; training goes on without it", what, type(error).__name__, error)
+        text = with_code("monitor: %s: %s: %s; training goes on without it", "DSX853")
+        logger.warning(text, what, type(error).__name__, error)

@@ -99,6 +99,13 @@ class SparseAttentionConfig(BaseModel):
         fields = type(self).model_fields
         return sorted(k for k in self.model_fields_set - read if getattr(self, k) != fields[k].default)
 
+    def notice(self) -> str:
+        """What a user should be warned of: `unread` keys, with the code of the warning; "" if there are none."""
+        unread = self.unread()
+        if not unread:
+            return ""
+        return f"sparse_attention: mode {self.mode} does not read {', '.join(unread)} [DSX157] docs: errors#dsx157"
+
     def sparsity_config(self, num_heads: int, *, defaults: Literal["section", "class"] = "section") -> SparsityConfig:
         """The sparsity config of this mode for `num_heads` heads.
 

@@ -232,8 +232,8 @@ def _sparsified(model: nn.Module, config: Config) -> nn.Module:
     if section is None:
         return model
     changed = part("dsx_sparse_attn").apply_sparse_attention(model, section)
-    if section.unread():
-        logger.warning("sparse_attention: mode %s does not read %s", section.mode, ", ".join(section.unread()))
+    if notice := section.notice():
+        logger.warning("%s", notice)
     logger.info("sparse_attention: mode %s in %d modules (%s ...)", section.mode, len(changed), changed[0])
     return model
 

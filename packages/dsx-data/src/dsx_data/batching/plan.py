@@ -24,7 +24,7 @@ from typing import Literal
 
 import numpy as np
 
-from ..errors import DataArgumentError
+from ..errors import DataArgumentError, with_code
 from ..index import open_index
 
 __all__ = ["BatchPlan", "TokenBudget", "lengths_from"]
@@ -132,7 +132,7 @@ class TokenBudget:
             if self.too_long == "error" or not kept:
                 raise DataArgumentError(f"token budget: {text}; raise max_tokens, or pass too_long='drop'")
             if warn:
-                logger.warning("token budget: %s; they are left out", text)
+                logger.warning(with_code("token budget: %s; they are left out", "DSX753"), text)
         if not kept:
             raise DataArgumentError("token budget: got a dataset without samples")
         starts = np.zeros(len(kept) + 1, np.int64)

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..batching.plan import TokenBudget
 from ..curriculum import CurriculumSampler
-from ..errors import DataStateError
+from ..errors import DataStateError, with_code
 from .order import ShardedSampler, rank_share
 from .stream import StreamReader
 
@@ -506,7 +506,8 @@ def warn_of_other_length(state: dict[str, Any], length: int) -> None:
     """Log a warning if the dataset has another length than the one that the state was saved with."""
     saved = int(state.get("length", length))
     if saved != length:
-        logger.warning(
+        text = (
             "the data position was saved with a dataset of %d samples, this one has %d: the order of the samples is"
-            " another one, so some are used twice in this epoch and some not at all", saved, length,
-        )  # fmt: skip
+            " another one, so some are used twice in this epoch and some not at all"
+        )
+        logger.warning(with_code(text, "DSX752"), saved, length)

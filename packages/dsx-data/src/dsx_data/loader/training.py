@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, defa
 
 from ..batching.plan import TokenBudget
 from ..curriculum import CurriculumSampler
-from ..errors import DataArgumentError
+from ..errors import DataArgumentError, with_code
 from ..randomness import generator
 from .continuous import ContinuousSampler, ContinuousTrack
 from .order import ShardedSampler
@@ -139,11 +139,12 @@ class TrainingLoader:
             return {"dataset": reader, **batches}
         if isinstance(dataset, IterableDataset):
             if options.world_size > 1 and options.rank == 0:
-                logger.warning(
+                text = (
                     "every rank reads the iterable dataset %s as it comes: unless it shares itself out among the ranks,"
-                    " all %d train on the same samples; wrap it in dsx_data.SharedStream to have it shared out",
-                    type(getattr(dataset, "source", dataset)).__name__, options.world_size,
-                )  # fmt: skip
+                    " all %d train on the same samples; wrap it in dsx_data.SharedStream to have it shared out"
+                )
+                kind = type(getattr(dataset, "source", dataset)).__name__
+                logger.warning(with_code(text, "DSX751"), kind, options.world_size)
             self._track = StreamTrack(dataset, options.world_size, options.num_workers)
             return {"dataset": dataset, **batches}
         if options.budget is not None:

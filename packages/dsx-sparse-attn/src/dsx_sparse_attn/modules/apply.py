@@ -120,8 +120,6 @@ def _validated(section: Mapping[str, Any]) -> SparsitySection:
         made = SparseAttentionConfig(**section)
     except ValidationError as error:
         raise ArgumentError(f"sparse_attention: {error}") from error
-    if made.unread():
-        warnings.warn(
-            f"sparse_attention: mode {made.mode!r} does not read {', '.join(made.unread())}", UserWarning, stacklevel=3
-        )
+    if notice := made.notice():
+        warnings.warn(notice, UserWarning, stacklevel=3)
     return made
