@@ -41,7 +41,7 @@ def switched(rank, world, name, pipeline):
     ours, plain = (torch.nn.Parameter(torch.linspace(-1, 1, 40)) for _ in range(2))
     engine, seen = Engine(pipeline), []
     a = getattr(dsx_comm, name)([ours], engine, lr=0.01, **SETTINGS[name])
-    b = getattr(dsx_comm, name)([plain], None, 0.01, **SETTINGS[name])  # lr is third, as upstream
+    b = getattr(dsx_comm, name)([plain], None, 0.01, **SETTINGS[name])  # lr is third, as in DeepSpeed
     for step in range(9):
         seen.append(engine.enable_backward_allreduce)
         if pipeline:

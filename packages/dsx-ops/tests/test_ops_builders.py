@@ -7,7 +7,7 @@ import pytest
 import torch
 from dsx_ops import op_builder
 
-UPSTREAM = (
+DEEPSPEED_NAMES = (
     *("CPUAdam", "CPUAdagrad", "CPULion", "FusedAdam", "FusedLamb", "FusedLion", "AsyncIO", "GDS", "Quantizer"),
     *("FPQuantizer", "RandomLTD", "SparseAttn", "Transformer", "StochasticTransformer", "Utils", "EvoformerAttn"),
     *("PinMemory", "DeepCompile", "Inference"),
@@ -15,7 +15,7 @@ UPSTREAM = (
 ELSEWHERE = {"AsyncIO": "dsx_nvme", "GDS": "dsx_nvme", "SparseAttn": "dsx_sparse_attn", "DeepCompile": "torch.compile"}
 
 
-@pytest.mark.parametrize("name", UPSTREAM)
+@pytest.mark.parametrize("name", DEEPSPEED_NAMES)
 def test_every_name_is_there_and_loads_or_names_the_way(name):
     builder = getattr(op_builder, f"{name}Builder")()
     assert op_builder.ALL_OPS[name] is type(builder)

@@ -1,4 +1,4 @@
-"""Layouts: upstream's patterns bit for bit, validation, masks of one's own."""
+"""Layouts: DeepSpeed's patterns bit for bit, validation, masks of one's own."""
 
 import copy
 import pickle
@@ -23,7 +23,7 @@ def rows(layout, head=0):
     return "/".join("".join(str(int(x)) for x in row) for row in layout[head])
 
 
-# seed-free layouts of the last upstream version that had them
+# layouts without randomness, of the last DeepSpeed version that had them
 GOLDEN = [
     (FixedSparsityConfig(1, attention="unidirectional"), 128,
      "10000000/11000000/11100000/11110000/00011000/00011100/00011110/00011111"),

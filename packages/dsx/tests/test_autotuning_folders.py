@@ -46,16 +46,16 @@ def test_results_of_something_else_are_refused_and_kept(tmp_path, other):
     with pytest.raises(AutotuningError, match=f"another search .{changed}.*overwrite") as caught:
         Journal.open(tmp_path, other, overwrite=False)
     assert str(tmp_path) in str(caught.value) and (tmp_path / "journal.jsonl").read_text() == text
-    anew = Journal.open(tmp_path, other, overwrite=True)
-    assert anew.entries[0]["about"] == other and (tmp_path / "journal.1.jsonl").read_text() == text
+    second = Journal.open(tmp_path, other, overwrite=True)
+    assert second.entries[0]["about"] == other and (tmp_path / "journal.1.jsonl").read_text() == text
     assert before.entries[0]["about"] == ABOUT
 
 
 def test_a_journal_without_a_measurement_makes_room(tmp_path):
     failed = Journal.open(tmp_path, ABOUT, overwrite=False)
     failed.add({"event": "ended", "key": "k", "metrics": None, "reason": "never called initialize"})
-    anew = Journal.open(tmp_path, {**ABOUT, "ranks": 4}, overwrite=False)
-    assert [one["event"] for one in anew.entries] == ["search"] and (tmp_path / "journal.1.jsonl").exists()
+    second = Journal.open(tmp_path, {**ABOUT, "ranks": 4}, overwrite=False)
+    assert [one["event"] for one in second.entries] == ["search"] and (tmp_path / "journal.1.jsonl").exists()
 
 
 def test_a_line_that_was_cut_off_is_dropped_and_a_broken_one_is_named(tmp_path):

@@ -172,7 +172,7 @@ def _pairs(outputs: Sequence[Any], inputs: Sequence[Any], name: str, names: tupl
         )
 
 
-# - what this torch and backend can do, under the names that upstream's callers ask with
+# - what this torch and backend can do, under the names that programs written for DeepSpeed call
 
 
 def has_all_gather_into_tensor() -> bool:

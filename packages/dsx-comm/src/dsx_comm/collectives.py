@@ -290,7 +290,7 @@ def reduce_scatter_fn(
     async_op: bool = False,
     **labels: Unpack[Labels],
 ) -> Any:
-    """`reduce_scatter_tensor` under the name that upstream's callers use; `tensor` is its `input`."""
+    """`reduce_scatter_tensor` under the name that DeepSpeed gives it; `tensor` is its `input`."""
     return reduce_scatter_tensor(output, tensor, op, group, async_op, **labels)
 
 
@@ -338,7 +338,7 @@ def start_all_gather(output: torch.Tensor, source: torch.Tensor, to: Membership,
 def allgather_fn(
     output: torch.Tensor, input: torch.Tensor, group: Any = None, async_op: bool = False, **labels: Unpack[Labels]
 ) -> Any:
-    """`all_gather_into_tensor` under the name that upstream's callers use: output (N s elements) = all ranks' `input`
+    """`all_gather_into_tensor` under the name that DeepSpeed gives it: output (N s elements) = all ranks' `input`
     (s elements each), in rank order.
     """
     return all_gather_into_tensor(output, input, group, async_op, **labels)

@@ -183,7 +183,7 @@ def configure(
     Args:
         config: a `CommsLoggerConfig`, a section as a dict, a whole configuration with a `comms_logger` key or
             attribute.
-        deepspeed_config: the same under upstream's name.
+        deepspeed_config: the same under DeepSpeed's name.
         enabled, prof_all, prof_ops, verbose, debug: override single values. `enabled` means what it says.
 
     Raises:

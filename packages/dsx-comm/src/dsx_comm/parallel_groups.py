@@ -468,5 +468,5 @@ def _of_block(of: Callable[[AxisGroup], Any], otherwise: Any) -> Any:
 
 
 def clone_world_group() -> Any:
-    """The group of all ranks. Upstream copies it; here it is the default group itself."""
+    """The group of all ranks. DeepSpeed copies it; here it is the default group itself."""
     return get_world_group()

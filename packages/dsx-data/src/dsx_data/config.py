@@ -291,7 +291,7 @@ def _ltd_findings(section: RandomLtd) -> Iterator[Finding]:
     if section.layer_token_lr_schedule.enabled:
         yield Finding(
             f"{where}.layer_token_lr_schedule.enabled",
-            "a learning rate by layer tokens is not available: upstream never defined it"
+            "a learning rate by layer tokens is not available: DeepSpeed never defined it"
             " (it raises NotImplementedError)",
             "true", "false",
             "use scheduler, which counts steps; random_ltd_scheduler.consumed_layer_tokens counts tokens",

@@ -1,8 +1,8 @@
 """Estimates of the memory of model states per device and per host, by the published formulas of DeepSpeed (F44).
 
-They describe mixed precision with Adam as upstream stores it (18 bytes per parameter). What dsx-zero itself holds is
-less (16 bytes per parameter) and can be counted: `ZeroOptimizer.state_bytes`. Sizes are bytes; tables are
-printed, and returned as text.
+They describe mixed precision with Adam as DeepSpeed stores it (18 bytes per parameter). dsx-zero itself holds less (16
+bytes per parameter), and `ZeroOptimizer.state_bytes` counts it. Sizes are bytes; tables are printed, and returned as
+text.
 """
 
 from __future__ import annotations

@@ -74,8 +74,8 @@ class OneBitAdam(FreezingOptimizer):
         deepspeed: an engine that reduces gradients during backward unless its `enable_backward_allreduce` is false,
             which the optimizer then sets; None in a plain loop and with `dsx.initialize`.
         freeze_step: number of exact steps before compression begins.
-        bias_correction: correct the bias of the moments as Adam does. Upstream's default is True and does nothing; the
-            published algorithm has none.
+        bias_correction: correct the bias of the moments as Adam does. DeepSpeed's default is True and has no effect;
+            the published algorithm has no such correction.
         eps_inside_sqrt: divide by sqrt(v + eps).
         max_grad_norm, amsgrad: refused unless 0 and False.
         cuda_aware, comm_backend_name: checked; the process group's backend carries the messages whatever they say, and

@@ -11,8 +11,8 @@ u = compressed mean(u D); m = -u / (sum of lr); p = p_begin + u / D; u = 0. When
 kept (4 bytes per parameter), not computed back, so that parameters are the same bits on all ranks after every SYNC.
 Between two SYNCs they differ: `synchronize()` ends the window early, for evaluation or saving.
 
-Upstream skips momentum on one rank and drops intervals and errors on load; here one rank does the same steps with exact
-means, and everything is saved. Left out: clipping and ZeRO stages, as in 1-bit Adam.
+DeepSpeed skips momentum on one rank and drops intervals and errors on load; here one rank does the same steps with
+exact means, and everything is saved. Left out: clipping and ZeRO stages, as in 1-bit Adam.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@ beside it. So `params` is fp32 [groups, 1] or [groups, 2]. Codes are int8, of th
 share a byte, which halves the last dimension. The numbers in `params` are those of `dsx_ops.quantize`: they fit the
 functions here, not tables of other libraries.
 
-`quantize_intX` upstream is the file of two functions for weights that were quantised beforehand, by x = code / scale +
-min: `dequantize_int4_to_half_experimental`, `dequantize_int8_to_half_experimental`.
+`quantize_intX` is DeepSpeed's name for a file of two functions: `dequantize_int4_to_half_experimental` and
+`dequantize_int8_to_half_experimental`. They are for weights that were quantised before, and compute x = code / scale +
+min.
 """
 
 from __future__ import annotations

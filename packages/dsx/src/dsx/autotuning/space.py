@@ -45,8 +45,8 @@ FURTHER: dict[int, dict[str, tuple[Any, ...]]] = {
     2: {_REDUCE: _BUCKET_SIZES, _GATHER: _BUCKET_SIZES, _OVERLAP: (True, False)},
     3: {_REDUCE: _BUCKET_SIZES, _AHEAD: _BUCKET_SIZES[:2], _OVERLAP: (True, False)},
 }
-"""What `fast: false` adds for each stage. `reduce_scatter`, `contiguous_gradients` and `allgather_partitions`, which
-upstream tries too, have no effect in dsx."""
+"""What `fast: false` adds for each stage. DeepSpeed also tries `reduce_scatter`, `contiguous_gradients` and
+`allgather_partitions`, which have no effect in dsx."""
 
 
 @dataclass(frozen=True, order=True)

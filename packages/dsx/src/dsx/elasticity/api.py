@@ -87,7 +87,7 @@ def settings_of(section: Mapping[str, Any]) -> ElasticSettings:
     from ..config.elastic import Elasticity, settings_from  # lazy import: pydantic is not needed to import this package
 
     known = dict(section)
-    if "prefer_larger_batch" in known:  # the name that upstream's code reads; its documents have the other one
+    if "prefer_larger_batch" in known:  # DeepSpeed's code reads this name; its documents have the other one
         known.setdefault("prefer_large_batch", known.pop("prefer_larger_batch"))
     try:
         return settings_from(Elasticity.model_validate(known))

@@ -164,7 +164,7 @@ class Ledger:
 
     @contextmanager
     def following_resizes(self) -> Iterator[None]:
-        """Inside the block storages that are resized are counted anew: no operator tells of it."""
+        """Inside the block a storage that is resized is counted again: no operator reports the resize."""
         cls: Any = torch.UntypedStorage
         own, original = "resize_" in vars(cls), cls.resize_
 

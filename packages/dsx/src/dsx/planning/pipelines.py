@@ -28,7 +28,7 @@ from .trace import MESSAGE, Trace
 __all__ = ["PipelineStep", "PipelineSteps", "as_pair", "mail_of", "micro_batches_of", "replay_all", "step_of"]
 
 ROUNDS = 4
-"""How often ranks are replayed anew because others have sent something else than was guessed."""
+"""How often ranks are replayed again because other ranks have sent something else than was guessed."""
 FEW = (3, 4, 6, 8)
 """Micro-batches that are replayed for each rank of the pipeline: it fills, does the same for a while, and drains. The
 first of these numbers with which something repeats itself is taken.
@@ -89,7 +89,7 @@ def _built(schedule: str, ranks: int, chunks: int, count: int) -> Any:
 
 
 def _repeated(row: Sequence[Any]) -> tuple[int, int, int] | None:
-    """A stretch of a rank's actions behind which the same begins anew: first, end, micro-batches. None: there is none.
+    """A stretch of a rank's actions that repeats directly after it: first, end, micro-batches. None: there is none.
 
     It has as many of each of the rank's actions, and the action behind it is of the sort of its first. The first and
     the last action of a sort do more than those between (gradients are not there yet, they are looked at as a whole),

@@ -195,7 +195,7 @@ class Plan:
             raise PlanError(f"a plan: got no JSON ({error})") from error
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
             found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
-            raise PlanError(f"a plan: got format {found}, expected {FORMAT}; make the plan anew")
+            raise PlanError(f"a plan: got format {found}, expected {FORMAT}; make the plan again")
         values = {key: value for key, value in data.items() if key != "format"}
         names = {item.name for item in fields(cls)}
         if set(values) != names:
