@@ -1,12 +1,12 @@
-"""One step of an 8-layer GPT of 19 M parameters: one process, dsx-pipe, torch's pipelining, DeepSpeed.
+"""Time of a step of an 8-layer GPT (19 M parameters): one process, dsx-pipe, torch's pipelining, DeepSpeed.
 
     python packages/dsx-pipe/bench/gpt.py [--json FILE]                     # all of them, on 2 processes
     python packages/dsx-pipe/bench/gpt.py --peers "one dsx-1f1b torch-1f1b" --steps 5
     python packages/dsx-pipe/bench/gpt.py --deepspeed-path FOLDER           # where `import deepspeed` is found
 
-Each peer runs in fresh processes with one thread each. For dsx-pipe the ideal is printed too: the schedule simulated
-with the stage times of the same step. Wanted on a quiet machine: 1F1B and ZB-H1 within 1.03 of their ideals, at least
-as fast as torch's same schedule, and 1F1B at least 1.2 times as fast as DeepSpeed.
+Each peer runs in new processes with one thread each. For dsx-pipe the ideal is printed too: the simulated length of the
+schedule with the stage times of the same step. Goals on a quiet machine: 1F1B and ZB-H1 take at most 1.03 of their
+ideals and are at least as fast as torch's same schedule; 1F1B is at least 1.2 times as fast as DeepSpeed.
 """
 
 import argparse
@@ -30,10 +30,10 @@ PEERS = ("one", "dsx-1f1b", "dsx-zb-h1", "dsx-zbv", "torch-1f1b", "torch-zbv", "
 class Embed(nn.Module):
     def __init__(self):
         super().__init__()
-        self.tokens, self.places = nn.Embedding(VOCAB, WIDTH), nn.Embedding(SEQUENCE, WIDTH)
+        self.tokens, self.positions = nn.Embedding(VOCAB, WIDTH), nn.Embedding(SEQUENCE, WIDTH)
 
     def forward(self, ids):
-        return self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
+        return self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
 
 
 def head():
@@ -59,7 +59,11 @@ def stages_of(bounds):
     return [nn.Sequential(*built[a:b]) for a, b in itertools.pairwise(bounds)]
 
 
-def one(arguments):
+# Each of the following functions returns (a function that runs one step, the parameters on this rank, a function that
+# returns what the peer reports about its last step).
+
+
+def one_process(arguments):
     model = nn.Sequential(*layers())
     x, y = batch(arguments.rows)
 
@@ -70,7 +74,7 @@ def one(arguments):
     return step, model.parameters(), dict
 
 
-def dsx(arguments, name):
+def dsx_pipeline(arguments, name):
     import dsx_comm
     import dsx_pipe
 
@@ -80,17 +84,15 @@ def dsx(arguments, name):
     mine = [stages[s] for s in plan.stages_of(dsx_comm.get_rank())]
     pipe = dsx_pipe.Pipeline(mine, plan, loss_fn=loss_fn)
     x, y = batch(arguments.rows)
-    ratios = []
 
     def step():
         pipe.step(x, y)
 
-    def note():
+    def read_report():
         report = pipe.report()
-        ratios.append(report.over_ideal)
         return {"ideal": 1e3 * report.ideal.length, "ratio": report.over_ideal}
 
-    return step, [p for s in mine for p in s.parameters()], note
+    return step, [p for s in mine for p in s.parameters()], read_report
 
 
 def torch_pipelining(arguments, name):
@@ -119,7 +121,7 @@ def torch_pipelining(arguments, name):
     return step, [p for s in mine for p in modules[s].parameters()], dict
 
 
-def deepspeed(arguments):
+def deepspeed_pipeline(arguments):
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("LOCAL_SIZE", "2")
     if arguments.deepspeed_path:
@@ -148,25 +150,25 @@ def worker(arguments):
     torch.set_num_threads(1)
     name = arguments.worker
     if name == "one":
-        step, parameters, note = one(arguments)
+        step, parameters, read_report = one_process(arguments)
     elif name.startswith("dsx-"):
-        step, parameters, note = dsx(arguments, name.removeprefix("dsx-"))
+        step, parameters, read_report = dsx_pipeline(arguments, name.removeprefix("dsx-"))
     elif name.startswith("torch-"):
-        step, parameters, note = torch_pipelining(arguments, name.removeprefix("torch-"))
+        step, parameters, read_report = torch_pipelining(arguments, name.removeprefix("torch-"))
     else:
-        step, parameters, note = deepspeed(arguments)
+        step, parameters, read_report = deepspeed_pipeline(arguments)
     parameters = list(parameters)
-    times, noted = [], {}
+    times, reported = [], {}
     for _ in range(arguments.steps + 1):
         start = time.perf_counter()
         step()
         times.append(time.perf_counter() - start)
-        noted = note()
+        reported = read_report()
         for p in parameters:
             p.grad = None
     if os.environ.get("RANK", "0") == "0":
         sys.stderr.flush()
-        found = {"ms": 1e3 * statistics.median(times[1:]), "least": 1e3 * min(times[1:]), **noted}
+        found = {"ms": 1e3 * statistics.median(times[1:]), "least": 1e3 * min(times[1:]), **reported}
         print(f"RESULT {json.dumps(found)}", flush=True)
 
 

@@ -1,9 +1,10 @@
-"""The planner's choice against an exhaustive sweep of measured steps, with sleeping compute.
+"""The planner's choice against a sweep of measured steps. Layers sleep in place of computing.
 
     torchrun --nproc-per-node 4 packages/dsx-pipe/bench/planner_sweep.py [--json FILE]
 
-The planner sees layer costs measured with `measure_layers` (four timed passes over the layers). Wanted: its choice is
-within 3 % of the best of the sweep, which has at least 40 points.
+The planner gets layer costs that `measure_layers` has measured (four timed passes over the layers). The sweep has at
+least 40 points: schedules, numbers of micro-batches and splits of the layers. Goal: the step of the planner's choice
+takes at most 1.03 of the best step of the sweep.
 """
 
 import argparse
@@ -25,19 +26,19 @@ class PerSample(Sleeper):
         self.per_sample, self.fixed = per_sample, fixed
 
     def forward(self, x):
-        one = self.per_sample * x.shape[0] + self.fixed
-        self.seconds = (one, one, one)
+        seconds = self.per_sample * x.shape[0] + self.fixed
+        self.seconds = (seconds, seconds, seconds)
         return super().forward(x)
 
 
-def measured(plan, parts, layers, rank, batch, steps):
+def shortest_step(plan, parts, layers, rank, batch, steps):
     stages = [nn.Sequential(*layers[parts[s] : parts[s + 1]]) for s in plan.stages_of(rank)]
     pipe = dsx_pipe.Pipeline(stages, plan, loss_fn=lambda out, labels: out.sum())
     data = torch.zeros(batch, 4)
-    return min(step(pipe, data) for _ in range(steps))
+    return min(timed_step(pipe, data) for _ in range(steps))
 
 
-def step(pipe, data):
+def timed_step(pipe, data):
     pipe.step(data, data)
     return pipe.report().measured.length
 
@@ -45,9 +46,9 @@ def step(pipe, data):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--batch", type=int, default=12)
-    parser.add_argument("--milliseconds", type=float, default=4.0, help="of the lightest layer per sample")
+    parser.add_argument("--milliseconds", type=float, default=4.0, help="time of the lightest layer per sample")
     parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--points", type=int, default=10**6, help="most points of the sweep")
+    parser.add_argument("--points", type=int, default=10**6, help="measure at most this many points")
     add_json_option(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -68,19 +69,19 @@ def main():
     points = [(name, m, parts) for name in ("gpipe", "1f1b", "zb-h1") for m in counts for parts in splits][
         : arguments.points
     ]
-    found = []
+    sweep = []
     for name, m, parts in points:
-        length = measured(dsx_pipe.build(name, world, m), parts, layers, rank, arguments.batch, arguments.steps)
-        found.append((length, name, m, parts))
-    own = measured(choice.build(world), choice.parts, layers, rank, arguments.batch, arguments.steps)
+        length = shortest_step(dsx_pipe.build(name, world, m), parts, layers, rank, arguments.batch, arguments.steps)
+        sweep.append((length, name, m, parts))
+    chosen = shortest_step(choice.build(world), choice.parts, layers, rank, arguments.batch, arguments.steps)
     if rank == 0:
-        best = min(found)
+        best = min(sweep)
         table = Table({"choice": "", "schedule": "", "micro-batches": "", "split": "", "predicted s": "{:.3f}",
                        "measured s": "{:.3f}"})  # fmt: skip
-        table.add(f"best of {len(found)} points", best[1], best[2], str(best[3]), None, best[0])
+        table.add(f"best of {len(sweep)} points", best[1], best[2], str(best[3]), None, best[0])
         split = str(tuple(choice.parts))
-        table.add("the planner's", choice.schedule, choice.micro_batches, split, choice.seconds, own)
-        table.goal("at most 1.03 of the best", f"{own / best[0]:.3f}", met=own / best[0] <= 1.03)
+        table.add("the planner's", choice.schedule, choice.micro_batches, split, choice.seconds, chosen)
+        table.goal("at most 1.03 of the best", f"{chosen / best[0]:.3f}", met=chosen / best[0] <= 1.03)
         table.save(arguments.json)
     dsx_comm.destroy_process_group()
 

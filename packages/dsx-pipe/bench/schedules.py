@@ -1,10 +1,11 @@
-"""Every schedule with sleeping compute: measured step over theoretical step, bubbles, activations kept.
+"""Every schedule with stages that sleep: measured step / theoretical step, bubbles, activations in memory.
 
     torchrun --nproc-per-node 8 packages/dsx-pipe/bench/schedules.py [--json FILE]
     torchrun --nproc-per-node 8 packages/dsx-pipe/bench/schedules.py --micro-batches 16 --milliseconds 20 --steps 3
 
-The theoretical step is the simulation with the asked-for times and no communication. Wanted: measured / theoretical
-<= 1.02 for every schedule; the zero-bubble bubbles <= 0.36 of 1F1B's at <= 1.0 of its activations.
+The theoretical step is simulated with the requested times and no communication. Goals: measured / theoretical is at
+most 1.02 for every schedule; the bubble of a zero-bubble schedule is at most 0.36 of 1F1B's, with at most as many
+activations.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from sleepers import Sleeper
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--micro-batches", type=int, default=16)
-    parser.add_argument("--milliseconds", type=float, default=20.0, help="of the shortest pass")
+    parser.add_argument("--milliseconds", type=float, default=20.0, help="length of the shortest pass")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--charts", help="folder for charts of the measured steps")
     add_json_option(parser)
@@ -31,13 +32,14 @@ def main():
     names = [n for n in ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv") if n != "interleaved" or m % world == 0]
     base_bubble, base_kept = 0.0, 1.0
     if rank == 0:
-        print(f"{world} ranks, {m} micro-batches, passes of {arguments.milliseconds} ms (whole rank: 2 chunks' worth)")
+        one = arguments.milliseconds
+        print(f"{world} ranks, {m} micro-batches; a pass takes {one} ms, or {2 * one} ms with one stage per rank")
     table = Table({"schedule": "", "theory s": "{:.3f}", "measured s": "{:.3f}", "ratio": "{:.3f}",
                    "bubble / 1F1B's": "{:.3f}", "activations / 1F1B's": "{:.2f}"})  # fmt: skip
     for name in names:
         plan = dsx_pipe.build(name, world, m)
         chunks = plan.stages // world
-        seconds = 2 * unit / chunks  # so that a chunk of a two-chunk schedule still sleeps one unit
+        seconds = 2 * unit / chunks  # a rank sleeps equally long in every schedule: one stage of 2 units, or two of one
         times = dsx_pipe.StageTimes(seconds, seconds, seconds)
         stages = [Sleeper(seconds, seconds, seconds) for _ in plan.stages_of(rank)]
         pipe = dsx_pipe.Pipeline(stages, plan, loss_fn=lambda out, labels: out.sum())

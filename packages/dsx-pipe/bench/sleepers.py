@@ -1,4 +1,4 @@
-"""Stages that sleep in place of computing, so that many ranks can share few cores and only the schedule counts."""
+"""Stages that sleep in place of computing: many ranks can share few cores, and only the schedule decides the time."""
 
 import time
 
@@ -19,7 +19,7 @@ class _SleepingBackward(torch.autograd.Function):
 
 
 class Sleeper(nn.Module):
-    """Forward, input backward and weight backward of given lengths, in seconds per micro-batch."""
+    """A stage whose forward, input backward and weight backward take given seconds per micro-batch."""
 
     def __init__(self, forward, of_input, of_weight):
         super().__init__()
@@ -28,6 +28,6 @@ class Sleeper(nn.Module):
 
     def forward(self, x):
         time.sleep(self.seconds[0])
-        if not x.requires_grad:  # the first stage: its input backward takes time as well
+        if not x.requires_grad:  # the first stage gets data; its input backward sleeps, too
             x = x.detach().requires_grad_()
         return _SleepingBackward.apply(x, self.seconds[1]) + _SleepingBackward.apply(self.weight, self.seconds[2])

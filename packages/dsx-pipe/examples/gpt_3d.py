@@ -1,10 +1,10 @@
-"""A byte-level GPT trained in three dimensions: pipeline, data and tensor slicing.
+"""Train a byte-level GPT in three dimensions: pipeline, data and tensor parallelism.
 
     torchrun --nproc-per-node 8 examples/gpt_3d.py                      # 2 x 2 x 2
     torchrun --nproc-per-node 4 examples/gpt_3d.py --model 1
     python examples/gpt_3d.py --pipe 1 --data 1 --model 1               # one process
 
-It learns the bytes of its own source. Every split prints the same losses.
+The model learns the bytes of this file. The printed losses are the same however the ranks are split.
 """
 
 import argparse
@@ -28,10 +28,10 @@ class Embed(nn.Module):
     def __init__(self, group):
         super().__init__()
         self.tokens = VocabParallelEmbedding(256, WIDTH, group=group)
-        self.places = nn.Embedding(SEQUENCE, WIDTH)
+        self.positions = nn.Embedding(SEQUENCE, WIDTH)
 
     def forward(self, ids):
-        return self.tokens(ids) + self.places.weight[: ids.shape[1]]
+        return self.tokens(ids) + self.positions.weight[: ids.shape[1]]
 
 
 class Block(nn.Module):
@@ -77,7 +77,7 @@ def main():
         layers,
         topology=topology,
         loss_fn=lambda logits, labels: vocab_parallel_cross_entropy(logits, labels, slices),
-        seed_layers=True,  # the same values whichever rank builds a layer
+        seed_layers=True,  # a layer gets the same values on whichever rank it is built
         schedule=arguments.schedule,
     )
     pipe = dsx_pipe.Pipeline(module, arguments.schedule, micro_batches=4, slice_group=slices)

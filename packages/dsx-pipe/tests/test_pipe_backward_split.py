@@ -1,4 +1,4 @@
-"""Input and weight backward apart give the gradients of one backward, for modules of every kind."""
+"""Input backward followed by weight backward gives the gradients of one backward, for modules of every kind."""
 
 import pytest
 import torch
@@ -15,10 +15,10 @@ class Tied(nn.Module):
 
     def forward(self, x):
         y = torch.tanh(self.a(x)) + x * self.scale
-        return self.b(self.a(y)) @ (2 * self.a.weight)  # one weight used three times, once through an operation
+        return self.b(self.a(y)) @ (2 * self.a.weight)  # one weight is used three times
 
 
-class Aside(nn.Module):
+class OutputWithoutInput(nn.Module):
     def __init__(self):
         super().__init__()
         self.a, self.free = nn.Linear(6, 6), nn.Parameter(torch.rand(6))
@@ -43,72 +43,71 @@ KINDS = {
     "no parameters": lambda: nn.Tanh(),
     "pass through": lambda: nn.Identity(),
     "tied": Tied,
-    "aside": Aside,
+    "an output without input": OutputWithoutInput,
     "reentrant checkpoint": lambda: Recomputed(True),
     "checkpoint": lambda: Recomputed(False),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_both_parts_together_are_the_whole(kind):
+def test_input_and_weight_backward_give_the_gradients_of_one_backward(kind):
     torch.manual_seed(0)
     module, x = KINDS[kind]().double(), torch.randn(3, 4, 6, dtype=torch.float64)
 
-    def run(split):
+    def gradients(split):
         module.zero_grad()
         leaf = x.clone().requires_grad_()
         out = module(leaf)
         outputs = list(out) if isinstance(out, tuple) else [out]
         grads = [torch.cos(torch.arange(o.numel(), dtype=o.dtype)).view_as(o) for o in outputs]
         if split:
-            later = input_backward(outputs, grads, [leaf])
+            weight_backward = input_backward(outputs, grads, [leaf])
             early = {n for n, p in module.named_parameters() if p.grad is not None}
-            later.run()
+            weight_backward.run()
         else:
             whole_backward(outputs, grads)
             early = set()
         return leaf.grad, {n: p.grad for n, p in module.named_parameters()}, early
 
-    (gx, gp, _), (sx, sp, early) = run(False), run(True)
-    torch.testing.assert_close(sx, gx, rtol=1e-12, atol=1e-12)
-    for name in gp:
-        torch.testing.assert_close(sp[name], gp[name], rtol=1e-12, atol=1e-12, msg=name)
+    (expected, expected_of, _), (found, found_of, early) = gradients(False), gradients(True)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    for name in expected_of:
+        torch.testing.assert_close(found_of[name], expected_of[name], rtol=1e-12, atol=1e-12, msg=name)
     if kind in ("mlp", "attention", "conv"):
-        assert not early, "nothing for the parameters belongs to the input part"
+        assert not early, "the input backward computed gradients of parameters"
 
 
-def test_the_input_part_does_not_compute_weight_gradients_nor_the_weight_part_input_gradients():
+def test_each_part_of_the_backward_computes_its_own_gradients_only():
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 6, bias=False))
     leaf = torch.randn(5, 6).requires_grad_()
     out = module(leaf)
 
-    def products(run):
+    def count_matmuls(run):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
             run()
         return sum(e.count for e in seen.key_averages() if e.key == "aten::mm")
 
     found = []
-    first = products(lambda: found.append(input_backward([out], [torch.ones_like(out)], [leaf])))
-    assert (first, products(found[0].run)) == (2, 2)
+    first = count_matmuls(lambda: found.append(input_backward([out], [torch.ones_like(out)], [leaf])))
+    assert (first, count_matmuls(found[0].run)) == (2, 2)
 
 
 def test_scalar_losses_and_unused_outputs():
     module, leaf = nn.Linear(4, 2), torch.randn(3, 4).requires_grad_()
     a, b = module(leaf).unbind(1)
     loss = a.mean()
-    later = input_backward([loss, b], [None, None], [leaf])
-    later.run()
+    input_backward([loss, b], [None, None], [leaf]).run()
     expected = torch.zeros(2, 4)
     expected[0] = leaf.detach().mean(0)
     torch.testing.assert_close(module.weight.grad, expected)
     assert input_backward([torch.ones(2)], [None], [leaf]).junctions == []
 
 
-def test_a_stage_without_differentiable_input_waits_for_the_weight_part():
+def test_without_a_differentiable_input_all_gradients_belong_to_the_weight_backward():
     module = nn.Embedding(5, 3)
     out = module(torch.tensor([1, 1, 4]))
-    later = input_backward([out], [torch.ones_like(out)], [])
+    weight_backward = input_backward([out], [torch.ones_like(out)], [])
     assert module.weight.grad is None
-    later.run()
+    weight_backward.run()
     assert module.weight.grad[1].tolist() == [2.0, 2.0, 2.0]

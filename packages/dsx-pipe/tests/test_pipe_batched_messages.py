@@ -1,8 +1,8 @@
-"""Payloads in batches, as a device's communicator needs them: same numbers, and no order in which ranks can wait for
-each other.
+"""Payloads are sent in batches, as a device's communicator needs them: the numbers stay the same, and ranks never wait
+for each other in a circle.
 
-A communicator carries its operations out in the order in which they are issued; those of one batch go on together, and
-each send waits for its receive. The batches that real steps issue are recorded and carried out under these rules.
+A communicator runs its operations in the order in which they are issued. The operations of one batch run together, and
+each send waits for its receive. The tests record the batches that real steps issue, and replay them under these rules.
 """
 
 import dsx_comm
@@ -28,7 +28,7 @@ class Layer(nn.Module):
 
 
 class Recorder:
-    """Notes each batch, and carries it out."""
+    """Records each batch, and issues it."""
 
     def __init__(self):
         self.batches, self._issue = [], dsx_comm.batch_isend_irecv
@@ -49,7 +49,7 @@ def loss_fn(output, labels):
     return nn.functional.mse_loss(output, labels)
 
 
-def steps(rank, world, name, micro_batches, rows):
+def train_and_record(rank, world, name, micro_batches, rows):
     plan = build(name, world, micro_batches) if isinstance(name, str) else name
     every, mine = modules_of(plan, rank)
     recorder = Recorder()
@@ -70,26 +70,26 @@ def steps(rank, world, name, micro_batches, rows):
     return recorder.batches
 
 
-def left_waiting(batches):
-    """Carry batches out: [rank][batch][(operation, peer, size)]; what never ends is returned."""
+def never_finished(batches):
+    """Replay batches, [rank][batch][(operation, peer, size)], and return those that wait for ever."""
     left = [[list(batch) for batch in row] for row in batches]
-    moved = True
-    while moved:
-        moved = False
+    progress = True
+    while progress:
+        progress = False
         for rank, row in enumerate(left):
             for op in list(row[0]) if row else ():
                 kind, peer, size = op
-                first = next(o for o in row[0] if o[:2] == (kind, peer))  # between two ranks: in order
+                first = next(o for o in row[0] if o[:2] == (kind, peer))  # in order between two ranks
                 theirs = left[peer][0] if left[peer] else []
                 other = next((o for o in theirs if o[:2] == ("irecv" if kind == "isend" else "isend", rank)), None)
                 if first is op and other is not None:
                     assert other[2] == size, "a send met the receive of another message"
                     row[0].remove(op)
                     theirs.remove(other)
-                    moved = True
+                    progress = True
             while row and not row[0]:
                 row.pop(0)
-                moved = True
+                progress = True
     return [row for row in left if row]
 
 
@@ -98,37 +98,37 @@ NAMES = [name for name in BUILDERS if name != "inference"]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_recorded_batches_of_real_steps_end_under_the_rules_of_a_communicator(name):
-    batches = run_ranks(steps, 2, name, 4, 2, backend="dsx")
-    assert all(batches) and left_waiting(batches) == []
+    batches = run_ranks(train_and_record, 2, name, 4, 2, backend="dsx")
+    assert all(batches) and never_finished(batches) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("world, micro_batches", [(3, 6), (4, 8)])
-def test_more_ranks(name, world, micro_batches):
-    assert left_waiting(run_ranks(steps, world, name, micro_batches, 1, backend="dsx")) == []
+def test_recorded_batches_of_more_ranks_end(name, world, micro_batches):
+    assert never_finished(run_ranks(train_and_record, world, name, micro_batches, 1, backend="dsx")) == []
 
 
 def test_the_rules_find_ranks_that_wait_for_each_other():
     crossed = [[[("isend", 1, 4)], [("irecv", 1, 4)]], [[("isend", 0, 4)], [("irecv", 0, 4)]]]
     together = [[[("isend", 1, 4), ("irecv", 1, 4)]], [[("isend", 0, 4), ("irecv", 0, 4)]]]
-    assert left_waiting(crossed) and not left_waiting(together)
+    assert never_finished(crossed) and not never_finished(together)
 
 
 def test_large_messages_on_gloo_where_a_send_really_waits():
-    """Sends beyond the sockets' buffers: a batch that could not end would hang here."""
-    run_ranks(steps, 3, "1f1b", 6, 40_000, timeout=120)
+    """The messages are larger than the sockets' buffers, so a batch that cannot end hangs here."""
+    run_ranks(train_and_record, 3, "1f1b", 6, 40_000, timeout=120)
 
 
-def test_a_schedule_with_messages_of_its_own_keeps_them():
+def test_a_schedule_that_lists_its_own_messages_keeps_them():
     from dsx_pipe import with_communication
 
     plan = with_communication(build("zb-h1", 2, 4))
     assert isinstance(plan, Schedule)
-    assert left_waiting(run_ranks(steps, 2, plan, 4, 2, backend="dsx")) == []
+    assert never_finished(run_ranks(train_and_record, 2, plan, 4, 2, backend="dsx")) == []
 
 
-def fails(rank, world):
+def fail_and_step_again(rank, world):
     plan = build("1f1b", world, 4)
     _, mine = modules_of(plan, rank, fails=1)
     recorder = Recorder()
@@ -143,8 +143,8 @@ def fails(rank, world):
     return str(caught.value), before, recorder.batches[len(before) :]
 
 
-def test_a_failure_takes_the_place_of_payloads_and_the_next_step_is_whole():
-    results = run_ranks(fails, 3, backend="dsx")
+def test_a_failure_is_sent_in_place_of_payloads_and_the_next_step_succeeds():
+    results = run_ranks(fail_and_step_again, 3, backend="dsx")
     assert len({text for text, _, _ in results}) == 1 and "stage 1 (rank 1)" in results[0][0]
     for batches in ([r[1] for r in results], [r[2] for r in results]):
-        assert left_waiting(batches) == []
+        assert never_finished(batches) == []

@@ -1,4 +1,4 @@
-"""Charts are well-formed and true to scale; the planner's choice is the best of a sweep and keeps the memory cap."""
+"""Charts are well-formed and to scale; the planner's choice is the best of a sweep and respects the memory limit."""
 
 import itertools
 import xml.etree.ElementTree as ET
@@ -71,9 +71,9 @@ def test_the_choice_is_the_best_of_an_exhaustive_sweep_over_splits():
     assert best.seconds <= min(lengths) * 1.03
 
 
-def test_the_memory_cap_holds_and_an_impossible_one_is_named():
-    free = candidates(LAYERS, 3, 12)
-    tight = sorted({max(c.bytes_per_rank) for c in free})[2]
+def test_the_memory_limit_holds_and_an_impossible_one_is_named():
+    unlimited = candidates(LAYERS, 3, 12)
+    tight = sorted({max(c.bytes_per_rank) for c in unlimited})[2]
     for c in candidates(LAYERS, 3, 12, memory=tight):
         assert max(c.bytes_per_rank) <= tight
     with pytest.raises(ScheduleError, match="the least that a candidate needs is"):

@@ -1,4 +1,4 @@
-"""Times of a step on a device come from its events, which nothing waits for until the report is asked for."""
+"""The times of a step on a device come from its events. The host waits for an event only when its time is read."""
 
 import time
 
@@ -8,7 +8,7 @@ from dsx_pipe.runtime.clock import HostClock, clock_for
 
 
 class Event:
-    """A device that comes to every mark two seconds behind the host."""
+    """An event of a device that reaches every mark two seconds after the host."""
 
     waited = 0
 

@@ -1,4 +1,4 @@
-"""The example in three dimensions prints the same losses whichever way it is split."""
+"""The example in three dimensions prints the same losses however the ranks are split."""
 
 import re
 import subprocess

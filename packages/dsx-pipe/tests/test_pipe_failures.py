@@ -1,4 +1,4 @@
-"""A stage that fails ends the step on every rank, with stage, layer and micro-batch named; nothing hangs."""
+"""A stage that fails ends the step on every rank. The error names stage, layer and micro-batch, and nothing hangs."""
 
 import os
 import re
@@ -19,7 +19,7 @@ WIDTH = 4
 
 
 class Layer(nn.Module):
-    """A linear layer that can fail at one micro-batch."""
+    """A linear layer that can fail, in the way `how`, at the micro-batch `at`."""
 
     def __init__(self, how=None, at=2):
         super().__init__()
@@ -47,6 +47,8 @@ def _fail(_gradient):
 
 
 class NotFinite(torch.autograd.Function):
+    """The identity, whose backward divides by zero."""
+
     @staticmethod
     def forward(ctx, x):
         return x.view_as(x)
@@ -57,7 +59,7 @@ class NotFinite(torch.autograd.Function):
 
 
 class Spoils(nn.Module):
-    """A layer whose backward gives values that are not finite, at one micro-batch (told by its data)."""
+    """A layer whose backward gives values that are not finite, for the micro-batch whose data say `bad`."""
 
     def __init__(self, of_weight):
         super().__init__()
@@ -104,7 +106,7 @@ def spoiled(rank, world, name, bad_stage, spoils):
     for m in mods:
         m.zero_grad()
         m[1].between = None
-    assert torch.isfinite(pipe.train_batch(iter(batches)))  # and goes on
+    assert torch.isfinite(pipe.train_batch(iter(batches)))  # training goes on
     return found
 
 
@@ -131,7 +133,7 @@ def stage_with(how):
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), Layer(how))
 
 
-def run(rank, world, name, how, bad_stage, again=True):
+def step_with_failure(rank, world, name, how, bad_stage, step_again=True):
     torch.manual_seed(0)
     plan = build(name, world, 4)
     mods = [stage_with(how if s == bad_stage else None) for s in plan.stages_of(rank)]
@@ -143,7 +145,7 @@ def run(rank, world, name, how, bad_stage, again=True):
         found = (str(error), error.stage, error.rank, error.micro_batch, error.layer)
     else:
         found = None
-    if again:
+    if step_again:
         for m in mods:
             m[1].how = None
         pipe.step(x, x)
@@ -165,7 +167,7 @@ CASES = [
 
 @pytest.mark.parametrize("name, how, stage, layer, says", CASES)
 def test_every_rank_raises_the_same_error(name, how, stage, layer, says):
-    results = run_ranks(run, 3, name, how, stage, backend="dsx")
+    results = run_ranks(step_with_failure, 3, name, how, stage, backend="dsx")
     assert len(set(results)) == 1, results
     text, at, _, micro_batch, found = results[0]
     assert (at, micro_batch) == (stage, 2) and says in text
@@ -176,8 +178,8 @@ def test_every_rank_raises_the_same_error(name, how, stage, layer, says):
         assert "first stage where its values are not finite" in text
 
 
-def test_on_gloo_too():
-    results = run_ranks(run, 3, "1f1b", "raise", 1)
+def test_every_rank_raises_the_same_error_on_gloo_too():
+    results = run_ranks(step_with_failure, 3, "1f1b", "raise", 1)
     assert len(set(results)) == 1 and results[0][1] == 1
 
 
@@ -191,7 +193,7 @@ def test_a_killed_stage_ends_the_others(backend):
 
 
 def killed(rank, world):
-    run(rank, world, "1f1b", "die", 1, again=False)
+    step_with_failure(rank, world, "1f1b", "die", 1, step_again=False)
 
 
 KILLED = """
@@ -220,18 +222,18 @@ def test_the_others_name_the_stage_that_was_killed(tmp_path, backend):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    places = [
+    environments = [
         {"RANK": str(r), "LOCAL_RANK": str(r), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         for r in range(3)
     ]
     ranks = [
         subprocess.Popen(
             [sys.executable, tmp_path / "train.py", backend],
-            env={**os.environ, **place, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **environment, "OMP_NUM_THREADS": "1"},
             stderr=subprocess.PIPE,
             text=True,
         )
-        for place in places
+        for environment in environments
     ]
     try:
         errors = [rank.communicate(timeout=120)[1] for rank in ranks]
@@ -244,7 +246,7 @@ def test_the_others_name_the_stage_that_was_killed(tmp_path, backend):
 
 
 class Late(nn.Module):
-    """Its last backward of a step fails."""
+    """A layer that fails in the second backward, which is the last one of a step."""
 
     def __init__(self):
         super().__init__()
@@ -261,23 +263,23 @@ class Late(nn.Module):
             raise ArithmeticError("planted late")
 
 
-def late(rank, world):
+def fail_in_last_backward(rank, world):
     shared, bad = nn.Linear(WIDTH, WIDTH), Late()
     layers = [bad, shared, nn.Tanh(), shared]
     pm = PipelineModule(layers, num_stages=world, loss_fn=nn.functional.mse_loss, partition_method="uniform")
     assert pm.ties
     pipe, x = Pipeline(pm, "1f1b", micro_batches=2), torch.randn(4, WIDTH)
     with pytest.raises(StageError, match=r"stage 0 \(rank 0\), micro-batch 1: backward failed: .*planted late"):
-        pipe.step(x, x)  # the other stage has done all of its part when this happens
+        pipe.step(x, x)  # the other stage has finished all of its work when this happens
     bad.fails = False
     pipe.step(x, x)
 
 
-def test_the_last_backward_of_a_step_fails_beside_tied_weights():
-    run_ranks(late, 2, backend="dsx", timeout=40)
+def test_the_last_backward_of_a_step_fails_in_a_model_with_tied_weights():
+    run_ranks(fail_in_last_backward, 2, backend="dsx", timeout=40)
 
 
-def ends(rank, world, items):
+def wrong_data(rank, world, items):
     pipe = Pipeline(stage_with(None), "1f1b", micro_batches=4, loss_fn=nn.functional.mse_loss)
     x = torch.randn(2, WIDTH)
     with pytest.raises(
@@ -299,11 +301,11 @@ def ends(rank, world, items):
     return float(pipe.train_batch(iter([(x, x)] * 4)))
 
 
-def test_data_that_ends_in_the_middle():
-    assert len(run_ranks(ends, 2, 2, backend="dsx")) == 2
+def test_data_that_ends_in_the_middle_or_has_another_form():
+    assert len(run_ranks(wrong_data, 2, 2, backend="dsx")) == 2
 
 
-def no_scalar(rank, world):
+def loss_with_many_elements(rank, world):
     pipe = Pipeline(stage_with(None), "1f1b", micro_batches=2)
     with pytest.raises(
         StageError, match=r"the loss is float32\[2, 4\], expected a tensor with one element; pass loss_fn"
@@ -311,11 +313,11 @@ def no_scalar(rank, world):
         pipe.step(torch.randn(4, WIDTH), torch.randn(4, WIDTH))
 
 
-def test_a_loss_that_is_no_scalar():
-    run_ranks(no_scalar, 2, backend="dsx")
+def test_a_loss_that_is_not_a_scalar():
+    run_ranks(loss_with_many_elements, 2, backend="dsx")
 
 
-def input_nan(rank, world):
+def input_with_infinity(rank, world):
     pipe = Pipeline(stage_with(None), "1f1b", micro_batches=2, loss_fn=nn.functional.mse_loss)
     x = torch.randn(4, WIDTH)
     x[3] = float("inf")
@@ -328,10 +330,10 @@ def input_nan(rank, world):
 
 
 def test_data_that_is_not_finite():
-    run_ranks(input_nan, 2, backend="dsx")
+    run_ranks(input_with_infinity, 2, backend="dsx")
 
 
-def differ(rank, world, how):
+def different_code(rank, world, how):
     loss = nn.functional.mse_loss
     x = torch.randn(8, WIDTH)
     if how == "schedule":
@@ -356,4 +358,4 @@ def differ(rank, world, how):
 
 @pytest.mark.parametrize("how", ("schedule", "call", "arguments"))
 def test_different_code_on_different_stages(how):
-    run_ranks(differ, 2, how, backend="dsx")
+    run_ranks(different_code, 2, how, backend="dsx")

@@ -1,4 +1,4 @@
-"""What a micro-batch needed is given back when its backward is over, without a run of Python's garbage collector."""
+"""The tensors of a micro-batch are freed when its backward is over, without a run of Python's garbage collector."""
 
 import gc
 import weakref
@@ -22,7 +22,7 @@ def no_collection():
 
 
 class Watched(nn.Module):
-    """Takes and gives a dictionary of tensors, and knows its inputs as long as others keep them."""
+    """Takes and returns a dictionary of tensors, and notes a weak reference to each input."""
 
     def __init__(self, seen):
         super().__init__()
@@ -38,7 +38,7 @@ def loss_of(value, labels):
     return nn.functional.mse_loss(value["x"], labels)
 
 
-def trained(rank, world):
+def freed_inputs(rank, world):
     gc.disable()
     seen = []
     pipe = Pipeline([Watched(seen)], build("1f1b", world, MICRO_BATCHES), loss_fn=loss_of)
@@ -47,12 +47,12 @@ def trained(rank, world):
     return [ref() is None for ref in seen]
 
 
-def test_inputs_that_a_stage_received_are_given_back():
-    # The first stage's are the user's own; the last step's data stay with the pipeline until the next one.
-    assert run_ranks(trained, 2, backend="gloo")[1] == [True] * 2 * MICRO_BATCHES
+def test_inputs_that_a_stage_received_are_freed():
+    # Only the second stage: the inputs of the first are the user's data, which the pipeline keeps until the next step.
+    assert run_ranks(freed_inputs, 2, backend="gloo")[1] == [True] * 2 * MICRO_BATCHES
 
 
-def test_a_value_taken_apart_and_joined_is_not_kept():
+def test_flatten_and_unflatten_keep_no_reference_to_a_value():
     value = {"a": randn(3), "b": [randn(2), (randn(1), "text")]}
     held = [weakref.ref(tensor) for tensor in flatten(value)[1]]
     again = unflatten(*flatten(value))

@@ -1,4 +1,4 @@
-"""DeepSpeed's files, one per layer: written by any split, read by any other, shared weights and slices included."""
+"""DeepSpeed's format of one file per layer: any split reads what any other wrote, with shared weights and slices."""
 
 import dsx_comm
 import pytest
@@ -16,7 +16,7 @@ from dsx_testkit import run_ranks
 from torch import nn
 
 
-def back(embedding, x):
+def project(embedding, x):
     return x @ embedding.weight.T
 
 
@@ -27,7 +27,7 @@ def layers():
         torch.tanh,
         LayerSpec(nn.BatchNorm1d, 4),
         LayerSpec(nn.Linear, 4, 4),
-        TiedLayerSpec("embedding", nn.Embedding, 11, 4, forward_fn=back),
+        TiedLayerSpec("embedding", nn.Embedding, 11, 4, forward_fn=project),
     ]
 
 
@@ -91,7 +91,7 @@ def refused(rank, world, folder):
     assert module.ckpt_layer_path_list(folder, 1) == [module.ckpt_layer_path(folder, 1)]
 
 
-def test_what_does_not_fit_is_named_and_changes_nothing(tmp_path):
+def test_files_that_do_not_fit_are_named_and_change_nothing(tmp_path):
     run_ranks(write, 2, str(tmp_path), False)
     run_ranks(refused, 1, str(tmp_path))
 
@@ -105,7 +105,7 @@ def one_file_is_gone(rank, world, folder):
         assert torch.equal(value, before[name])
 
 
-def test_no_rank_takes_what_another_one_cannot(tmp_path):
+def test_no_rank_loads_if_another_rank_cannot(tmp_path):
     run_ranks(write, 2, str(tmp_path), False)
     (tmp_path / "layer_04-model_states.pt").unlink()
     run_ranks(one_file_is_gone, 2, str(tmp_path))
@@ -129,8 +129,8 @@ def sliced(rank, world, folder, pipe, model, save):
 
 
 @pytest.mark.parametrize("after", [(2, 1, 2), (4, 1, 4), (1, 1, 1), (4, 2, 2)])
-def test_slices_are_put_together_and_cut(tmp_path, after):
-    """(ranks, stages, slices); the vocabulary does not divide."""
+def test_slices_are_joined_and_cut_for_another_layout(tmp_path, after):
+    """`after` is (ranks, stages, slices). No number of slices above 1 divides the vocabulary of 11."""
     written = {k: v for p in run_ranks(sliced, 2, str(tmp_path), 1, 2, True) for k, v in p.items()}
     assert (tmp_path / "layer_00-model_01-model_states.pt").exists()
     world, pipe, model = after

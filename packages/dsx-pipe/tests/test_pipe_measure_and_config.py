@@ -1,4 +1,4 @@
-"""Measured layer costs are of the right order and feed the planner; every configuration key takes effect."""
+"""Measured layer costs are right, and the planner takes them; every configuration key takes effect."""
 
 import dsx_comm  # noqa: F401
 import pytest
@@ -10,7 +10,7 @@ from torch import nn
 
 
 class Clock:
-    """A clock that only `Work` moves, so that costs are exact on a machine that others use, too."""
+    """A clock that only `Work` moves, so that costs are exact on a busy machine, too."""
 
     seconds = 0.0
 
@@ -19,7 +19,7 @@ class Clock:
 
 
 class Work(nn.Module):
-    """Takes seconds in proportion to the batch, forward only."""
+    """A layer whose forward takes seconds in proportion to the batch."""
 
     def __init__(self, clock, seconds):
         super().__init__()
@@ -54,14 +54,14 @@ def test_partition_by_measured_time():
     assert run_ranks(by_time, 2, backend="dsx") == [[0, 3, 4]] * 2
 
 
-def other_layers(rank, world):
+def different_layers(rank, world):
     layers = [nn.Linear(4, 4), nn.Tanh() if rank else nn.ReLU(), nn.Linear(4, 4)]
     with pytest.raises(PipelineError, match="rank 1 has 3, and layer 1 differs"):
         PipelineModule(layers, num_stages=2)
 
 
-def test_ranks_with_other_layers_are_named():
-    run_ranks(other_layers, 2, backend="dsx")
+def test_ranks_with_different_layers_are_named():
+    run_ranks(different_layers, 2, backend="dsx")
 
 
 def test_pipeline_section():

@@ -1,4 +1,7 @@
-"""`PipelineModule`: layers are divided, built where they lie, tied, recomputed; Hugging Face models work unchanged."""
+"""`PipelineModule` divides layers, builds them on the ranks that use them, ties and recomputes them.
+
+Hugging Face models work unchanged.
+"""
 
 import dsx_comm
 import pytest
@@ -98,7 +101,7 @@ def test_tied_weights_and_recomputation_give_the_gradients_of_one_process(schedu
     (first, parts, ties), (second, _, _) = run_ranks(tied, 2, schedule, interval, backend="dsx")
     assert parts == ([0, 4, 7] if schedule in ("1f1b", "zb-h1") else [0, 2, 4, 6, 7])
     both = "tied_modules.embed.weight"
-    if schedule == "zbv":  # first and last stage lie on rank 0: one weight, nothing to reduce
+    if schedule == "zbv":  # first and last stage are on rank 0: one weight, nothing to reduce
         assert both in first and both not in second and ties == []
     else:
         assert both in first and both in second and ties == [(0, 1)]
@@ -189,7 +192,7 @@ class WithPenalty(PipelineModule):
         return {"penalty": torch.tensor(float(self.calls))}
 
 
-def additional(rank, world):
+def losses_beside_the_main_one(rank, world):
     pm = WithPenalty([nn.Linear(2, 2) for _ in range(2)], num_stages=2, loss_fn=nn.functional.mse_loss)
     pipe = Pipeline(pm, "1f1b", micro_batches=4)
     assert pipe.get_additional_losses() == {}
@@ -197,8 +200,8 @@ def additional(rank, world):
     return pipe.get_additional_losses(), pm.calls
 
 
-def test_further_losses_are_averaged_and_known_everywhere():
-    assert run_ranks(additional, 2, backend="dsx") == [({"penalty": 2.5}, 0), ({"penalty": 2.5}, 4)]
+def test_additional_losses_are_averaged_and_known_on_every_rank():
+    assert run_ranks(losses_beside_the_main_one, 2, backend="dsx") == [({"penalty": 2.5}, 0), ({"penalty": 2.5}, 4)]
 
 
 # - Hugging Face
@@ -236,7 +239,7 @@ def model_of(kind, layers=4):
     return transformers.BertForMaskedLM(config)
 
 
-SAME = {
+TIED = {  # name in the pipeline -> name that `named_parameters` gives the shared weight
     "lm_head.weight": "transformer.wte.weight",
     "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
     "cls.predictions.decoder.bias": "cls.predictions.bias",
@@ -260,7 +263,7 @@ def hugging_face(rank, world, cases):
         assert float(loss) == pytest.approx(total, rel=1e-5)
         reference = dict(model.named_parameters())
         for name, p in pm.named_parameters():
-            expected = reference[name if name in reference else SAME[name]].grad
+            expected = reference[name if name in reference else TIED[name]].grad
             torch.testing.assert_close(p.grad, expected, rtol=1e-4, atol=1e-6, msg=f"{kind} {schedule} {name}")
 
 

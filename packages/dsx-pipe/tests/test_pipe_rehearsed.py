@@ -1,5 +1,5 @@
-"""Letters of a rehearsed pipeline: what a rank sends is what the next one gets; guesses are right where stages are
-alike, and told apart from the truth where they are not.
+"""Letters of a rehearsed pipeline: a rank receives what its neighbour has sent. Guessed letters are right where stages
+have equal shapes, and a wrong one is refused.
 """
 
 import dsx_comm
@@ -10,8 +10,8 @@ from dsx_pipe.runtime.rehearsed import Letter, RehearsedMail, keys_between
 from torch import nn
 
 
-class Watch(dsx_comm.RehearsalObserver):
-    """Hands letters on."""
+class LetterObserver(dsx_comm.RehearsalObserver):
+    """Passes the messages of a rehearsal to a `RehearsedMail`."""
 
     def __init__(self, mail):
         self.mail = mail
@@ -28,7 +28,7 @@ def rehearsed(rank, known, sizes, schedule="1f1b", steps=2, micro_batches=3):
     """The mail of one rank whose stages are linear layers of these (inputs, outputs)."""
     plan = build(schedule, 2, micro_batches)
     mail = RehearsedMail(known)
-    with dsx_comm.rehearse(2, rank, observer=Watch(mail)):
+    with dsx_comm.rehearse(2, rank, observer=LetterObserver(mail)):
         stages = [nn.Linear(*sizes[stage]) for stage in plan.stages_of(rank)]
         pipe = Pipeline(stages, plan, loss_fn=lambda x, _: x.square().mean(), nonfinite="ignore")
         mail.begin(pipe)
@@ -37,7 +37,7 @@ def rehearsed(rank, known, sizes, schedule="1f1b", steps=2, micro_batches=3):
     return mail
 
 
-def test_the_guess_of_the_next_stage_is_what_it_sends():
+def test_guessed_letters_are_those_that_the_neighbour_sends():
     sizes = [(8, 4), (4, 6)]
     first = rehearsed(0, {}, sizes)
     second = rehearsed(1, {0: first.sent[1]}, sizes)
@@ -48,8 +48,8 @@ def test_the_guess_of_the_next_stage_is_what_it_sends():
     assert [letter.size for letter in payloads] == [4 * 2 * 4] * 6
 
 
-def test_a_wrong_guess_is_seen_and_mended():
-    """Two stages a rank: rank 0 guesses that stage 2's input looks like stage 1's, which is wrong here."""
+def test_guesses_with_two_stages_per_rank_are_right_for_equal_shapes_and_refused_otherwise():
+    """Rank 0 guesses that the input of its stage 2 has the shape of stage 1's input."""
     right, wrong = [(8, 4), (4, 4), (4, 4), (4, 2)], [(8, 4), (4, 8), (8, 4), (4, 2)]
     first = rehearsed(0, {}, right, "interleaved", micro_batches=4)
     second = rehearsed(1, {0: first.sent[1]}, right, "interleaved", micro_batches=4)
@@ -58,7 +58,7 @@ def test_a_wrong_guess_is_seen_and_mended():
         rehearsed(0, {}, wrong, "interleaved", micro_batches=4)
 
 
-def test_what_comes_out_of_order_is_refused():
+def test_letters_in_another_order_are_refused():
     known = {0: [Letter(12, 3, b"abc")]}
     with pytest.raises(Exception, match="rank 0 sends"):
         rehearsed(1, known, [(8, 4), (4, 6)])

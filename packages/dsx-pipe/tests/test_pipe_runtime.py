@@ -1,4 +1,6 @@
-"""`Pipeline` alone: losses and gradients of the one-process run under every schedule, with values of any structure."""
+"""`Pipeline` without an engine: losses and gradients equal one process under every schedule, for values of any
+structure.
+"""
 
 import dsx_comm  # noqa: F401  (registers the shared-memory backend before ranks are forked)
 import dsx_pipe
@@ -55,17 +57,17 @@ def train(rank, world, name, micro_batches, dtype):
     mine = [nn.Sequential(*layers[2 * s : 2 * s + 2]) for s in plan.stages_of(rank)]
     pipe = Pipeline(mine, plan, loss_fn=nn.functional.mse_loss)
     x, y = data(dtype)
-    for _ in range(2):  # the second step finds shapes negotiated
+    for _ in range(2):  # in the second step the shapes of messages are known
         for stage in mine:
             stage.zero_grad()
         loss = pipe.step(x if pipe.is_first_stage else None, y if pipe.is_last_stage else None)
     expected, gradients = oracle(2 * plan.stages, micro_batches, dtype)
-    tight = {"rtol": 1e-10, "atol": 1e-12} if dtype is torch.float64 else {"rtol": 2e-2, "atol": 1e-3}
+    tolerances = {"rtol": 1e-10, "atol": 1e-12} if dtype is torch.float64 else {"rtol": 2e-2, "atol": 1e-3}
     assert float(loss) == pytest.approx(expected, rel=1e-6 if dtype is torch.float64 else 1e-2)
     for stage, module in zip(plan.stages_of(rank), mine):
         flat = [g for layer in gradients[2 * stage : 2 * stage + 2] for g in layer]
         for p, g in zip(module.parameters(), flat, strict=True):
-            torch.testing.assert_close(p.grad, g, **tight)
+            torch.testing.assert_close(p.grad, g, **tolerances)
     kept = pipe.most_kept()
     assert sum(kept.values()) >= live_activations(plan)[rank] and max(kept.values()) <= live_activations(plan)[rank]
     report = pipe.report()
@@ -93,11 +95,11 @@ def test_on_gloo_with_three_ranks(name):
 @pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("ranks", (1, 2, 3, 4))
-def test_matrix(ranks, name, dtype, backend):
+def test_losses_and_gradients_matrix(ranks, name, dtype, backend):
     run_ranks(train, ranks, name, 12, dtype, backend=backend)
 
 
-def keep(rank, world, micro_batches):
+def most_kept(rank, world, micro_batches):
     plan = build("1f1b", world, micro_batches)
     pipe = Pipeline(layers_of(world)[rank], plan, loss_fn=nn.functional.mse_loss)
     pipe.step(*data())
@@ -106,19 +108,19 @@ def keep(rank, world, micro_batches):
 
 @pytest.mark.parametrize("micro_batches", (2, 8))
 def test_1f1b_keeps_exactly_min_p_minus_s_m_activations(micro_batches):
-    assert run_ranks(keep, 4, micro_batches, backend="dsx") == [min(4 - s, micro_batches) for s in range(4)]
+    assert run_ranks(most_kept, 4, micro_batches, backend="dsx") == [min(4 - s, micro_batches) for s in range(4)]
 
 
 # - values of any structure
 
 
-# classes of modules that every rank can import, as those of a user's script are
+# Every rank must be able to import these classes, as it can import those of a user's script.
 Batch = Span  # a frozen dataclass; its fields are called rank, action, start, end
 Pair = torch.nn.modules.module._IncompatibleKeys  # a named tuple
 
 
 class Structured(nn.Module):
-    """Takes and gives a nest of containers; integers, masks, None and text travel along without gradients."""
+    """Takes and returns nested containers; integers, masks, None and text are passed on without gradients."""
 
     def __init__(self, kind):
         super().__init__()
@@ -146,7 +148,7 @@ class Structured(nn.Module):
         }[self.kind]()
 
 
-def square(value, labels):
+def squared_error(value, labels):
     hidden = value if isinstance(value, torch.Tensor) else (value.get("hidden") if isinstance(value, dict) else None)
     if hidden is None:
         hidden = value.rank if isinstance(value, Batch) else value[0]
@@ -156,7 +158,7 @@ def square(value, labels):
 def structured(rank, world, kind, schedule):
     torch.manual_seed(0)
     stages = [Structured(kind) for _ in range(world)]
-    pipe = Pipeline(stages[rank], schedule, micro_batches=4, loss_fn=square)
+    pipe = Pipeline(stages[rank], schedule, micro_batches=4, loss_fn=squared_error)
     x, y = data()
     loss = pipe.step(x, y)
     mine = [p.grad.clone() for p in stages[rank].parameters()]
@@ -167,7 +169,7 @@ def structured(rank, world, kind, schedule):
         value = a
         for stage in stages:
             value = stage(value)
-        one = square(value, b) / 4
+        one = squared_error(value, b) / 4
         one.backward()
         total += float(one)
     assert float(loss) == pytest.approx(total, rel=1e-6)
@@ -178,12 +180,12 @@ def structured(rank, world, kind, schedule):
 @pytest.mark.parametrize(
     "kind, schedule", [("tuple", "1f1b"), ("dict", "zb-h1"), ("dataclass", "1f1b"), ("namedtuple", "gpipe")]
 )
-def test_containers_travel(kind, schedule):
+def test_containers_pass_between_stages(kind, schedule):
     run_ranks(structured, 3, kind, schedule, backend="dsx")
 
 
 class Skipping(nn.Module):
-    """Gives two outputs of which the next stage uses one, and passes its input through."""
+    """Returns a used output, an unused one and its input; the next stage takes the first."""
 
     def __init__(self):
         super().__init__()
@@ -203,7 +205,7 @@ def unused(rank, world, schedule):
 
 
 @pytest.mark.parametrize("schedule", ("1f1b", "zb-h1"))
-def test_outputs_that_nobody_uses_have_no_gradient(schedule):
+def test_outputs_that_no_stage_uses_have_no_gradient(schedule):
     run_ranks(unused, 2, schedule, backend="dsx")
 
 
@@ -232,7 +234,7 @@ def evaluate(rank, world):
     assert (alone is not None) == pipe.is_last_stage
     pipe.set_dataloader(parts)
     pipe.set_batch_fn(lambda pair: (pair[0] * 1.0, pair[1]))
-    assert float(pipe.train_batch()) > 0  # four of the six
+    assert float(pipe.train_batch()) > 0  # takes four of the loader's six
 
 
 def test_evaluation_with_other_numbers_of_micro_batches():
@@ -270,5 +272,5 @@ def reset(rank, world):
     assert all(p.grad is None for p in layers[rank].parameters())
 
 
-def test_shapes_may_change_after_a_reset_and_not_without():
+def test_shapes_may_change_after_a_reset_and_not_without_one():
     run_ranks(reset, 2, backend="dsx")

@@ -1,4 +1,4 @@
-"""Known schedules: complete, free of deadlock, as fast and as small as their formulas say; text form and validation."""
+"""Schedules are complete, free of deadlock, and have the length and memory of their formulas; text form, validation."""
 
 import pytest
 from dsx_pipe import ScheduleError
@@ -170,7 +170,7 @@ def test_arguments_are_checked():
     assert Action.parse("12SEND_B3") == Action.parse(str(Action.parse("12SEND_B3")))
 
 
-def test_a_message_takes_as_long_as_the_stages_it_goes_between():
+def test_each_pair_of_neighbouring_stages_may_have_its_own_latency():
     times, plan = uniform_times(3), build("1f1b", 3, 4)
     assert simulate(plan, times, latency=0.5) == simulate(plan, times, latency=[0.5, 0.5])
     near, far = (simulate(plan, times, latency=delays).length for delays in ([0.5, 0.0], [0.5, 3.0]))

@@ -1,4 +1,4 @@
-"""Sliced layers and models give the outputs and gradients of the whole ones, and carry Megatron's marks."""
+"""Sliced layers and models give the outputs and gradients of the whole ones, and have Megatron's attributes."""
 
 import copy
 
@@ -43,7 +43,7 @@ def check_gradient(parameter, expected, group=None):
     torch.testing.assert_close(parameter.grad, piece, rtol=1e-9, atol=1e-11)
 
 
-def pair(rank, world, overlap, sequence):
+def column_then_row(rank, world, overlap, sequence):
     torch.manual_seed(0)
     up = ColumnParallelLinear(6, 12, sequence_parallel=sequence, overlap=overlap, dtype=F64)
     down = RowParallelLinear(12, 6, sequence_parallel=sequence, dtype=F64)
@@ -78,12 +78,12 @@ def pair(rank, world, overlap, sequence):
 
 
 @pytest.mark.parametrize("overlap, sequence", [(False, False), (True, False), (False, True), (True, True)])
-def test_column_and_row(overlap, sequence):
-    run_ranks(pair, 2, overlap, sequence, backend="dsx")
+def test_a_column_and_a_row_layer_equal_two_linear_layers(overlap, sequence):
+    run_ranks(column_then_row, 2, overlap, sequence, backend="dsx")
 
 
 def transposed(rank, world, sequence):
-    """Weights that lie as [in, out], as in GPT-2's Conv1D: the overlapped backward is that of the ordinary one."""
+    """Weights of shape [in, out], as in GPT-2's Conv1D: backward gives the same with and without overlap."""
     torch.manual_seed(0)
     x, found = torch.randn(2, 2 * world, 6, dtype=F64), []
     for overlap in (False, True):
@@ -120,12 +120,12 @@ def test_overlap_under_autocast():
     run_ranks(under_autocast, 2, backend="dsx")
 
 
-def test_three_ranks_on_gloo():
-    run_ranks(pair, 3, False, True)
+def test_a_column_and_a_row_layer_on_three_ranks_of_gloo():
+    run_ranks(column_then_row, 3, False, True)
 
 
 def vocabulary(rank, world):
-    for size in (12, 13):  # 13 does not divide
+    for size in (12, 13):  # two ranks cannot divide 13 evenly
         torch.manual_seed(0)
         sliced = VocabParallelEmbedding(size, 4, padding_idx=1, dtype=F64)
         head = ColumnParallelLinear(4, size, bias=False, uneven=True)
@@ -144,8 +144,7 @@ def vocabulary(rank, world):
         loss.backward()
         expected.backward()
         for p, q in ((sliced.weight, whole.weight), (head.weight, whole_head.weight)):
-            size_, rank_ = dsx_comm.get_world_size(), dsx_comm.get_rank()
-            torch.testing.assert_close(p.grad, slice_of(q.grad, 0, rank_, size_), rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(p.grad, slice_of(q.grad, 0, rank, world), rtol=1e-5, atol=1e-7)
         none = vocab_parallel_cross_entropy(logits.detach(), labels, vocab_size=size, reduction="none")
         assert none.shape == labels.shape and none[0, 2] == 0
     with pytest.raises(TensorSliceError, match="expected logits"):
@@ -154,7 +153,7 @@ def vocabulary(rank, world):
         vocab_parallel_cross_entropy(torch.ones(1, 2), torch.tensor([9]))
 
 
-def test_vocabulary_even_and_uneven():
+def test_a_sliced_vocabulary_may_be_uneven():
     run_ranks(vocabulary, 2, backend="dsx")
 
 
@@ -215,20 +214,19 @@ def hugging_face(rank, world, kinds, options):
 
 
 @pytest.mark.parametrize("options", [{"overlap": True}, {"sequence_parallel": True}], ids=["overlap", "sequence"])
-def test_hugging_face_models_by_rule(options):
+def test_hugging_face_models_are_sliced_by_the_rules_of_their_family(options):
     run_ranks(hugging_face, 2, ("gpt2", "llama", "qwen3", "bert"), options, backend="dsx", timeout=200)
 
 
-class Seen:
-    """Lengths of the sequences that modules get."""
+class SequenceLengths:
+    """Records the length of the sequence that each of some modules gets."""
 
     def __init__(self, model, names):
         self.lengths = {}
         for name in names:
-            hook = self.note(name)
-            model.get_submodule(name).register_forward_hook(hook)
+            model.get_submodule(name).register_forward_hook(self.hook_for(name))
 
-    def note(self, name):
+    def hook_for(self, name):
         def hook(module, args, output):
             self.lengths[name] = args[0].shape[1]
 
@@ -239,7 +237,7 @@ def lengths(rank, world):
     model = slice_model(model_of("gpt2"), sequence_parallel=True)
     copied = copy.deepcopy(model)
     for one in (model, copied):
-        seen = Seen(one, ["transformer.h.0.ln_1", "transformer.h.1.mlp.c_fc", "transformer.ln_f"])
+        seen = SequenceLengths(one, ["transformer.h.0.ln_1", "transformer.h.1.mlp.c_fc", "transformer.ln_f"])
         one(input_ids=torch.zeros(1, 8, dtype=torch.long))
         assert seen.lengths == {"transformer.h.0.ln_1": 4, "transformer.h.1.mlp.c_fc": 8, "transformer.ln_f": 8}
     with pytest.raises(TensorSliceError, match="sequence length"):
@@ -248,7 +246,7 @@ def lengths(rank, world):
     with pytest.raises(TensorSliceError, match="leave one out"):
         slice_model(untouched, overlap=True, sequence_parallel=True)
     with pytest.raises(TensorSliceError, match=r"expected one nn\.ModuleList"):
-        slice_model(Own(), config=SPECS, sequence_parallel=True)
+        slice_model(Custom(), config=SPECS, sequence_parallel=True)
     assert type(untouched.transformer.h[0].attn.c_attn).__name__ == "Conv1D"
 
 
@@ -274,7 +272,7 @@ def test_a_model_that_cannot_be_sliced_is_not_changed():
     run_ranks(heads_that_do_not_divide, 2)
 
 
-class Own(nn.Module):
+class Custom(nn.Module):
     def __init__(self):
         super().__init__()
         self.fused, self.out, self.other = nn.Linear(4, 24), nn.Linear(8, 4), nn.Linear(4, 4)
@@ -293,11 +291,11 @@ SPECS = {
 }
 
 
-def own(rank, world):
+def custom_rules(rank, world):
     torch.manual_seed(0)
-    whole = Own()
+    whole = Custom()
     torch.manual_seed(0)
-    model = tp_model_init(Own(), 2, config=SPECS)
+    model = tp_model_init(Custom(), 2, config=SPECS)
     x = torch.randn(3, 4)
     torch.testing.assert_close(model(x), whole(x))
     assert type(model.other) is nn.Linear and model.fused.weight.shape == (12, 4)
@@ -311,16 +309,16 @@ def own(rank, world):
         ({"layer_specs": [{"patterns": ["fused"], "shape": [5, -1]}]}, "fused: output features: got 24"),
     ]:
         with pytest.raises(TensorSliceError, match=says):
-            slice_model(Own(), config=bad)
+            slice_model(Custom(), config=bad)
     with pytest.raises(TensorSliceError, match="there are no rules"):
-        slice_model(Own())
+        slice_model(Custom())
     with pytest.raises(TensorSliceError, match="out_features: got 5"):
         ColumnParallelLinear(4, 5)
     with pytest.raises(TensorSliceError, match="tp_size: got 3"):
-        tp_model_init(Own(), 3, config=SPECS)
+        tp_model_init(Custom(), 3, config=SPECS)
     with pytest.raises(TensorSliceError, match="sequence length"):
         scatter_sequence(torch.ones(1, 5))
 
 
-def test_own_rules_and_mistakes():
-    run_ranks(own, 2, backend="dsx")
+def test_custom_rules_and_mistakes_in_them():
+    run_ranks(custom_rules, 2, backend="dsx")

@@ -60,7 +60,7 @@ def combined(rank, world, shape, schedule, sequence_parallel=False):
 
 def test_two_stages_of_two_slices():
     for plain, pieces in run_ranks(combined, 4, (2, 2, 1), "1f1b", backend="dsx", timeout=200):
-        assert pieces < 0.8 * plain, "pieces are half the tensors, beside the headers"
+        assert pieces < 0.8 * plain, "each rank should send half of every tensor; headers are not divided"
 
 
 def test_stages_of_slices_with_the_sequence_split_inside():
