@@ -1,10 +1,10 @@
-"""Forward and backward of one layer: dsx-moe, a dense feed-forward layer of equal active flops, DeepSpeed's layer.
+"""Time of forward and backward of one layer: dsx-moe, a dense layer of equal active flops, DeepSpeed's MoE layer.
 
     python packages/dsx-moe/bench/layer_time.py [--tokens 4096 --hidden 512 --experts 8 --repeats 15 --json FILE]
 
-Dense has k times the inner size, so that both multiply equally much per token. All systems take turns in one process;
-the figure is the median, and the ratio of medians. DeepSpeed is measured where it can be imported, with capacity factor
-1 as it is, and dsx-moe both so and dropless.
+The dense layer has k times the inner size of an expert, so that both need equally many flops per token. All layers run
+in turns in one process. The table has medians and their ratios to the dense layer. DeepSpeed's layer is measured if
+DeepSpeed can be imported. It runs with capacity factor 1, its default; dsx-moe runs both with that and dropless.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from dsx_testkit.results import Table, add_json_option
 from torch import nn
 
 GOALS = {1: 1.08, 2: 1.10}
-"""By k: the most that a dropless layer may take of dense."""
+"""For each k: the largest ratio to the dense layer's time that a dropless layer may have."""
 
 
 def feed_forward(hidden: int, inner: int) -> nn.Module:
-    """The dense layer, and the expert."""
+    """The module that is the dense layer, and each expert."""
     return nn.Sequential(nn.Linear(hidden, inner), nn.GELU(), nn.Linear(inner, hidden))
 
 
@@ -35,30 +35,30 @@ def deepspeed_layer(args: argparse.Namespace, k: int) -> Callable[[torch.Tensor]
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
         import deepspeed  # pyright: ignore[reportMissingImports]
-        from deepspeed.moe.layer import MoE as Theirs  # pyright: ignore[reportMissingImports]
+        from deepspeed.moe.layer import MoE as DeepSpeedMoE  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         print(f"DeepSpeed is left out: {error}")
         return None
     deepspeed.init_distributed(dist_backend="gloo")
-    layer = Theirs(args.hidden, feed_forward(args.hidden, 4 * args.hidden), args.experts, k=k)
+    layer = DeepSpeedMoE(args.hidden, feed_forward(args.hidden, 4 * args.hidden), args.experts, k=k)
     layer.set_deepspeed_parallelism()
     return lambda x: layer(x)[0]
 
 
-def systems(args: argparse.Namespace, k: int) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """Everything that is compared, by name; the first is the measure of the others."""
+def layers_by_name(args: argparse.Namespace, k: int) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """All layers that are compared."""
     hidden, inner = args.hidden, 4 * args.hidden
     torch.manual_seed(0)
-    made: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"dense": feed_forward(hidden, k * inner)}
+    layers: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"dense": feed_forward(hidden, k * inner)}
     for name, options in {"dropless": {"drop_tokens": False}, "capacity 1": {}}.items():
         copies = MoE(hidden, lambda i: feed_forward(hidden, inner), args.experts, k=k, **options)
         packed = MoE(hidden, PackedExperts(args.experts, hidden, inner), args.experts, k=k, **options)
-        made[f"dsx-moe, {name}"] = lambda x, layer=copies: layer(x).output
-        made[f"dsx-moe packed, {name}"] = lambda x, layer=packed: layer(x).output
-    theirs = deepspeed_layer(args, k)
-    if theirs is not None:
-        made["DeepSpeed, capacity 1"] = theirs
-    return made
+        layers[f"dsx-moe, {name}"] = lambda x, layer=copies: layer(x).output
+        layers[f"dsx-moe packed, {name}"] = lambda x, layer=packed: layer(x).output
+    of_deepspeed = deepspeed_layer(args, k)
+    if of_deepspeed is not None:
+        layers["DeepSpeed, capacity 1"] = of_deepspeed
+    return layers
 
 
 def main() -> None:
@@ -74,14 +74,14 @@ def main() -> None:
     dsx_comm.init_distributed(dist_backend="gloo")
     table = Table({"k": "", "layer": "", "median ms": "{:.1f}", "/ dense": "{:.3f}"})
     for k in (1, 2):
-        found = systems(args, k)
+        layers = layers_by_name(args, k)
         x = torch.randn(1, args.tokens, args.hidden, requires_grad=True)
-        times: dict[str, list[float]] = {name: [] for name in found}
+        times: dict[str, list[float]] = {name: [] for name in layers}
         for turn in range(args.repeats + 2):
-            for name, layer in found.items():
+            for name, layer in layers.items():
                 began = time.perf_counter()
                 layer(x).square().mean().backward()
-                if turn >= 2:
+                if turn >= 2:  # the first two turns warm up
                     times[name].append(time.perf_counter() - began)
         dense = statistics.median(times["dense"])
         for name, spent in times.items():

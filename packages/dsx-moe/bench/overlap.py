@@ -1,10 +1,11 @@
-"""How much of the all-to-all is exposed, with a link of known speed and experts that sleep.
+"""How much of the all-to-all's time is not hidden behind the experts. The link has a known speed; experts sleep.
 
     python packages/dsx-moe/bench/overlap.py [--chunks 1 2 4 8] [--json FILE]
 
-One process: rows come back to it over a `PacedLink`, and each expert sleeps as long as its rows deserve. The two take
-equally long in all, so a perfect overlap would hide all but the first and the last chunk. Exposed is the time of
-forward and backward beyond the experts' own, over the time in which the link was busy.
+There is one process. Its rows come back to it over a `PacedLink`, and each expert sleeps in proportion to its rows. The
+link and the experts take equally long in all, so a perfect overlap would hide all but the first and the last chunk. The
+exposed time is the time of forward and backward without the experts' own. It is divided by the time in which the link
+was busy.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ EXPERTS, TOKENS, HIDDEN = 16, 4096, 64
 
 
 class Arriving:
-    """Rows under way on a paced link."""
+    """Rows in flight on a paced link."""
 
     def __init__(self, rows: torch.Tensor, transfer: PacedTransfer) -> None:
         self.rows, self._transfer = rows, transfer
 
     def wait(self) -> None:
-        """Return when a real link would have brought them."""
+        """Return when a real link would have delivered the rows."""
         self._transfer.wait()
 
 
 class Loopback:
-    """An exchange of one rank with itself."""
+    """The exchange of a layer, for one rank that sends to itself."""
 
     size, rank = 1, 0
 
@@ -42,35 +43,35 @@ class Loopback:
         self.link = link
 
     def gather_counts(self, own: torch.Tensor) -> torch.Tensor:
-        """The own counts."""
+        """The counts of all ranks, which are those of this rank."""
         return own.view(1, -1)
 
     def start(self, rows: torch.Tensor, traffic: torch.Tensor) -> Arriving:
-        """Send the rows here."""
+        """Send the rows over the link, back to this rank."""
         return Arriving(rows.clone(), self.link.start(rows.numel() * rows.element_size()))
 
 
 class Sleeps(torch.autograd.Function):
-    """As long as the rows deserve, in forward and in backward."""
+    """The identity; forward and backward sleep for `seconds` each."""
 
     @staticmethod
     def forward(ctx, rows, seconds):  # pyright: ignore
-        """Sleep."""
+        """Sleep, and return the rows."""
         ctx.seconds = seconds
         time.sleep(seconds)
         return rows.view_as(rows)
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore
-        """Sleep."""
+        """Sleep, and return the gradient."""
         time.sleep(ctx.seconds)
         return grad, None
 
 
 def measure(chunks: int, seconds: float) -> tuple[float, float]:
-    """(seconds beyond the experts', seconds in which the link was busy) of a forward and backward."""
+    """Run forward and backward; return (seconds without the experts' own, seconds in which the link was busy)."""
     size = TOKENS * HIDDEN * 4
-    link = PacedLink(bytes_per_second=2 * size / seconds)  # both ways of a forward take as long as the experts
+    link = PacedLink(bytes_per_second=2 * size / seconds)  # there and back in a forward take as long as the experts
     exchange = Loopback(link)
 
     def experts(rows: torch.Tensor, counts: Sequence[int], first: int = 0) -> torch.Tensor:
@@ -88,7 +89,7 @@ def main() -> None:
     """Measure each number of chunks and print a table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--chunks", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    parser.add_argument("--seconds", type=float, default=0.4, help="the experts' time in a forward")
+    parser.add_argument("--seconds", type=float, default=0.4, help="time of the experts in a forward")
     add_json_option(parser)
     args = parser.parse_args()
     table = Table({"chunks": "", "exposed ms": "{:.0f}", "of the link's time": "{:.1f} %"})

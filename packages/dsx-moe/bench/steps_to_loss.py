@@ -1,9 +1,9 @@
-"""Dense against a mixture of experts at equal active flops on real text: loss, and steps to the dense model's loss.
+"""A dense model and a mixture of experts with equal active flops, on real text: losses, and steps to the dense loss.
 
     python packages/dsx-moe/bench/steps_to_loss.py [--train-iters 600 --seeds 0 1 2 --json FILE] [flags of gpt_moe.py]
 
-Top-1 experts of the dense layer's size multiply as much per token as the dense layer. Steps to the dense model's last
-held-out loss are interpolated between evaluations; the text is Python's library.
+A top-1 expert of the dense layer's size needs as many flops per token as the dense layer. The steps that the mixture
+needs to the dense model's last held-out loss are interpolated between evaluations. The text is Python's library.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def main() -> None:
         for experts in ([1], args.num_experts):
             mine = argparse.Namespace(**{**vars(args), "num_experts": experts, "seed": seed, "quiet": True})
             curves.append(gpt_moe.train(gpt_moe.build(mine), mine))
-        dense, mixed = curves
-        ratios.append(args.train_iters / steps_to(mixed, dense[-1], args.eval_interval))
-        table.add(seed, dense[-1], mixed[-1], ratios[-1])
+        dense, mixture = curves
+        ratios.append(args.train_iters / steps_to(mixture, dense[-1], args.eval_interval))
+        table.add(seed, dense[-1], mixture[-1], ratios[-1])
     median = statistics.median(ratios)
     table.goal("at least 1.3x fewer steps in the median", f"{median:.2f}x", met=median >= 1.3)
     table.save(args.json)

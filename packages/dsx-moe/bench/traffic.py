@@ -1,9 +1,9 @@
-"""Bytes that expert parallelism sends on skewed routing, counted: dropless, exact, and what a capacity of 1.25 pads to.
+"""Counts the bytes that a dropless layer sends under skewed routing, beside the exact number and a padded layer's.
 
     python packages/dsx-moe/bench/traffic.py [--ranks 4 --tokens 4096 --hidden 512 --experts 8 --k 1 --json FILE]
 
-Nothing is timed. "Exact" are the routed rows that have to leave their rank, both ways. A padded layer sends its whole
-buffer of [experts, capacity] rows, whatever is in it.
+Nothing is timed. The exact number counts the routed rows that have to leave their rank, there and back. A padded layer
+of capacity factor 1.25 sends its whole buffer of [experts, capacity] rows, however many of them are used.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python gpt_moe.py --num-experts 8 --topk 2
     torchrun --nproc-per-node 4 gpt_moe.py --num-experts 8 --moe-expert-parallel-size 4 --picture load.svg
 
-The flags are those of DeepSpeed's tutorial for language models: `--num-experts` takes one number, or one per layer of
-experts (a pyramid); every second layer has experts. `--num-experts 1` is a dense model. The loss is printed in bits per
-byte, training and held out.
+The flags are those of DeepSpeed's tutorial for language models. Every second layer has experts. `--num-experts` takes
+one number for all of these layers, or one number for each (a pyramid); `--num-experts 1` is a dense model. The training
+loss and the held-out loss are printed in bits per byte.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import nn
 
 
 class FeedForward(nn.Module):
-    """The expert, and the dense layer: h to 4 h to h."""
+    """A feed-forward layer with inner size 4 h. It is the dense layer, and each expert."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward layer or experts; each adds to the stream."""
+    """Attention, then a feed-forward layer or experts; each adds its output to the residual stream."""
 
     def __init__(self, args: argparse.Namespace, experts: int) -> None:
         super().__init__()
@@ -79,14 +79,14 @@ class GPT(nn.Module):
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
         self.tokens = nn.Embedding(256, args.hidden_size)
-        self.places = nn.Embedding(args.seq_length, args.hidden_size)
+        self.positions = nn.Embedding(args.seq_length, args.hidden_size)
         self.blocks = nn.ModuleList(Block(args, experts) for experts in experts_per_layer(args))
         self.norm, self.head = nn.LayerNorm(args.hidden_size), nn.Linear(args.hidden_size, 256, bias=False)
         name_layers(self)
 
     def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """int64 [batch, length]."""
-        x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
+        """`tokens` is int64 [batch, length]."""
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         balance = x.new_zeros(())
         for block in self.blocks:
             x, l_aux = block(x)
@@ -95,12 +95,12 @@ class GPT(nn.Module):
 
 
 def experts_per_layer(args: argparse.Namespace) -> list[int]:
-    """Experts of each layer: every second layer has some; one number is for all of those, more are a pyramid."""
-    places = list(range(1, args.num_layers, 2))
-    counts = args.num_experts * len(places) if len(args.num_experts) == 1 else args.num_experts
-    if len(counts) != len(places):
-        raise SystemExit(f"--num-experts: got {len(counts)} numbers, expected 1 or {len(places)} (layers of experts)")
-    return [counts[places.index(i)] if i in places else 1 for i in range(args.num_layers)]
+    """Number of experts of each layer; 1 for a dense layer. Every second layer has experts."""
+    layers = list(range(1, args.num_layers, 2))
+    counts = args.num_experts * len(layers) if len(args.num_experts) == 1 else args.num_experts
+    if len(counts) != len(layers):
+        raise SystemExit(f"--num-experts: got {len(counts)} numbers, expected 1 or {len(layers)} (layers of experts)")
+    return [counts[layers.index(i)] if i in layers else 1 for i in range(args.num_layers)]
 
 
 def load_text(data: Path | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,7 +117,7 @@ def load_text(data: Path | None) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def windows(text: torch.Tensor, args: argparse.Namespace, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets [batch, length], drawn with a seed."""
+    """A batch of inputs and targets [batch, length], drawn with a seed."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(0, len(text) - args.seq_length - 1, (args.micro_batch_size,), generator=generator)
     both = torch.stack([text[s : s + args.seq_length + 1] for s in starts.tolist()]).long()
@@ -131,7 +131,10 @@ def bits(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def held_out_bits(model: nn.Module, text: torch.Tensor, args: argparse.Namespace, batches: int = 16) -> float:
-    """On the same batches for every model; every rank takes part, because experts are on all of them."""
+    """Held-out loss in bits per byte. The batches are the same for every model.
+
+    Every rank must call this, because every rank holds experts.
+    """
     model.eval()
     found = [bits(model(x)[0], y).item() for x, y in (windows(text, args, 10**6 + i) for i in range(batches))]
     model.train()
@@ -139,12 +142,12 @@ def held_out_bits(model: nn.Module, text: torch.Tensor, args: argparse.Namespace
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
-    """A short warm-up, then a linear fall to a tenth."""
+    """A warm-up of 50 steps, then a linear decay to a tenth."""
     return args.lr * min((step + 1) / 50, 1.0) * (1 - 0.9 * step / max(args.train_iters, 1))
 
 
 def train(model: nn.Module, args: argparse.Namespace, history: LoadHistory | None = None, loss_of=None) -> list[float]:
-    """Train and return the held-out bits at every `--eval-interval` steps and at the end.
+    """Train, and return the held-out losses: one every `--eval-interval` steps and one at the end.
 
     Args:
         loss_of: (step, logits, targets, inputs) -> loss in bits; None: the cross entropy.
@@ -180,7 +183,7 @@ def train(model: nn.Module, args: argparse.Namespace, history: LoadHistory | Non
 
 
 def build(args: argparse.Namespace) -> GPT:
-    """The model from its seed, equal on all ranks."""
+    """The model, initialised from its seed and equal on all ranks."""
     torch.manual_seed(args.seed)
     model = GPT(args)
     broadcast_parameters(model)
@@ -188,7 +191,7 @@ def build(args: argparse.Namespace) -> GPT:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags of the tutorial, and sizes that a laptop trains in minutes."""
+    """The flags of the tutorial. With the default sizes a laptop trains the model in minutes."""
     made = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     made.add_argument("--num-layers", type=int, default=4)
     made.add_argument("--hidden-size", type=int, default=128)
@@ -200,7 +203,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--lr", type=float, default=2e-3)
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--data", type=Path, help="a text file; default: Python's library")
-    made.add_argument("--num-experts", type=int, nargs="+", default=[8], help="per layer of experts, or one for all")
+    made.add_argument("--num-experts", type=int, nargs="+", default=[8], help="one number, or one per layer of experts")
     made.add_argument("--topk", type=int, default=1, help="experts per token")
     made.add_argument("--moe-expert-parallel-size", type=int, default=1)
     made.add_argument("--moe-loss-coeff", type=float, default=0.01)
@@ -216,7 +219,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Train once."""
+    """Train the model that the flags describe."""
     args = parser().parse_args()
     dsx_comm.init_distributed()
     model = build(args)

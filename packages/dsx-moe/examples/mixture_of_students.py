@@ -1,12 +1,12 @@
-"""Mixture-of-Students: a shallower mixture of experts learns from a deeper one, and stops to listen before the end.
+"""Mixture-of-Students: a shallower mixture of experts learns from a deeper one, which stops teaching before the end.
 
     pip install dsx-compress
     python mixture_of_students.py --mos --kd-stop-step 200 [flags of gpt_moe.py]
 
-The student of a PR-MoE has fewer layers and keeps the experts. With distillation to the end it gets worse than without:
-a small student has no capacity for both losses late in training. So the distillation is staged: it stops at
-`--kd-stop-step`, and only the task's loss counts from then on (arXiv 2201.05596, section 4.2). `--load-teacher` reads a
-teacher from a file (and writes it there first, if there is none).
+The student of a PR-MoE has fewer layers and as many experts. Distillation to the end of training makes it worse than no
+distillation, because a small student has no capacity for both losses late in training. So the distillation is staged:
+it stops at `--kd-stop-step`, and from then on only the loss of the task counts (arXiv 2201.05596, section 4.2).
+`--load-teacher` reads the teacher from a file; if there is no such file, the teacher is trained and written there.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from dsx_compress import DistillationLoss
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags of gpt_moe.py are the student's; those of the teacher end in -teacher."""
+    """The flags of gpt_moe.py, which describe the student; flags of the teacher end in -teacher."""
     made = gpt_moe.parser()
     made.set_defaults(num_layers=2)
     made.add_argument("--mos", action="store_true", help="distil; without it the student learns alone")
     made.add_argument("--num-layers-teacher", type=int, default=4)
     made.add_argument("--hidden-size-teacher", type=int, default=128)
     made.add_argument("--num-experts-teacher", type=int, nargs="+", default=[8])
-    made.add_argument("--load-teacher", type=Path, help="file of the teacher's weights; made if it is not there")
-    made.add_argument("--kd-stop-step", type=int, help="step from which only the task counts; default: never")
+    made.add_argument("--load-teacher", type=Path, help="file of the teacher's weights; written if there is none")
+    made.add_argument("--kd-stop-step", type=int, help="step after which only the task counts; default: never")
     made.add_argument("--kd-alpha", type=float, default=0.5, help="weight of the teacher's logits")
     made.add_argument("--kd-temperature", type=float, default=1.0)
     return made
 
 
 def trained_teacher(args: argparse.Namespace) -> torch.nn.Module:
-    """The teacher, from the file or trained now. The file holds all experts, whatever the number of ranks."""
-    theirs = argparse.Namespace(
+    """The teacher, read from the file or trained now. The file holds all experts, whatever the number of ranks."""
+    of_teacher = argparse.Namespace(
         **{
             **vars(args),
             "num_layers": args.num_layers_teacher,
@@ -46,11 +46,11 @@ def trained_teacher(args: argparse.Namespace) -> torch.nn.Module:
             "num_experts": args.num_experts_teacher,
         }
     )
-    teacher = gpt_moe.build(theirs)
+    teacher = gpt_moe.build(of_teacher)
     if args.load_teacher is not None and args.load_teacher.exists():
         teacher.load_state_dict(torch.load(args.load_teacher, weights_only=True))
     else:
-        gpt_moe.train(teacher, theirs)
+        gpt_moe.train(teacher, of_teacher)
         if args.load_teacher is not None:
             whole = dsx_moe.full_state_dict(teacher)
             if dsx_comm.get_rank() == 0:

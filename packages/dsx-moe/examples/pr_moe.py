@@ -1,9 +1,9 @@
-"""PR-MoE beside a plain mixture of experts and a dense model: parameters and held-out bits at equal training.
+"""PR-MoE, a plain mixture of experts and a dense model, trained equally: parameters and held-out losses.
 
     python pr_moe.py [--train-iters 300] [other flags of gpt_moe.py]
 
-PR-MoE (arXiv 2201.05596) gives later layers more experts (a pyramid) and every layer of experts a dense one beside it
-(the residual), so that it needs fewer parameters for the same loss.
+PR-MoE (arXiv 2201.05596) gives later layers more experts (a pyramid), and puts a dense layer beside every layer of
+experts (the residual). It needs fewer parameters for the same loss.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MODELS: dict[str, tuple[list[int], str]] = {
 
 
 def main() -> None:
-    """Train all of them and print a table."""
+    """Train all models and print a table."""
     args = gpt_moe.parser().parse_args()
     dsx_comm.init_distributed()
     rows = []

@@ -1,4 +1,6 @@
-"""Converted experts cut over tensor-parallel ranks: numbers of one process, the layout of Hugging Face, checkpoints."""
+"""Converted experts that are sliced over tensor-parallel ranks: outputs and gradients equal one process, and full state
+dicts and restored models have the layout of Hugging Face.
+"""
 
 import copy
 
@@ -54,11 +56,11 @@ def piece(weight, dim, parts, rank, size):
     return torch.cat([part.chunk(size, dim)[rank] for part in weight.chunk(parts, dim)], dim)
 
 
-def _runs(rank, world, by_config):
+def _convert_and_train(rank, world, by_config):
     dsx_comm.init_distributed()
     parallel_groups.use(GroupRegistry(ProcessTopology(("data", "model"), (world // 2, 2))))
     group = parallel_groups.current().axis("model").group
-    place, slot = rank // 2, rank % 2
+    data_rank, model_rank = rank // 2, rank % 2
     model, whole = Model(), Model()
     if by_config:
         section = ExpertParallelConfig(enabled=True, autoep_size=2, expert_tensor_parallel_size=2)
@@ -68,21 +70,21 @@ def _runs(rank, world, by_config):
     first = model.experts.first
     for name, parts, dim in (("gate_up_proj", 2, 1), ("down_proj", 1, 2)):
         own, expected = model.experts.get_parameter(name), getattr(whole.experts, name)[first : first + 2]
-        assert torch.equal(own, piece(expected, dim, parts, slot, 2))
+        assert torch.equal(own, piece(expected, dim, parts, model_rank, 2))
         assert own.tensor_model_parallel and (own.partition_dim, own.partition_stride) == (dim, parts)
         assert own.allreduce is False
-    x = tokens_of(place).requires_grad_()
+    x = tokens_of(data_rank).requires_grad_()
     out = model(x)
     out.square().sum().backward()
     both = [tokens_of(r).requires_grad_() for r in range(2)]
     outs = [whole(one) for one in both]
     sum(one.square().sum() for one in outs).backward()
-    torch.testing.assert_close(out, outs[place], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(x.grad, both[place].grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(out, outs[data_rank], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(x.grad, both[data_rank].grad, rtol=1e-4, atol=1e-5)
     for name, parts, dim in (("gate_up_proj", 2, 1), ("down_proj", 1, 2)):
         expected = getattr(whole.experts, name).grad[first : first + 2]
         torch.testing.assert_close(
-            model.experts.get_parameter(name).grad, piece(expected, dim, parts, slot, 2), rtol=1e-4, atol=1e-5
+            model.experts.get_parameter(name).grad, piece(expected, dim, parts, model_rank, 2), rtol=1e-4, atol=1e-5
         )
     full = full_state_dict(model)
     for name, value in whole.state_dict().items():
@@ -95,7 +97,7 @@ def _runs(rank, world, by_config):
     copied = copy.deepcopy(model)
     assert copied.experts.down_proj.partition_dim == 2
     boxes = {name: (found.shape, found.offset) for name, found in expert_slices(model).items()}
-    assert boxes == {"experts.down_proj": ((EXPERTS, HIDDEN, INNER), (first, 0, slot * INNER // 2))}
+    assert boxes == {"experts.down_proj": ((EXPERTS, HIDDEN, INNER), (first, 0, model_rank * INNER // 2))}
     restore_experts(model)
     assert type(model.experts) is Packed
     for name, value in whole.state_dict().items():
@@ -104,7 +106,7 @@ def _runs(rank, world, by_config):
 
 @pytest.mark.parametrize("by_config", [False, True])
 def test_slices_of_converted_experts_are_those_of_one_process(by_config):
-    run_ranks(_runs, 4, by_config)
+    run_ranks(_convert_and_train, 4, by_config)
 
 
 class OtherForm(nn.Module):

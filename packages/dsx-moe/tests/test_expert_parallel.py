@@ -23,7 +23,7 @@ class FeedForward(nn.Module):
 
 
 class Model(nn.Module):
-    """A dense layer, experts, a dense layer; the second output is the balancing loss."""
+    """A dense layer, experts, a dense layer. The output is a loss that includes the balancing loss."""
 
     def __init__(self, ep_size, packed=False, **options):
         super().__init__()
@@ -53,7 +53,7 @@ def batch(rank, step):
 
 
 def loss_of(model, x):
-    """An empty mean is NaN: no tokens give the loss 0, but the layer still runs."""
+    """The model's loss, and 0 for a batch without tokens (whose mean would be NaN); the experts run in both cases."""
     if x.shape[0]:
         return model(x)
     out, l_aux, _ = model.moe(model.first(x))
@@ -94,28 +94,29 @@ def train(rank, world, ep_size, steps, options):
         norms.append(dsx_moe.clip_grad_norm_(model, 0.5).item())
         optimizer.step()
         losses.append(loss.item())
-    local = (model.moe.groups.expert.rank, model.state_dict())
+    local = (model.moe.groups.expert.rank, model.state_dict())  # the names tell which experts this rank holds
     return losses, norms, local
 
 
 def compare(world, ep_size, options, steps=4):
     losses, norms, parameters = oracle(world, steps, {k: v for k, v in options.items() if k not in LAYOUT})
     results = run_ranks(train, world, ep_size, steps, options)
-    for rank, (mine, my_norms, (place, local)) in enumerate(results):
+    for rank, (mine, my_norms, (expert_rank, local)) in enumerate(results):
         assert mine == pytest.approx([step[rank] for step in losses], rel=1e-9, abs=1e-12)
         assert my_norms == pytest.approx(norms, rel=1e-9)
         count = EXPERTS // ep_size
         if not options.get("packed"):
             numbers = {int(name.split(".")[2]) for name in local if name.startswith("moe.experts.")}
-            assert numbers == set(range(place * count, (place + 1) * count))
+            assert numbers == set(range(expert_rank * count, (expert_rank + 1) * count))
         for name, value in local.items():
             expected = parameters[name]
             if options.get("packed") and name.startswith("moe.experts."):
-                expected = expected[place * count : (place + 1) * count]
+                expected = expected[expert_rank * count : (expert_rank + 1) * count]
             assert torch.allclose(value, expected, rtol=1e-9, atol=1e-12), name
 
 
 LAYOUT = ("overlap_chunks", "devices_per_node", "use_data_before_expert_parallel")
+"""Options that say how tokens are sent; one process does not need them."""
 SAMPLE = [
     (4, True, 1, {}),
     (2, False, 2, {}),
@@ -136,7 +137,7 @@ def test_training_equals_one_process(ep_size, drop, k, more):
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("chunks", [1, 2, 5])
-def test_training_equals_one_process_everywhere(ep_size, drop, k, packed, chunks):
+def test_training_equals_one_process_in_every_combination(ep_size, drop, k, packed, chunks):
     compare(4, ep_size, options_of(drop, k, packed=packed, overlap_chunks=chunks))
 
 
@@ -145,7 +146,7 @@ def test_training_equals_one_process_everywhere(ep_size, drop, k, packed, chunks
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("data_first", [True, False])
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_two_hops_equal_one_process_everywhere(ep_size, devices, data_first, chunks):
+def test_two_hops_equal_one_process_in_every_combination(ep_size, devices, data_first, chunks):
     more = {"devices_per_node": devices, "use_data_before_expert_parallel": data_first, "overlap_chunks": chunks}
     compare(4, ep_size, options_of(False, 2, **more))
 
@@ -161,13 +162,13 @@ def _two_hops(rank, world):
     return torch.equal(hops, plain), float(hops.detach().abs().min())
 
 
-def test_two_hops_bring_the_same_rows():
+def test_two_hops_deliver_the_same_rows():
     for same, least in run_ranks(_two_hops, 4):
         assert same
         assert least > 0
 
 
-def _bytes(rank, world, chunks):
+def _sent_bytes(rank, world, chunks):
     dsx_comm.init_distributed()
     torch.manual_seed(rank)
     layer = MoE(256, nn.Linear(256, 256), 8, world, k=2, drop_tokens=False, overlap_chunks=chunks)
@@ -179,46 +180,46 @@ def _bytes(rank, world, chunks):
     return traffic.sent_bytes("all_to_all_single"), traffic.sent_bytes(), layer.stats.kept.view(world, -1).sum(1)
 
 
-class Order:
-    """What happens in a forward, in order."""
+class EventOrder:
+    """Records in which order a forward sends tokens and calls its modules."""
 
     def __init__(self, layer):
-        self.seen = []
+        self.events = []
         start = layer.dispatch.exchange.start
 
         def started(rows, traffic):
-            self.seen.append("send")
+            self.events.append("send")
             return start(rows, traffic)
 
         layer.dispatch.exchange.start = started
-        layer.mlp.register_forward_hook(lambda *_: self.seen.append("dense"))
-        layer.experts.register_forward_hook(lambda *_: self.seen.append("experts"))
+        layer.mlp.register_forward_hook(lambda *_: self.events.append("dense"))
+        layer.experts.register_forward_hook(lambda *_: self.events.append("experts"))
 
 
-def _beside(rank, world):
+def _residual(rank, world):
     dsx_comm.init_distributed()
     torch.manual_seed(0)
     layer = MoE(4, nn.Linear(4, 4), 2, world, k=1, use_residual=True, drop_tokens=False)
-    order = Order(layer)
+    order = EventOrder(layer)
     out, *_ = layer(torch.randn(6, 4))
     out.sum().backward()
-    return order.seen
+    return order.events
 
 
 def test_the_dense_expert_works_while_tokens_travel():
-    for seen in run_ranks(_beside, 2):
-        assert seen[:4] == ["send", "dense", "experts", "send"]
+    for events in run_ranks(_residual, 2):
+        assert events[:4] == ["send", "dense", "experts", "send"]
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_exactly_the_routed_rows_travel(chunks):
-    results = run_ranks(_bytes, 4, chunks)
+    results = run_ranks(_sent_bytes, 4, chunks)
     for rank, (rows, everything, kept) in enumerate(results):
         there = int(kept.sum() - kept[rank])
-        back = sum(int(other[2][rank]) for place, other in enumerate(results) if place != rank)
+        back = sum(int(other[2][rank]) for sender, other in enumerate(results) if sender != rank)
         exact = (there + back) * 256 * 4
         assert rows == exact
-        assert everything <= 1.01 * exact  # the counts that the ranks tell each other
+        assert everything <= 1.01 * exact  # ranks also send each other their counts
     assert results[0][2].max() > 1.5 * results[0][2].float().mean()  # it is skewed
 
 
@@ -269,7 +270,7 @@ def _frozen_below_on_one_rank(rank, world):
     return None if x.grad is None else float(x.grad.abs().sum())
 
 
-def test_only_one_rank_needs_the_gradient_of_its_tokens():
+def test_one_rank_alone_may_need_the_gradient_of_its_tokens():
     assert run_ranks(_frozen_below_on_one_rank, 2)[0] > 0
 
 
@@ -284,13 +285,13 @@ def _second_order(rank, world):
     return second
 
 
-def test_second_derivatives_travel_too():
+def test_second_derivatives_equal_one_process():
     alone = run_ranks(_second_order, 1)[0]
     for second in run_ranks(_second_order, 2):
         assert torch.allclose(second, alone)
 
 
-def _loads(rank, world, ep_size, state, packed):
+def _load_and_run(rank, world, ep_size, state, packed):
     dsx_comm.init_distributed()
     torch.manual_seed(99)
     model = Model(ep_size, packed=packed)
@@ -304,19 +305,19 @@ def test_a_state_dict_of_one_process_loads_on_several(packed):
     model = Model(1, packed=packed)
     torch.manual_seed(5)
     expected = model.moe.eval()(torch.randn(7, HIDDEN)).output.detach()
-    for out in run_ranks(_loads, 2, 2, model.state_dict(), packed):
+    for out in run_ranks(_load_and_run, 2, 2, model.state_dict(), packed):
         assert torch.allclose(out, expected, atol=1e-6)
 
 
-def _other_order(rank, world):
+def _two_orders_of_ranks(rank, world):
     dsx_comm.init_distributed()
     MoE(HIDDEN, FeedForward(), EXPERTS, 2)
     MoE(HIDDEN, FeedForward(), EXPERTS, 2, use_data_before_expert_parallel=True)
 
 
-def test_one_size_has_one_order_of_ranks():
+def test_layers_of_one_ep_size_must_agree_on_the_order_of_ranks():
     with pytest.raises(RankError, match="exist already"):
-        run_ranks(_other_order, 4)
+        run_ranks(_two_orders_of_ranks, 4)
 
 
 def _does_not_divide(rank, world):

@@ -1,4 +1,4 @@
-"""Plans of expert parallelism as arithmetic, at sizes that no machine here has, and segments against a loop."""
+"""Plans of expert parallelism, which are arithmetic and so are tested at large sizes; segments against a loop."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_chunks_send_every_row_once_and_ranks_agree(ranks, experts, chunks, empt
 
 @pytest.mark.parametrize("chunks", [1, 2, 4])
 def test_received_rows_are_ordered_by_expert(chunks):
-    """Rows carry (sender, expert); what the plan orders must be the segments of the experts."""
+    """Rows are pairs (sender, expert). In the order of the plan they must form one segment for each expert."""
     ranks, experts, me = 4, 12, 2
     counts = counts_of(ranks, experts)
     rows = [[(s, e) for e in range(experts) for _ in range(int(counts[s][e]))] for s in range(ranks)]

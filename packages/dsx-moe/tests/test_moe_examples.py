@@ -1,4 +1,4 @@
-"""The examples run at a tiny size: experts on one process and spread over two, the pyramid, and the students."""
+"""The examples run at a tiny size: experts on one process and on two, PR-MoE, and Mixture-of-Students."""
 
 import re
 import subprocess
@@ -36,7 +36,7 @@ def test_a_gpt_with_experts_learns_and_draws_their_load(tmp_path):
 
 
 def test_experts_spread_over_two_processes(tmp_path):
-    """Each process holds half of the experts; one line per evaluation is printed, by one of them."""
+    """Each process holds half of the experts. Only one process prints: one line for each evaluation."""
     sizes = []
     for processes in (1, 2):
         text = run("gpt_moe.py", "--num-experts", "4", "--moe-expert-parallel-size", str(processes), "--num-layers",
@@ -54,13 +54,13 @@ def test_a_pyramid_takes_fewer_parameters_than_residual_experts():
     assert size["dense"] < size["PR-MoE, 4 and 8 experts"] < size["Residual-MoE, 8 experts"]
 
 
-def test_a_student_learns_from_a_teacher_that_is_kept(tmp_path):
+def test_a_student_learns_from_a_teacher_that_is_saved_and_read_again(tmp_path):
     pytest.importorskip("dsx_compress")
     teacher = tmp_path / "teacher.pt"
     flags = ["--mos", "--kd-stop-step", "2", "--train-iters", "4", "--hidden-size-teacher", "16", "--load-teacher"]
     first = run("mixture_of_students.py", *flags, str(teacher))
-    assert len(held_out(first)) == 2 and teacher.stat().st_size > 10_000  # the teacher's line and the student's
+    assert len(held_out(first)) == 2 and teacher.stat().st_size > 10_000  # one line of the teacher, one of the student
     again = run("mixture_of_students.py", *flags, str(teacher))
-    assert len(held_out(again)) == 1  # the teacher is read
+    assert len(held_out(again)) == 1  # the teacher was read, not trained
     last = [re.search(r"student: .* ([\d.]+) bits per byte held out", text)[1] for text in (first, again)]
     assert last[0] == last[1]

@@ -1,4 +1,4 @@
-"""Gating against a slow float64 reference written from the published formulas, one token at a time."""
+"""Gating against a slow float64 reference, which follows the published formulas one token at a time."""
 
 import math
 
@@ -10,7 +10,8 @@ from dsx_moe import MoEConfigError, expert_capacity, router_z_loss, top1_gating,
 def reference(logits, choices, capacity, *, order, normalise, first_only):
     """(dense weights [T, E], requests [E], balancing loss).
 
-    `order(e, routes)` sorts the routes (token, place) of an expert by preference; the first `capacity` are kept.
+    `order(expert, route, gates)` is the sort key of a route (token, which of its choices); each expert keeps its first
+    `capacity` routes.
     """
     T, E = logits.shape
     gates = [[math.exp(v - max(row)) for v in row] for row in logits.tolist()]
@@ -33,7 +34,7 @@ def reference(logits, choices, capacity, *, order, normalise, first_only):
 
 
 def by_score(logits, k):
-    """The k experts of each token: largest first, of equal ones the lowest."""
+    """The k experts of each token, largest logit first; of experts with equal logits the one with the lower index."""
     return [sorted(range(len(row)), key=lambda e: (-row[e], e))[:k] for row in logits.tolist()]
 
 
@@ -92,9 +93,9 @@ def test_top2_second_choices_queue_behind_first_choices(name, drop):
 def test_topk_drops_by_gate_or_by_position(name, policy, k):
     logits = case(name)
     capacity = expert_capacity(*logits.shape, k * 0.7, 2)
-    by_gate = {"probs": lambda e, r, g: (-g[r[0]][e], r[0]), "position": lambda e, r, g: r[0]}
+    orders = {"probs": lambda e, r, g: (-g[r[0]][e], r[0]), "position": lambda e, r, g: r[0]}
     weights, requested, loss = reference(
-        logits, by_score(logits, k), capacity, order=by_gate[policy], normalise=True, first_only=False
+        logits, by_score(logits, k), capacity, order=orders[policy], normalise=True, first_only=False
     )
     check(topk_gating(logits, k, 0.7, 2, drop_policy=policy), (weights, requested, loss / k), capacity)
 
@@ -109,14 +110,14 @@ def test_no_tokens_give_no_routes_and_a_loss_of_zero(gate):
     assert gating.routing.dropped_share().item() == 0.0
 
 
-def test_random_token_selection_keeps_as_many_and_not_always_the_same():
+def test_random_token_selection_keeps_equally_many_tokens_but_not_always_the_same():
     logits = torch.zeros(40, 2).index_fill_(1, torch.tensor([1]), 5.0)
     kept = {tuple(top1_gating(logits, 0.5, 4, use_rts=True).routing.token.tolist()) for _ in range(8)}
     assert all(len(tokens) == expert_capacity(40, 2, 0.5, 4) for tokens in kept)
     assert len(kept) > 1
 
 
-def test_unused_tokens_are_not_routed_and_take_no_place():
+def test_unused_tokens_are_not_routed_and_take_no_capacity():
     logits = torch.zeros(10, 2, dtype=torch.float64)
     used = torch.tensor([0, 0, 0, 1, 1, 1, 1, 1, 1, 1])
     for gating in (
@@ -138,7 +139,7 @@ def test_rsample_and_the_second_expert_follow_the_softmax():
     second = top2_gating(logits, drop_tokens=False).routing.requested / 40000
     assert torch.allclose(second[:2], share[:2] / share[:2].sum(), atol=0.02)
     assert second[2] == 1
-    assert torch.equal(before, logits)  # the noise is not left in the logits
+    assert torch.equal(before, logits)  # gating does not write its noise into the logits
 
 
 def test_gradients_of_weights_and_losses_are_those_of_the_formulas():
@@ -170,6 +171,6 @@ def test_two_experts_of_a_row_of_minus_infinity_stay_distinct():
         (lambda: top2_gating(torch.zeros(3, 1)), "k: got 2"),
     ],
 )
-def test_what_does_not_fit_is_named(call, words):
+def test_wrong_arguments_are_named(call, words):
     with pytest.raises(MoEConfigError, match=words):
         call()

@@ -1,4 +1,4 @@
-"""Hugging Face models with random weights: expert-parallel form, training, state, and the way back."""
+"""Hugging Face models with random weights: conversion to expert parallelism, training, state, and restoring."""
 
 import copy
 import warnings
@@ -119,7 +119,7 @@ def test_every_family_trains_like_one_process(family, ep_size):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_form_on_one_rank_gives_the_same_outputs_and_goes_back(family):
+def test_conversion_on_one_rank_keeps_the_outputs_and_can_be_undone(family):
     model = tiny(family)
     inputs = tokens_of(0)
     expected = model(inputs, labels=inputs)
@@ -153,7 +153,7 @@ def test_a_restored_model_saves_and_loads_the_hugging_face_way(tmp_path):
 
 
 class OldBlock(nn.Module):
-    """How Mixtral's block was written before transformers 5."""
+    """Mixtral's block as it was before transformers 5: a router, and experts in a list."""
 
     def __init__(self, norm=True, logits=True):
         super().__init__()
@@ -186,7 +186,7 @@ class OldModel(nn.Module):
 
 
 @pytest.mark.parametrize("logits", [True, False])
-def test_listed_experts_are_found_and_go_back(logits):
+def test_experts_in_a_module_list_are_found_and_restored(logits):
     torch.manual_seed(0)
     model = OldModel(logits=logits)
     x = torch.randn(2, 5, 8)
@@ -213,7 +213,7 @@ def test_a_router_of_another_kind_is_refused_until_it_is_described():
     torch.testing.assert_close(model(x), expected)
 
 
-def _listed(rank, world):
+def _module_list(rank, world):
     dsx_comm.init_distributed()
     torch.manual_seed(0)
     model = OldModel()
@@ -228,15 +228,15 @@ def _listed(rank, world):
     return held, same, all(torch.equal(full[name], value) for name, value in whole.items()), full.keys() == whole.keys()
 
 
-def test_listed_experts_on_several_ranks():
-    for rank, (held, same, full, keys) in enumerate(run_ranks(_listed, 2)):
+def test_experts_in_a_module_list_on_several_ranks():
+    for rank, (held, same, full, keys) in enumerate(run_ranks(_module_list, 2)):
         assert {name.split(".")[2] for name in held} == {str(2 * rank), str(2 * rank + 1)}
         assert same
         assert full
         assert keys
 
 
-def _resumes(rank, world, ep_size, family, weights, saved):
+def _resume(rank, world, ep_size, family, weights, saved):
     dsx_comm.init_distributed()
     model = tiny(family)
     for parameter in model.parameters():
@@ -252,19 +252,19 @@ def _resumes(rank, world, ep_size, family, weights, saved):
     return dsx_moe.full_state_dict(model), dsx_moe.full_optimizer_state_dict(model, optimizer)
 
 
-def test_any_expert_parallel_size_reads_what_any_wrote():
+def test_state_may_be_loaded_at_another_expert_parallel_size():
     model = tiny("qwen3_moe")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model(tokens_of(5), labels=tokens_of(5)).loss.backward()
     optimizer.step()
     start = (model.state_dict(), dsx_moe.full_optimizer_state_dict(model, optimizer))
-    two = run_ranks(_resumes, 2, 2, "qwen3_moe", *start)[0]
-    one = run_ranks(_resumes, 2, 1, "qwen3_moe", *start)[0]
+    two = run_ranks(_resume, 2, 2, "qwen3_moe", *start)[0]
+    one = run_ranks(_resume, 2, 1, "qwen3_moe", *start)[0]
     for name in one[0]:
         torch.testing.assert_close(two[0][name], one[0][name], rtol=1e-4, atol=1e-5)
     assert two[1]["param_groups"][0]["lr"] == 0.01
-    onward = run_ranks(_resumes, 2, 1, "qwen3_moe", *two)[0]
-    assert onward[0].keys() == one[0].keys()
+    loaded_from_two = run_ranks(_resume, 2, 1, "qwen3_moe", *two)[0]
+    assert loaded_from_two[0].keys() == one[0].keys()
 
 
 def test_experts_that_do_not_divide_and_models_without_experts_are_refused():
@@ -280,8 +280,8 @@ def test_experts_that_do_not_divide_and_models_without_experts_are_refused():
     assert apply_expert_parallel(model, 1, pattern=r"model\.layers\.1\..*") == ["model.layers.1.mlp.experts"]
 
 
-class Strange(nn.Module):
-    """Packed, but not a weighted sum: the weights are squared."""
+class SquaredWeights(nn.Module):
+    """Packed experts whose output is not the weighted sum: the routing weights are squared."""
 
     def __init__(self):
         super().__init__()
@@ -292,6 +292,6 @@ class Strange(nn.Module):
         return torch.einsum("tkij,tj,tk->ti", self.weight[chosen], tokens, weights.square())
 
 
-def test_packed_experts_that_are_no_weighted_sum_are_refused():
+def test_packed_experts_whose_output_is_not_a_weighted_sum_are_refused():
     with pytest.raises(ConversionError, match="gives other outputs"):
-        apply_expert_parallel(nn.ModuleDict({"experts": Strange()}), 1)
+        apply_expert_parallel(nn.ModuleDict({"experts": SquaredWeights()}), 1)

@@ -1,4 +1,4 @@
-"""A layer on one rank against a loop over tokens in plain PyTorch."""
+"""An MoE layer on one rank against a loop over tokens in plain PyTorch."""
 
 import copy
 import pickle
@@ -28,7 +28,7 @@ class FeedForward(nn.Module):
 
 
 def by_hand(layer, x, k):
-    """Every token alone: its k best experts, weighted by their gates (k > 1: normalised)."""
+    """One token after the other: the outputs of its k best experts, weighted by their gates (normalised if k > 1)."""
     out = torch.zeros_like(x)
     gates = torch.softmax(x @ layer.gate.wg.weight.t(), dim=1)
     for t in range(x.shape[0]):
@@ -62,10 +62,10 @@ def test_dropped_tokens_give_zeros_and_no_gradient():
     assert stats is not None
     assert stats.kept.max() == 1
     assert stats.dropped_share == 1 - int(stats.kept.sum()) / 16
-    silent = out.detach().abs().sum(1) == 0
-    assert int(silent.sum()) == 16 - int(stats.kept.sum())
+    dropped = out.detach().abs().sum(1) == 0
+    assert int(dropped.sum()) == 16 - int(stats.kept.sum())
     (grad,) = torch.autograd.grad(out.sum(), x)
-    assert torch.equal(grad[silent], torch.zeros_like(grad[silent]))
+    assert torch.equal(grad[dropped], torch.zeros_like(grad[dropped]))
 
 
 def test_an_infinite_row_does_not_reach_dropped_tokens():
@@ -110,7 +110,7 @@ def test_derivatives_of_second_order_exist():
     assert torch.autograd.gradgradcheck(lambda x: layer(x).output, x)
 
 
-def test_residual_mixes_a_dense_expert_in():
+def test_residual_layers_mix_the_output_of_a_dense_expert_in():
     layer = MoE(8, FeedForward(), 2, use_residual=True, drop_tokens=False)
     x = torch.randn(5, 8)
     share = torch.softmax(layer.coefficient(x), -1)
@@ -158,7 +158,7 @@ def test_logits_are_float32_under_autocast_and_bfloat16():
     )  # fmt: skip
 
 
-def test_no_tokens_at_all():
+def test_a_batch_without_tokens_gives_zero_gradients():
     layer = MoE(8, FeedForward(), 4, k=2)
     out = layer(torch.randn(0, 8))
     assert out.output.shape == (0, 8)
@@ -176,7 +176,7 @@ def test_logits_that_are_not_finite_name_the_layer(bad):
         model["block"]["moe"](x)
 
 
-def test_marks_survive_copies_and_files():
+def test_marks_of_expert_parameters_survive_copying_and_pickling():
     layer = MoE(8, FeedForward(), 2)
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         marked = {name for name, p in other.named_parameters() if is_moe_param(p)}
@@ -188,7 +188,7 @@ def test_marks_survive_copies_and_files():
     assert has_moe_layers(nn.Linear(2, 2)) == (False, 0)
 
 
-def test_the_bias_moves_against_the_load():
+def test_the_router_bias_evens_out_the_load():
     torch.manual_seed(0)
     layer = MoE(8, FeedForward(), 4, k=2, bias_update_rate=0.005, drop_tokens=False)
     with torch.no_grad():
@@ -233,7 +233,7 @@ def test_the_z_loss_is_added_with_its_weight():
         (lambda: MoE(8, FeedForward(), 2, overlap_chunks=0), "overlap_chunks"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_names(build, words):
+def test_wrong_arguments_are_refused_and_named(build, words):
     with pytest.raises(MoEConfigError, match=words):
         build()
 

@@ -1,4 +1,4 @@
-"""Expert parameters among others: the functions that scripts written for DeepSpeed call."""
+"""Expert parameters are told apart from others by the functions that scripts written for DeepSpeed call."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_large_groups_are_divided():
     assert [len(g["params"]) for g in tiny if is_moe_param_group(g)] == [1, 1, 1, 1]
 
 
-def test_parameters_or_groups_are_configured_once():
+def test_parameters_become_groups_and_groups_stay_as_they_are():
     net = model()
     groups = configure_moe_param_groups(list(net.parameters()))
     assert [g["name"] for g in groups] == ["dense-params", "ep_size_1"]

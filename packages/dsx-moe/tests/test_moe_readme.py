@@ -1,4 +1,4 @@
-"""The python of the README runs as it stands: alone, and the first block on two ranks too."""
+"""The Python blocks of the README run unchanged on one rank, and the first one on two ranks too."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""Events and the picture of the load."""
+"""Monitoring of MoE layers: events, statistics of all ranks, and the picture of the experts' load."""
 
 import itertools
 import xml.etree.ElementTree as ElementTree
@@ -29,7 +29,7 @@ def test_events_say_load_dropped_share_and_loss():
     assert events["Train/MoE/a/dropped_share"][0] == pytest.approx(1 - kept / 64)
 
 
-def _everywhere(rank, world):
+def _stats(rank, world):
     dsx_comm.init_distributed()
     layers = model(world)
     x = torch.randn(16 * (rank + 1), 8, generator=torch.Generator().manual_seed(rank))
@@ -41,11 +41,11 @@ def _everywhere(rank, world):
     )  # fmt: skip
 
 
-def test_all_ranks_add_up():
-    results = run_ranks(_everywhere, 2)
-    for place in (0, 1):
-        total = [sum(counts) for counts in zip(*(mine[place] for mine, _, _ in results))]
-        assert all(everyone[place] == total for _, everyone, _ in results)
+def test_counts_of_all_ranks_are_summed_and_losses_averaged():
+    results = run_ranks(_stats, 2)
+    for layer in (0, 1):
+        total = [sum(counts) for counts in zip(*(mine[layer] for mine, _, _ in results))]
+        assert all(everyone[layer] == total for _, everyone, _ in results)
     mean = sum(loss for _, _, (loss, _) in results) / 2
     assert all(everyone == pytest.approx(mean) for _, _, (_, everyone) in results)
 
@@ -63,7 +63,7 @@ def test_the_picture_is_svg_with_a_cell_per_record(tmp_path):
     assert LoadHistory().svg().startswith("<svg")
 
 
-def test_a_long_run_keeps_its_whole_course_in_bounded_memory():
+def test_the_history_of_a_long_run_is_thinned_out_evenly():
     layers, history = model(), LoadHistory(most=8)
     layers["b"](torch.randn(8, 8))
     for step in range(100):
