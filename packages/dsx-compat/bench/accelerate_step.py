@@ -2,12 +2,13 @@
 
     python packages/dsx-compat/bench/accelerate_step.py [--layers 6] [--steps 10] [--rounds 3] [--json FILE]
 
-Each round starts the program once on each system, one after the other, in the order that changes from round to round.
-The figure is the median over the rounds of the program's own median step, and the ratio DeepSpeed / dsx. The model is
-shaped like GPT-2 with 19 million parameters. Goal: at least 1.2.
+Each round starts the program once on each system, one after the other, in an order that alternates from round to round.
+A run reports its median step. The table has the median of the runs, and the ratio DeepSpeed / dsx. The model is shaped
+like GPT-2 and has 19 million parameters. Goal: a ratio of at least 1.2.
 
-It needs the peers of requirements.txt; the environment must not have dsx-compat installed (`tools/dev.py bench` sees to
-that), because the program finds dsx's `deepspeed` by `dsx_compat.activate()` and DeepSpeed's without.
+The bench needs the packages of requirements.txt. The program finds dsx's `deepspeed` through `dsx_compat.activate()`,
+and DeepSpeed's own without that call, so the environment must not have dsx-compat installed (`tools/dev.py bench` makes
+such an environment).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ SOURCES = Path(__file__).resolve().parents[1] / "src"
 
 
 def program(args: argparse.Namespace) -> None:
-    """What each rank runs; rank 0 prints its median step in seconds."""
+    """Train on this rank; rank 0 prints its median step in seconds."""
     if args.system == "dsx":
         sys.path.insert(0, str(SOURCES))
         import dsx_compat
@@ -66,23 +67,11 @@ def program(args: argparse.Namespace) -> None:
 def measure(system: str, stage: int, args: argparse.Namespace) -> float:
     """Median step of one run, in seconds."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
-    options = [
-        "--system",
-        system,
-        "--stage",
-        stage,
-        "--layers",
-        args.layers,
-        "--steps",
-        args.steps,
-        "--length",
-        args.length,
-    ]
-    quiet = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    quiet |= {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "2"}
-    done = subprocess.run(
-        [*command, *map(str, options)], env={**os.environ, **quiet}, capture_output=True, text=True, timeout=900
-    )
+    options = {"system": system, "stage": stage, "layers": args.layers, "steps": args.steps, "length": args.length}
+    command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    variables |= {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "2"}
+    done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=900)
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"step"')]
     if done.returncode != 0 or not lines:
         raise SystemExit(f"{system}, stage {stage}:\n{done.stderr[-3000:]}")
@@ -90,14 +79,14 @@ def measure(system: str, stage: int, args: argparse.Namespace) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Accelerate on dsx and on DeepSpeed, step by step")
+    parser = argparse.ArgumentParser(description="Step time of an Accelerate program on dsx and on DeepSpeed")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--length", type=int, default=128, help="tokens per sequence")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each system per stage")
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 3])
-    parser.add_argument("--system", choices=("dsx", "deepspeed"), help="run the program itself")
-    parser.add_argument("--stage", type=int)
+    parser.add_argument("--system", choices=("dsx", "deepspeed"), help="run the program once, in this process")
+    parser.add_argument("--stage", type=int, help="with --system: the ZeRO stage")
     add_json_option(parser)
     args = parser.parse_args()
     if args.system:
@@ -105,13 +94,14 @@ def main() -> None:
         return
     table = Table({"stage": "", "dsx": "{:.0f} ms", "DeepSpeed": "{:.0f} ms", "ratio": "{:.2f}x"})
     for stage in args.stages:
-        found: dict[str, list[float]] = {"dsx": [], "deepspeed": []}
+        steps: dict[str, list[float]] = {"dsx": [], "deepspeed": []}
         for round_ in range(args.rounds):
-            for system in sorted(found, reverse=round_ % 2 == 1):
-                found[system].append(measure(system, stage, args))
-        ours, theirs = (statistics.median(found[system]) for system in ("dsx", "deepspeed"))
-        table.add(stage, ours * 1e3, theirs * 1e3, theirs / ours)
-        table.goal(f"stage {stage} at least 1.2x DeepSpeed", f"{theirs / ours:.2f}x", met=theirs / ours >= 1.2)
+            for system in sorted(steps, reverse=round_ % 2 == 1):
+                steps[system].append(measure(system, stage, args))
+        dsx, deepspeed = (statistics.median(steps[system]) for system in ("dsx", "deepspeed"))
+        ratio = deepspeed / dsx
+        table.add(stage, dsx * 1e3, deepspeed * 1e3, ratio)
+        table.goal(f"stage {stage} at least 1.2x DeepSpeed", f"{ratio:.2f}x", met=ratio >= 1.2)
     table.save(args.json)
 
 

@@ -1,4 +1,4 @@
-"""The python of the README runs as it stands, alone and on two ranks."""
+"""The Python block of the README runs unchanged, on one rank and on two."""
 
 import re
 import subprocess

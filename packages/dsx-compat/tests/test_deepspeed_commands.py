@@ -1,4 +1,4 @@
-"""The programs of DeepSpeed take the command lines that job scripts have."""
+"""DeepSpeed's programs (`deepspeed`, `ds_report`, ...) accept the command lines that job scripts use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dsx_compat import commands
 dsx_compat.activate()
 
 
-def call(name, *words, **options):
+def run_command(name, *words, **options):
     code = f"import sys; from dsx_compat.commands import {name}; sys.exit({name}())"
     return subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=240, **options)
 
@@ -24,13 +24,13 @@ def test_deepspeed_starts_a_script_on_two_ranks(tmp_path):
         "parser.add_argument('--lr')\nargs = parser.parse_args()\n"
         "open(f'rank{args.local_rank}', 'w').write(args.lr + os.environ['WORLD_SIZE'])\n"
     )
-    done = call("deepspeed", "--num_gpus", "2", "train.py", "--lr", "7", cwd=tmp_path)
+    done = run_command("deepspeed", "--num_gpus", "2", "train.py", "--lr", "7", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["72", "72"]
 
 
 def test_deepspeed_names_itself_in_its_help():
-    assert "usage: deepspeed" in call("deepspeed", "--help").stdout
+    assert "usage: deepspeed" in run_command("deepspeed", "--help").stdout
 
 
 def test_deepspeed_searches_for_a_configuration(tmp_path, monkeypatch, capsys):
@@ -43,10 +43,10 @@ def test_deepspeed_searches_for_a_configuration(tmp_path, monkeypatch, capsys):
     assert commands.deepspeed(words) == 0
     assert "8 configurations on 2 ranks" in capsys.readouterr().out
     with pytest.raises(RuntimeError, match="dsx launch --autotuning"):
-        Autotuner(object(), {})  # as DeepSpeed's launcher calls its own
+        Autotuner(object(), {})  # DeepSpeed's launcher makes its own Autotuner like this
 
 
-def test_ds_report_is_the_doctor(capsys):
+def test_ds_report_runs_the_doctor(capsys):
     commands.ds_report(["--hide_operator_status"])
     out = capsys.readouterr().out
     assert "torch" in out and "packages" in out
@@ -66,8 +66,8 @@ def test_ds_ssh_shows_its_commands(tmp_path, capsys):
     assert len(lines) == 2 and all("nvidia-smi -L" in line for line in lines)
 
 
-def test_ds_bench_is_the_bench_of_collectives():
-    assert "usage" in call("ds_bench", "--help").stdout
+def test_ds_bench_runs_the_bench_of_collectives():
+    assert "usage" in run_command("ds_bench", "--help").stdout
 
 
 @pytest.mark.parametrize("name", ["ds_io", "ds_nvme_tune"])

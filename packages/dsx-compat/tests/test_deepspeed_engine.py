@@ -1,4 +1,4 @@
-"""A script that says `import deepspeed` trains as plain PyTorch does, and finds the names that clients ask for."""
+"""A script that says `import deepspeed` trains as plain PyTorch does, and the engine has the names that clients use."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def plain_curve(world, steps):
     return curve
 
 
-def trains(rank, world, stage):
+def train(rank, world, stage):
     import deepspeed
 
     engine, optimizer, loader, scheduler = deepspeed.initialize(model=model(), config_params=settings(stage))
@@ -66,14 +66,14 @@ def trains(rank, world, stage):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_script_trains_as_plain_pytorch(stage):
-    curves = run_ranks(trains, 2, stage)
+    curves = run_ranks(train, 2, stage)
     expected = plain_curve(2, 6)
     for rank, curve in enumerate(curves):
         torch.testing.assert_close(curve, [step[rank] for step in expected], rtol=1e-5, atol=0)
 
 
-def asked(rank, world, stage):
-    """The names of spec'd clients, as they use them."""
+def use_names_of_clients(rank, world, stage):
+    """Use the engine as Accelerate, transformers, trl and Lightning do."""
     import deepspeed
 
     engine, optimizer, _, _ = deepspeed.initialize(model=model(), config=settings(stage))
@@ -106,8 +106,8 @@ def asked(rank, world, stage):
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_what_clients_ask_the_engine_for(stage):
-    assert all(run_ranks(asked, 2, stage))
+def test_the_engine_has_the_names_that_clients_use(stage):
+    assert all(run_ranks(use_names_of_clients, 2, stage))
 
 
 @pytest.mark.parametrize("optimizer", [None, lambda parameters: torch.optim.SGD(parameters, lr=0.1)])
@@ -123,7 +123,7 @@ def test_an_optimizer_over_no_parameters_is_refused(optimizer):
 
 
 def forward_only(rank, world, stage):
-    """trl's reference model: flat keys, offload that is left over at stage 0, no optimizer."""
+    """trl's reference model has no optimizer; its config has flat keys, and at stage 0 an offload section left over."""
     import deepspeed
 
     config = {
@@ -147,7 +147,7 @@ def forward_only(rank, world, stage):
     if stage != 3:
         assert engine.optimizer is None
         return True
-    offload = engine.optimizer  # what programs take hooks off
+    offload = engine.optimizer  # the object from which programs remove hooks
     with deepspeed.zero.GatheredParameters(engine.parameters()):
         for _, parameter in [*offload.module.named_parameters(), *offload.module.ds_external_parameters()]:
             parameter.ds_active_sub_modules.clear()
@@ -193,7 +193,7 @@ def with_schedule(rank, world):
     return True
 
 
-def test_a_schedule_made_by_a_callable_and_taken_back():
+def test_a_schedule_made_by_a_callable_may_be_taken_from_the_engine():
     assert all(run_ranks(with_schedule, 2))
 
 

@@ -1,4 +1,6 @@
-"""Every import path of public examples, documents and clients resolves, and what dsx has not says what to use."""
+"""Every import path of public examples, documents and clients resolves. A name that dsx does not support raises an
+error that says what to use instead.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ import deepspeed  # noqa: E402
 PATHS = (Path(__file__).parent / "import_paths.txt").read_text().split()
 
 
-def reach(path: str):
-    """Both ways in which programs reach a name: import of its module, and attributes from the root."""
+def reach_by_attributes(path: str):
+    """The value of a path, read attribute by attribute from `deepspeed`."""
     parts = path.split(".")
     value = deepspeed
     for part in parts[1:]:
@@ -30,7 +32,7 @@ def reach(path: str):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_public_import_path_resolves(path):
-    value = reach(path)
+    value = reach_by_attributes(path)
     module, _, name = path.rpartition(".")
     while module not in MODULES:
         module, _, name = module.rpartition(".")
@@ -89,7 +91,7 @@ def test_every_unsupported_name_gives_its_advice():
         assert advice in str(caught.value)
 
 
-def test_a_name_that_nobody_has_is_an_ordinary_error():
+def test_a_name_that_deepspeed_does_not_have_either_raises_an_ordinary_error():
     with pytest.raises(AttributeError, match="no attribute 'initialise'"):
         deepspeed.initialise
     with pytest.raises(ImportError, match="initialise"):
@@ -99,7 +101,7 @@ def test_a_name_that_nobody_has_is_an_ordinary_error():
     assert not hasattr(deepspeed, "init_inference")
 
 
-def test_one_identity_of_every_class():
+def test_a_class_is_the_same_object_under_all_its_names():
     import dsx_comm
     import dsx_ops
     import dsx_pipe
@@ -112,7 +114,7 @@ def test_one_identity_of_every_class():
     assert deepspeed.comm.all_reduce is dsx_comm.all_reduce is deepspeed.dist.all_reduce
 
 
-def test_what_a_program_assigns_stays(monkeypatch):
+def test_a_value_that_a_program_assigns_stays(monkeypatch):
     from deepspeed.runtime.zero import partition_parameters
 
     replaced = lambda fn, *args, **kwargs: fn  # noqa: E731
@@ -121,7 +123,7 @@ def test_what_a_program_assigns_stays(monkeypatch):
     assert again.zero_wrapper_for_fp_tensor_constructor is replaced
 
 
-def test_dir_shows_names_and_modules():
+def test_dir_lists_names_and_modules():
     assert {"initialize", "zero", "comm", "runtime"} <= set(dir(deepspeed))
     assert "WarmupLR" in dir(importlib.import_module("deepspeed.runtime.lr_schedules"))
 

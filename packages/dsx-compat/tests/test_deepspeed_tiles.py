@@ -13,10 +13,10 @@ TOKENS = 13
 
 
 class MLP(nn.Module):
-    """As in Hugging Face's models."""
+    """A feed-forward layer as in Hugging Face's models."""
 
     longest = 0
-    """The most tokens that one call has seen."""
+    """The largest number of tokens that one call has got."""
 
     def __init__(self):
         super().__init__()
@@ -44,7 +44,7 @@ whole_mlp = MLP.forward
 
 
 def tiled_mlp(self, x):
-    """As the documentation of DeepSpeed patches `LlamaMLP.forward`."""
+    """The forward with which DeepSpeed's documentation patches `LlamaMLP`."""
     from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
 
     return TiledMLP.apply(whole_mlp, self, x, 4, [self.up.weight, self.down.weight])
@@ -65,7 +65,7 @@ def example(seed, batch=2):
 
 @pytest.fixture
 def patched(monkeypatch):
-    """Patches the classes, as programs do before they build the model."""
+    """A function that patches the classes, as programs do before they build the model."""
 
     def patch():
         monkeypatch.setattr(MLP, "forward", tiled_mlp)
@@ -75,7 +75,7 @@ def patched(monkeypatch):
     return patch
 
 
-def test_values_and_gradients_are_those_of_the_whole(patched):
+def test_values_and_gradients_equal_those_without_tiles(patched):
     found = []
     for tiled in (False, True):
         if tiled:
@@ -91,7 +91,7 @@ def test_values_and_gradients_are_those_of_the_whole(patched):
 
 
 def test_two_dimensions_and_one_shard(patched):
-    """Experts get (tokens, features)."""
+    """Inputs of experts have two dimensions: (tokens, features)."""
     from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP, sequence_tiled_compute
 
     mlp = Net().mlp

@@ -59,12 +59,12 @@ def stage3(rank, world, threshold):
 
 
 @pytest.mark.parametrize("threshold", [0, 10**6])
-def test_managed_parameters_have_them(threshold):
+def test_parameters_that_stage_3_manages_have_the_attributes(threshold):
     sizes = [sum(found) for found in zip(*run_ranks(stage3, 2, threshold))]
     assert sizes == [36, 6, 36, 6] if threshold == 0 else [72, 12, 72, 12]
 
 
-def resident(rank, world):
+def attributes_are_absent(rank, world):
     import deepspeed
 
     torch.manual_seed(0)
@@ -78,11 +78,11 @@ def resident(rank, world):
     return not any(hasattr(p, name) for p in net.parameters() for name in NAMES)
 
 
-def test_below_stage_3_nobody_has_them():
-    assert all(run_ranks(resident, 2))
+def test_below_stage_3_parameters_do_not_have_the_attributes():
+    assert all(run_ranks(attributes_are_absent, 2))
 
 
-def built(rank, world):
+def build_under_init(rank, world):
     import deepspeed
 
     with deepspeed.zero.Init(config_dict_or_path={"bf16": {"enabled": True}}, remote_device="cpu"):
@@ -95,11 +95,11 @@ def built(rank, world):
     return not hasattr(plain.weight, "ds_id")
 
 
-def test_parameters_of_init_have_them():
-    assert all(run_ranks(built, 2))
+def test_parameters_built_under_init_have_the_attributes():
+    assert all(run_ranks(build_under_init, 2))
 
 
-def test_a_program_may_keep_a_value_of_its_own_under_such_a_name():
+def test_a_program_may_keep_its_own_value_under_such_a_name():
     import deepspeed  # noqa: F401
 
     tensor = torch.ones(2)
@@ -108,7 +108,7 @@ def test_a_program_may_keep_a_value_of_its_own_under_such_a_name():
     assert not hasattr(torch.ones(2), "ds_id")
 
 
-def test_compiled_models_do_not_mind_them():
+def test_compiled_models_work_beside_the_attributes():
     """torch.compile asks `torch.overrides`, which asks every descriptor on `torch.Tensor` for its `__set__`."""
 
     class Doubled(torch.nn.Module):

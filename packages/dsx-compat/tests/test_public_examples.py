@@ -1,4 +1,4 @@
-"""The shapes of DeepSpeed's public examples on two ranks, against plain PyTorch: a GAN, a pipeline, experts."""
+"""A GAN, a pipeline and experts, written like DeepSpeed's public examples, train on two ranks as in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def close(got, expected):
 def gan_nets():
     torch.manual_seed(0)
     generator = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8))
-    judge = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.LeakyReLU(0.2), torch.nn.Linear(16, 1))
-    return generator, judge
+    discriminator = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.LeakyReLU(0.2), torch.nn.Linear(16, 1))
+    return generator, discriminator
 
 
 def gan_batch(step, rank):
@@ -42,34 +42,34 @@ def gan_loss(scores, label):
 
 
 def plain_gan():
-    generator, judge = gan_nets()
-    of_generator, of_judge = gan_adam(generator.parameters()), gan_adam(judge.parameters())
+    generator, discriminator = gan_nets()
+    of_generator, of_discriminator = gan_adam(generator.parameters()), gan_adam(discriminator.parameters())
     curve = []
     for step in range(STEPS):
         real, noise = (torch.cat(part) for part in zip(*(gan_batch(step, rank) for rank in range(WORLD))))
         fake = generator(noise)
-        first, second = gan_loss(judge(real), 1.0), gan_loss(judge(fake.detach()), 0.0)
+        first, second = gan_loss(discriminator(real), 1.0), gan_loss(discriminator(fake.detach()), 0.0)
         (first + second).backward()
-        torch.nn.utils.clip_grad_norm_(judge.parameters(), 1.0)
-        of_judge.step()
-        of_judge.zero_grad()
-        third = gan_loss(judge(fake), 1.0)
+        torch.nn.utils.clip_grad_norm_(discriminator.parameters(), 1.0)
+        of_discriminator.step()
+        of_discriminator.zero_grad()
+        third = gan_loss(discriminator(fake), 1.0)
         third.backward()
         torch.nn.utils.clip_grad_norm_(generator.parameters(), 1.0)
         of_generator.step()
         of_generator.zero_grad()
-        of_judge.zero_grad()
+        of_discriminator.zero_grad()
         curve.append((first + second + third).item())
     return curve
 
 
-def gan(rank, world, stage, forget):
+def gan(rank, world, stage, lose_gradient):
     import deepspeed
 
     parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
     args = parser.parse_args(["--deepspeed"])
     config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}}
-    generator, judge = (
+    generator, discriminator = (
         deepspeed.initialize(
             args=args, model=net, model_parameters=net.parameters(), optimizer=gan_adam(net.parameters()), config=config
         )[0]
@@ -79,17 +79,17 @@ def gan(rank, world, stage, forget):
     for step in range(STEPS):
         real, noise = gan_batch(step, rank)
         fake = generator(noise)
-        first = gan_loss(judge(real), 1.0)
-        judge.backward(first)
-        if forget:  # what is to be noticed: the gradient of the first loss is lost
-            judge.zero_grad()
-        second = gan_loss(judge(fake.detach()), 0.0)
-        judge.backward(second)
-        judge.step()
-        third = gan_loss(judge(fake), 1.0)
+        first = gan_loss(discriminator(real), 1.0)
+        discriminator.backward(first)
+        if lose_gradient:  # a fault that the comparison must find: the gradient of the first loss is lost
+            discriminator.zero_grad()
+        second = gan_loss(discriminator(fake.detach()), 0.0)
+        discriminator.backward(second)
+        discriminator.step()
+        third = gan_loss(discriminator(fake), 1.0)
         generator.backward(third)
         generator.step()
-        judge.zero_grad()
+        discriminator.zero_grad()
         losses.append((first + second + third).detach())
     curve = torch.stack(losses)
     deepspeed.comm.all_reduce(curve)
@@ -97,12 +97,12 @@ def gan(rank, world, stage, forget):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_gan_with_two_engines(stage):
+def test_a_gan_with_two_engines_trains_as_plain_pytorch(stage):
     for curve in run_ranks(gan, WORLD, stage, False):
         close(curve, plain_gan())
 
 
-def test_a_lost_gradient_shows():
+def test_the_comparison_finds_a_lost_gradient():
     curve = run_ranks(gan, WORLD, 1, True)[0]
     with pytest.raises(AssertionError):
         close(curve, plain_gan())
@@ -165,7 +165,7 @@ def plain_pipeline():
     return curve
 
 
-def test_a_pipeline():
+def test_a_pipeline_trains_as_plain_pytorch():
     for curve in run_ranks(pipeline, 2):
         close(curve, plain_pipeline())
 
@@ -207,7 +207,7 @@ def experts(rank, world, ep_size):
     engine, *_ = deepspeed.initialize(model=net, model_parameters=groups, config=config)
     curve = []
     for step in range(STEPS):
-        made = torch.Generator().manual_seed(step)  # the same batch on both ranks: expert parallelism must not show
+        made = torch.Generator().manual_seed(step)  # both ranks get the batch of the run on one rank
         x = torch.randn(8, 6, generator=made)
         loss = engine(x, x.sum(1, keepdim=True).sin())
         engine.backward(loss)

@@ -1,4 +1,6 @@
-"""The `deepspeed` that a process gets: found by name and by metadata, never mixed with another one, and told apart."""
+"""Which `deepspeed` a process imports. dsx's is found by name and by metadata, and is never mixed with another one's
+files. If another one is installed, it comes first unless the program calls `activate`, and `dsx doctor` reports it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ def run(code: str, *paths: Path, check: bool = True) -> subprocess.CompletedProc
 
 @pytest.fixture
 def real(tmp_path):
-    """An installed DeepSpeed, as far as importers and metadata see it."""
+    """A folder that looks like an installed DeepSpeed to import statements and to `importlib.metadata`."""
     place = tmp_path / "real"
     (place / "deepspeed").mkdir(parents=True)
     (place / "deepspeed" / "__init__.py").write_text("__version__ = '0.19.8'\n")
@@ -69,12 +71,12 @@ def test_activate_after_another_one_was_imported_is_refused(real):
     assert "before the first import" in done.stderr and str(real) in done.stderr
 
 
-def test_the_installed_one_comes_before_the_line_of_the_pth_file(real):
+def test_an_installed_deepspeed_comes_before_the_folder_in_our_pth_file(real):
     done = run(CLEAN + f"sys.path += [{str(real)!r}, {str(SITE)!r}]; import deepspeed; print(deepspeed.__version__)")
     assert done.stdout.strip() == "0.19.8"
 
 
-def test_doctor_names_the_installed_one_and_the_command(real):
+def test_doctor_names_the_installed_deepspeed_and_the_command_that_removes_it(real):
     code = (
         CLEAN
         + f"""
@@ -87,7 +89,7 @@ for finding in deepspeed_found(): print(finding.status, finding.value, finding.h
     assert "warning" in text and "0.19.8" in text and str(real) in text and "pip uninstall -y deepspeed" in text
 
 
-def test_doctor_is_content_without_another_one():
+def test_doctor_finds_no_fault_without_another_deepspeed():
     code = (
         CLEAN
         + f"""
@@ -113,7 +115,7 @@ def test_doctor_runs_the_probes_that_packages_bring(monkeypatch):
 
 
 def test_files_of_another_installation_among_ours_stop_the_first_import(tmp_path):
-    """A copy of our folder, over which another installer has written (its RECORD claims the files)."""
+    """Another installer has written into a copy of our folder: its RECORD lists the files as its own."""
     import shutil
 
     package = tmp_path / "copy" / "dsx_compat"
@@ -128,10 +130,8 @@ def test_files_of_another_installation_among_ours_stop_the_first_import(tmp_path
     assert "pip uninstall -y deepspeed dsx-compat" in done.stderr
 
 
-def test_import_is_cheap_and_loads_no_part_of_dsx():
+def test_the_import_loads_no_heavy_part_of_dsx():
     code = """
-import torch, time
-began = time.perf_counter()
 import dsx_compat; dsx_compat.activate()
 import deepspeed, deepspeed.runtime.zero.partition_parameters, deepspeed.launcher.runner
 heavy = {"pydantic", "dsx_zero", "dsx_comm", "dsx.engine", "rich", "safetensors"} & set(sys.modules)
@@ -140,7 +140,7 @@ assert not heavy, heavy
     run(code)
 
 
-def test_metadata_says_the_version_of_the_module():
+def test_metadata_and_module_have_the_same_version():
     (info,) = SITE.glob("deepspeed-*.dist-info")
     assert info.name == f"deepspeed-{dsx_compat.DEEPSPEED_VERSION}.dist-info"
     assert f"Version: {dsx_compat.DEEPSPEED_VERSION}\n" in (info / "METADATA").read_text()
