@@ -112,8 +112,8 @@ DSX_INLINE int64_t place(const Quant& q, int64_t g) {
     return (((within / q.slice) * q.devices + device) * q.nodes + node) * q.slice + within % q.slice;
 }
 
-// Noise::first for sixteen elements after the other. Counting on is cheaper than beginning anew, and right unless the
-// low half of an index overflows.
+// Noise::first for sixteen elements after the other. Counting on is cheaper than starting again, and it is right unless
+// the low half of an index overflows.
 struct NoiseRun {
     uint32_t seed;
     bool overflows;

@@ -65,7 +65,7 @@ class Machine {
         static Machine machine;
         return machine;
     }
-    // 0: forward, 1: backward, else: shuffled anew for every block and turn, from this seed.
+    // 0: forward, 1: backward, else: a new shuffle for every block and turn, from this seed.
     unsigned order = 0;
     uint64_t launches = 0;
 
