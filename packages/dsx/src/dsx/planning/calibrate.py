@@ -142,16 +142,25 @@ def _rates(
     device: torch.device, dtypes: dict[str, torch.dtype], seconds: float, together: Callable[[], object] = lambda: None
 ) -> _Rates:
     """Measure; `together` is called before each measurement, and returns when every process has called it."""
-    products = {}
+    measured = {}
     for name, dtype in dtypes.items():
         together()
-        products[name] = _products(device, dtype, seconds)
+        measured[name] = _products(device, dtype, seconds)
     together()
     stream = _stream(device, seconds)
     together()
     operators = _operators(device, seconds)
     together()
+    products = {name: _rate(*found, operators if device.type == "cuda" else None) for name, found in measured.items()}
     return _Rates(products, stream, operators, _small(device, seconds))
+
+
+def _rate(flops: float, nbytes: float, seconds: float, bytes_per_second: float | None) -> float:
+    """Floating-point operations per second of the arithmetic alone, as `cost` counts it: on a device it adds the time
+    of the bytes to it. That time cannot be more than half of what was measured.
+    """
+    moving = 0.0 if bytes_per_second is None else min(seconds / 2, nbytes / bytes_per_second)
+    return flops / (seconds - moving)
 
 
 def _rates_of_many(ranks: int) -> _Rates:
@@ -188,10 +197,12 @@ def _measuring(barrier: Any, results: Any, seconds: float) -> None:
     results.put(_rates(torch.device("cpu"), {"float32": torch.float32}, seconds, lambda: barrier.wait(60)))
 
 
-def _products(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
-    """Of a transformer layer, forward and backward: the three products of a linear layer and attention differ in their
-    rates, and a step has all of them. A linear layer's floating-point operations are 6 * rows * inputs * outputs,
-    those of attention 4 * sequences * heads * length^2 * head width forward and 2.5 times as many backward.
+def _products(device: torch.device, dtype: torch.dtype, seconds: float) -> tuple[float, float, float]:
+    """Floating-point operations, bytes and seconds of a transformer layer's products, forward and backward: the three
+    products of a linear layer and attention differ in their rates, and a step has all of them. A linear layer's
+    floating-point operations are 6 * rows * inputs * outputs, those of attention 4 * sequences * heads * length^2 *
+    head width forward and 2.5 times as many backward. Each product of a linear layer reads or writes all three
+    matrices; attention reads and writes 4 tensors of the size of its inputs forward and 8 backward.
     """
     sequences, length, width = (16, 1024, 4096) if device.type == "cuda" else (8, 128, 512)
     rows, wide, head = sequences * length, 4 * width, 64
@@ -210,7 +221,8 @@ def _products(device: torch.device, dtype: torch.dtype, seconds: float) -> float
         torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), upstream)
 
     flops = 2 * 6 * rows * width * wide + 3.5 * 4 * rows * length * width
-    return flops / _timed(layer, device, seconds)
+    nbytes = (2 * 3 * (rows * width + rows * wide + wide * width) + 12 * rows * width) * x.element_size()
+    return flops, nbytes, _timed(layer, device, seconds)
 
 
 def _stream(device: torch.device, seconds: float) -> float:

@@ -1,4 +1,6 @@
-"""Messages beside computation: hidden where a device has streams; on a CPU they take the cores' time."""
+"""Times of the cost model: messages beside computation are hidden where a device has streams, and take the cores' time on
+a CPU; the bytes of a matrix product come on top of its arithmetic on a device, and hide behind it on a CPU.
+"""
 
 from dataclasses import replace
 
@@ -31,3 +33,22 @@ def test_a_message_beside_products(device, step, exposed):
     found = simulate(trace, [(0, len(trace), 1)], machine(device), ranks_per_host=2)
     assert found.step == pytest.approx(step) and found.exposed_communication == pytest.approx(exposed)
     assert found.communication == pytest.approx(1.0) and found.products == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(("device", "seconds"), [("cuda", 1.25), ("cpu", 1.0)])
+def test_a_product_and_its_bytes(device, seconds):
+    here = machine(device)
+    moved = int(here.memory_bandwidth * here.constants.memory / 4)
+    trace = Trace()
+    trace.add(COMPUTE, OPERATOR, 10**12, moved, rate=RATES.index("float32"))
+    trace.add(COMPUTE, OPERATOR, 0, moved)
+    found = simulate(trace, [(0, len(trace), 1)], here, ranks_per_host=2)
+    assert found.products == pytest.approx(seconds, rel=1e-6) and found.operators == pytest.approx(0.25, rel=1e-6)
+
+
+def test_calibration_takes_the_bytes_off_what_it_measured_on_a_device():
+    from dsx.planning.calibrate import _rate
+
+    assert _rate(1e12, 1e9, 1.25, 4e9) == pytest.approx(1e12)
+    assert _rate(1e12, 1e9, 1.25, None) == pytest.approx(0.8e12)  # a CPU
+    assert _rate(1e12, 1e12, 1.0, 1e9) == pytest.approx(2e12)  # at most half of the time
