@@ -1,0 +1,134 @@
+"""Sub-groups on their way to their step and back: how many are in memory, what is waited for, and what an error leaves."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from dsx_zero.lanes import HostLane
+from dsx_zero.step.states import Visit
+from dsx_zero.step.transfers import SubGroupTransfers
+
+
+class Ticket:
+    def __init__(self, log, what, error=None):
+        self.log, self.what, self.error = log, what, error
+
+    def synchronize(self):
+        self.log.append(f"waited for {self.what}")
+        if self.error is not None:
+            raise self.error
+
+
+class States:
+    """Notes what is asked of it. `fails`: masters whose stores fail when they are waited for."""
+
+    def __init__(self, fails=()):
+        self.log, self.fails = [], fails
+
+    def fetch(self, master, lane):
+        self.log.append(f"fetch {master.name}")
+        return Visit(master, values=torch.ones(4), tickets=[Ticket(self.log, f"fetch {master.name}")])
+
+    def attach(self, visit):
+        visit.wait()
+        visit.master.tensor.data = visit.values
+
+    def store(self, visit, lane):
+        self.log.append(f"store {visit.master.name}")
+        error = OSError("no room") if visit.master.name in self.fails else None
+        visit.tickets.append(Ticket(self.log, f"store {visit.master.name}", error))
+        visit.master.tensor.data = torch.empty(0)
+
+
+def masters(*names):
+    return [SimpleNamespace(name=name, tensor=torch.empty(0)) for name in names]
+
+
+def stepped(transfers, groups, ahead):
+    """What a plan does with sub-groups, the last `ahead` of which are fetched beside the step before."""
+    for number in range(len(groups)):
+        for wanted in range(number, min(number + 1 + ahead, len(groups))):
+            transfers.fetch(wanted, groups[wanted])
+        transfers.attach(number)
+        transfers.store(number)
+
+
+@pytest.mark.parametrize("behind", [0, 1, 2])
+def test_a_sub_group_is_fetched_only_when_few_are_still_stored(behind):
+    states = States()
+    transfers = SubGroupTransfers(states, HostLane(), behind=behind)
+    stepped(transfers, [masters(name) for name in "abcdef"], ahead=1)
+    under_way, most = set(), 0
+    for entry in states.log:
+        *what, name = entry.split()
+        if what == ["store"]:
+            under_way.add(name)
+        elif what == ["waited", "for", "store"]:
+            under_way.remove(name)
+        elif what == ["fetch"]:
+            assert len(under_way) <= behind, entry
+            most = max(most, len(under_way))
+    assert most == behind
+    if not behind:  # a store ends before anything else begins
+        after = [states.log[place + 1] for place, entry in enumerate(states.log) if entry.startswith("store")]
+        assert after == [f"waited for store {name}" for name in "abcdef"]
+    transfers.wait()
+    assert [entry for entry in states.log if entry.startswith("waited for store")] == [
+        f"waited for store {name}" for name in "abcdef"
+    ]
+    assert states.log.count("fetch c") == 1  # it was asked for twice
+
+
+def test_what_was_not_fetched_needs_no_transfer():
+    states = States()
+    transfers = SubGroupTransfers(states, HostLane(), behind=1)
+    transfers.attach(0)
+    transfers.fetch(0, ())  # a plan that moves nothing
+    transfers.attach(0)
+    transfers.store(0)
+    transfers.end()
+    assert states.log == []
+
+
+def test_at_the_end_what_is_still_fetched_is_stored_as_it_is():
+    states = States()
+    transfers = SubGroupTransfers(states, HostLane(), behind=1)
+    transfers.fetch(0, masters("a"))
+    transfers.fetch(1, masters("b", "c"))
+    transfers.attach(0)  # and then the optimizer fails
+    transfers.end()
+    for name in "abc":
+        told = [entry for entry in states.log if entry.endswith(name)]
+        assert told == [f"fetch {name}", f"waited for fetch {name}", f"store {name}", f"waited for store {name}"]
+
+
+def test_a_store_that_fails_is_told_where_it_is_waited_for():
+    transfers = SubGroupTransfers(States(fails="a"), HostLane(), behind=1)
+    transfers.fetch(0, masters("a"))
+    transfers.store(0)
+    with pytest.raises(OSError, match="no room"):
+        transfers.wait()
+    transfers.wait()  # it is told once
+
+
+def test_abandoned_buffers_are_let_go_when_no_transfer_uses_them():
+    states = States(fails="a")
+    transfers = SubGroupTransfers(states, HostLane(), behind=1)
+    first, second = masters("a"), masters("b")
+    transfers.fetch(0, first)
+    transfers.store(0)
+    transfers.fetch(1, second)
+    transfers.attach(1)
+    transfers.fetch(2, third := masters("c"))
+    transfers.abandon()
+    assert {"waited for store a", "waited for fetch b", "waited for fetch c"} <= set(states.log)
+    assert [m.tensor.numel() for m in (*first, *second, *third)] == [0, 0, 0]
+    before = len(states.log)
+    transfers.wait()
+    transfers.abandon()
+    transfers.attach(1)
+    assert len(states.log) == before  # nothing is left
+    transfers.fetch(1, second)
+    assert states.log[before:] == ["fetch b"]  # of new values
