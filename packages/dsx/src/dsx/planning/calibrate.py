@@ -142,7 +142,7 @@ def _rates(
     device: torch.device, dtypes: dict[str, torch.dtype], seconds: float, together: Callable[[], object] = lambda: None
 ) -> _Rates:
     """Measure; `together` is called before each measurement, and returns when every process has called it."""
-    measured = {}
+    measured: dict[str, tuple[float, float, float]] = {}
     for name, dtype in dtypes.items():
         together()
         measured[name] = _products(device, dtype, seconds)
