@@ -255,3 +255,22 @@ def after_a_step_without_gradients(rank, world):
 
 def test_gradients_are_averaged_after_a_step_without_gradients():
     run_ranks(after_a_step_without_gradients, 2)
+
+
+def set_while_gathered(rank, world):
+    model, optimizer = dsx_zero.shard(
+        tiny.MLP(), lambda p: torch.optim.SGD(p, lr=0.1), stage=3, config={"stage3_param_persistence_threshold": 0}
+    )
+    with dsx_zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+        for name, parameter in model.named_parameters():
+            value = torch.arange(parameter.numel(), dtype=torch.float32).view(parameter.shape)
+            safe_set_full_fp32_param(name, value, optimizer=optimizer)
+            assert torch.equal(parameter.detach(), value), name
+    for name, parameter in model.named_parameters():
+        value = torch.arange(parameter.numel(), dtype=torch.float32).view(parameter.shape)
+        assert torch.equal(safe_get_full_fp32_param(name, optimizer=optimizer), value), name
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_value_that_is_set_while_its_unit_is_gathered_shows_at_once(world):
+    run_ranks(set_while_gathered, world)

@@ -26,8 +26,8 @@ class Layers(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH))
         self.recompute, self.borrows = recompute, borrows
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
+    def forward(self, x: torch.Tensor, path: tuple[int, ...] = tuple(range(DEPTH))) -> torch.Tensor:
+        for layer in (self.layers[index] for index in path):
             y = layer(x) if self.recompute is None else checkpoint(layer, x, use_reentrant=self.recompute)
             x = x + torch.tanh(y)
         return F.linear(x, self.layers[-1].weight) if self.borrows else x
@@ -105,3 +105,23 @@ def under_limits(rank, world):
 @pytest.mark.parametrize("world", [1, 2])
 def test_gathers_ahead_stay_within_the_live_parameters(world):
     run_ranks(under_limits, world)
+
+
+def skipping(rank, world):
+    """Each rank skips other layers of an order that is frozen, in evaluation and in training."""
+    model, optimizer, gathered = sharded({"stage3_prefetch_bucket_size": WIDTH * WIDTH})
+    passes(model, optimizer, gathered)
+    for skipped in ({0, 3}, {DEPTH - 2, DEPTH - 1}, {1, 2, 4}):
+        path = tuple(index for index in range(DEPTH) if (index in skipped) == bool(rank))
+        with torch.no_grad():
+            model(torch.ones(2, WIDTH), path)
+        assert gathered.now() == 0, path
+        model(torch.ones(2, WIDTH), path).square().mean().backward()
+        assert gathered.now() == 0, path
+        optimizer.step()
+        optimizer.zero_grad()
+        assert gathered.take() <= 2 * UNIT, path
+
+
+def test_units_that_a_rank_skips_are_not_kept():
+    run_ranks(skipping, 2)

@@ -27,11 +27,11 @@ def spoil(gradient, value, rank):
 
 
 def plain(value, world, make, max_norm, parameter):
-    """Plain PyTorch on the mean gradient: the norms and the parameters after three steps, the second with a spoilt
-    gradient.
+    """Plain PyTorch on the mean gradient: the norms of three steps, the second with a spoilt gradient; and the
+    parameters after the second, and after the third.
     """
     model = tiny.MLP()
-    optimizer, norms = make(model.parameters()), []
+    optimizer, norms, values = make(model.parameters()), [], {}
     for step in range(3):
         for rank in range(world):
             kept = {n: p.grad for n, p in model.named_parameters()}
@@ -41,10 +41,14 @@ def plain(value, world, make, max_norm, parameter):
                 if step == 1 and name == parameter:
                     p.grad = spoil(p.grad, value, rank or world == 1)
                 p.grad = p.grad / world + (kept[name] if rank else 0)
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf).item())
+        norms.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item())
+        if max_norm:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
         optimizer.zero_grad()
-    return norms, {n: p.detach() for n, p in model.named_parameters()}
+        if step:
+            values |= {(step, n): p.detach().clone() for n, p in model.named_parameters()}
+    return norms, values
 
 
 def train(rank, world, stage, make, value, max_norm, check, parameter):
@@ -57,7 +61,7 @@ def train(rank, world, stage, make, value, max_norm, check, parameter):
     model, optimizer = dsx_zero.shard(
         tiny.MLP(), OPTIMIZERS[make], stage=stage, precision=dsx_zero.Precision(check_overflow=check)
     )
-    outcomes = []
+    outcomes, values = [], {}
     for step in range(3):
         optimizer.zero_grad()
         spoilt = step == 1 and (rank or world == 1)
@@ -71,8 +75,10 @@ def train(rank, world, stage, make, value, max_norm, check, parameter):
         outcomes.append((outcome.overflow, outcome.grad_norm))
         for hook in hooks:
             hook.remove()
+        if step:
+            whole = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in model.named_parameters()}
+            values |= {(step, n): p.detach().clone() for n, p in whole.items()}
     logging.getLogger("dsx_zero").removeHandler(handler)
-    values = {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for n, p in model.named_parameters()}
     return outcomes, values, lines
 
 
@@ -92,7 +98,12 @@ def compare(world, make, kind, max_norm, parameter="layers.1.weight"):
                 assert norm == pytest.approx(expected, rel=1e-4, nan_ok=True), where
             for name, tensor in values.items():
                 torch.testing.assert_close(
-                    tensor, want[name], rtol=2e-4, atol=2e-5, equal_nan=True, msg=f"{where}: {name}"
+                    tensor,
+                    want[name],
+                    rtol=2e-4,
+                    atol=2e-5,
+                    equal_nan=True,
+                    msg=f"{where}: {name[1]} after step {name[0]}",
                 )
             warned = [line for line in lines if "step 2" in line and "not finite" in line]
             assert len(warned) == (rank == 0), (where, lines)

@@ -167,6 +167,17 @@ def test_a_ratio_leaves_units_on_the_device():
     run_ranks(ratios, 2)
 
 
+def test_the_units_nearest_to_the_ratio_are_offloaded_from_the_end():
+    for percent in range(0, 101, 5):
+        _, optimizer, _ = built(ratio=percent / 100)
+        on_device = [unit.placement.on_device for unit in optimizer.placements]
+        sizes = [unit.elements for unit in optimizer.placements]
+        offloaded = sum(size for size, stays in zip(sizes, on_device) if not stays)
+        assert abs(offloaded - sum(sizes) * percent / 100) <= max(sizes) / 2, percent
+        assert on_device == sorted(on_device, reverse=True)  # the first units stay
+        optimizer.release()
+
+
 def gradients_once(rank, world):
     model, optimizer, store = built(parameters="nvme")
     generator = torch.Generator().manual_seed(rank)
