@@ -9,6 +9,7 @@ import json
 import os
 import random
 import re
+import threading
 import zlib
 from dataclasses import dataclass, field, replace
 
@@ -361,6 +362,39 @@ def test_a_read_error_that_gives_other_bytes_is_found(tmp_path):
     assert all(share.equals(share.empty()) for share in shares)
 
 
+def test_a_wrong_read_of_one_of_two_ranks_that_hold_the_same_is_found(tmp_path):
+    """Copies of a shard: ranks 0 and 1 hold the first half of every tensor, and rank 1 alone reads it wrongly."""
+    model = whole_model()
+    save_layout(tmp_path, layouts(model)["one rank"], chunk_bytes=1 << 20)
+    names = {name: None for name, values in model.items() if values[0].numel() > 1}
+    for wrong in (None, 0, 1, 2):
+        shares = [Share.of(model, names, index=place, count=2).empty() for place in (0, 0, 1)]
+        original, reading = os.preadv, threading.local()
+
+        def preadv(fd, buffers, offset, wrong=wrong, original=original, reading=reading):
+            got = original(fd, buffers, offset)
+            if reading.rank == wrong:
+                buffers[0][0] ^= 1
+            return got
+
+        def action(rank, ranks, shares=shares, reading=reading):
+            reading.rank = rank
+            share = shares[rank]
+            module, places = nn.Module(), share.places
+            return load(tmp_path, module=module, optimizer=share, ranks=ranks, places=places, strict=False)
+
+        os.preadv = preadv
+        try:
+            results = on_threads(3, action)
+        finally:
+            os.preadv = original
+        if wrong is None:
+            assert not any(isinstance(result, Exception) for result in results), results
+        else:
+            assert all(isinstance(result, CheckpointCorruptError) for result in results), (wrong, results)
+            assert all(share.equals(share.empty()) for share in shares)
+
+
 # - What ranks say about one model
 
 
@@ -489,6 +523,9 @@ def test_a_lone_reader_verifies_whole_chunks_once(tmp_path):
     with Counted() as counted:
         assert torch.equal(open_checkpoint(tmp_path).whole("emb").reshape(-1), param)
     assert counted.count == 60 * 4, "whole chunks are hashed as they are read"
+    with Counted() as counted:
+        assert torch.equal(open_checkpoint(tmp_path).param("emb", 10, 50), param[10:50])
+    assert counted.count == 40 * 4 + 40 * 4, "only the first and the last chunk, of 20 elements each, are read again"
 
 
 def test_a_reader_of_a_part_has_that_part(tmp_path):

@@ -341,6 +341,36 @@ def test_a_rank_that_cannot_write_is_the_same_error_on_all_and_the_old_checkpoin
     assert torch.equal(reader.whole("e").flatten(), Holder(SHAPES, seed=1).values["e"]["master"])
 
 
+class Unreadable:
+    """Values on a disk that cannot be read when they are to be written."""
+
+    dtype = torch.float32
+
+    def __init__(self, like):
+        self.numel = like.numel
+
+    def fetch(self):
+        raise OSError(5, "Input/output error")
+
+    parts = None
+
+
+@pytest.mark.parametrize("at_fault", [0, 1])
+def test_a_save_that_fails_while_it_writes_leaves_no_files(tmp_path, at_fault):
+    save_at(2, tmp_path)
+    before = sorted(str(path) for path in tmp_path.rglob("*"))
+
+    def action(rank, ranks):
+        parts = list(Holder(SHAPES, rank, 2, seed=2).slices())
+        if rank == at_fault:
+            parts[-1].states["exp_avg"] = Unreadable(parts[-1].states["exp_avg"])
+        return save(tmp_path, "new", module=nn.Module(), slices=parts, state={}, ranks=ranks)
+
+    for error in on_threads(2, action):
+        assert isinstance(error, CheckpointError) and f"rank {at_fault} failed" in str(error)
+    assert sorted(str(path) for path in tmp_path.rglob("*")) == before
+
+
 def test_saving_a_tag_again_replaces_it_and_leftovers_are_cleared(tmp_path):
     save_at(2, tmp_path)
     (tmp_path / ".tmp-t-deadbeef0000").mkdir()

@@ -51,7 +51,8 @@ def test_unknown_attributes_are_those_of_the_module():
     assert engine.greet("you") == "hello you" and engine.greeting == "hello"
     with pytest.raises(AttributeError, match="neither the engine nor its module"):
         engine.greeting_of_the_day
-    with pytest.raises(AttributeError):
+    engine.module._private = "of the module"
+    with pytest.raises(AttributeError, match="_private"):
         engine._private
     assert not hasattr(engine, "generate")
 

@@ -316,6 +316,15 @@ def test_a_key_without_effect_gets_one_warning(key, caplog):
     assert NO_EFFECT[key] in said[0]
 
 
+def test_settings_that_are_written_out_with_their_defaults_say_nothing(caplog):
+    fields = {name: ZeroConfig.model_fields[name].default for name in {*NO_EFFECT, *NOT_YET} if "." not in name}
+    off = {name: OffloadOptimizer.model_fields[name].default for name in ("super_offload", "cpuadam_cores_perc")}
+    config = {"stage": 2, **fields, "offload_optimizer": {"device": "cpu", **off}}
+    with caplog.at_level(logging.WARNING):
+        dsx_zero.shard(nn.Linear(2, 2), torch.optim.AdamW, config=config)
+    assert not [record for record in caplog.records if "zero_optimization" in record.getMessage()]
+
+
 ASKS = {"super_offload": True, "cpuadam_cores_perc": 0.5, "zenflow": {"topk_ratio": 0.1}, "legacy_stage1": True}
 
 
