@@ -14,6 +14,7 @@ from dsx.checkpoint.format import TensorSpec, seal
 from dsx.checkpoint.parsing import parse_index
 from dsx.checkpoint.plan import plan_files
 from dsx.checkpoint.ranks import Solo
+from dsx.checkpoint.writing import plan_save
 from dsx_testkit.thread_ranks import on_threads
 from safetensors import safe_open
 from torch import nn
@@ -369,6 +370,17 @@ def test_a_save_that_fails_while_it_writes_leaves_no_files(tmp_path, at_fault):
     for error in on_threads(2, action):
         assert isinstance(error, CheckpointError) and f"rank {at_fault} failed" in str(error)
     assert sorted(str(path) for path in tmp_path.rglob("*")) == before
+
+
+def test_a_save_of_which_a_piece_was_lost_is_not_committed(tmp_path):
+    def action(rank, ranks):
+        parts = list(Holder(SHAPES, rank, 2, seed=2).slices())
+        planned = plan_save(tmp_path, "t", module=nn.Module(), slices=parts, state={}, ranks=ranks)
+        return planned.copied(planned.pieces[:-1] if rank == 1 else planned.pieces).run(ranks)
+
+    for error in on_threads(2, action):
+        assert isinstance(error, CheckpointError) and "not everything that was planned has been written" in str(error)
+    assert list(tmp_path.rglob("model*")) == []
 
 
 def test_saving_a_tag_again_replaces_it_and_leftovers_are_cleared(tmp_path):
