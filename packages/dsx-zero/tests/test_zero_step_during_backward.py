@@ -81,9 +81,11 @@ def whole(model, optimizer):
         return found + [p.detach().clone() for p in model.parameters()]
 
 
-def trained(rank, world, stage, dtype, announces, steps=6, micro=2):
+def trained(rank, world, stage, dtype, announces, steps=6, micro=2, frozen=""):
     model, optimizer = built(stage, dtype)
     watch = Watch(model, optimizer)
+    if frozen:
+        model.get_parameter(frozen).requires_grad_(False)
     said, norms = [], []
     for step in range(steps):
         for part in range(micro):
@@ -125,6 +127,19 @@ def test_the_bits_of_a_step_after_backward(stage, world, dtype):
         if stage > 1:  # at stage 1 backward waits for no reduction, so that one may end late
             assert early in ([True] * 4, [None] * 4)
     assert owners  # the last block was stepped while the first one's backward still ran
+
+
+def frozen_after_sharding(rank, world):
+    values, norms, _, _ = trained(rank, world, 2, torch.float32, False, frozen="blocks.5.bias")
+    same, same_norms, said, seen = trained(rank, world, 2, torch.float32, True, frozen="blocks.5.bias")
+    pairs = [(a, b) for a, b in zip(values, same, strict=True) if a is not None]  # it has no optimizer state
+    assert all(torch.equal(a, b) for a, b in pairs) and norms == same_norms
+    assert said == [False, False, True, True, True, True]
+    assert [changed for changed, waited in zip(seen[1::2], said) if waited] == [True] * 4
+
+
+def test_a_unit_does_not_wait_for_a_parameter_that_was_frozen_after_sharding():
+    run_ranks(frozen_after_sharding, 1)
 
 
 def refusals(rank, world):
