@@ -295,6 +295,14 @@ def test_an_evaluation_that_needs_fewer_gathers_drops_its_order():
     assert fabric.logs["gather"][0] == [0, 1, 2] * 4 + [0, 1] * 3
 
 
+def test_only_whole_forwards_become_an_order():
+    """The fourth forward needs a unit beyond the order; what follows is the end of a forward, and no whole one."""
+    changed = [LOOK, LOOK, LOOK, ("evaluate", [0, 2, 1])]
+    for more, expected in ((1, "None"), (2, "gather(1) forward_end")):
+        _, ranks = run([[[*changed, *[("evaluate", [1])] * more]]] * 2)
+        assert [str(rank.order.evaluation_schedule) for rank in ranks] == [expected] * 2
+
+
 FROZEN = [[LOOK, LOOK, *FULL]] * 3
 
 
