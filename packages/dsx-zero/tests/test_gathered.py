@@ -273,3 +273,51 @@ def test_a_fingerprint_sees_changes_far_apart():
         tensor[place] = 1
         seen.add(fingerprint(tensor))
     assert len(seen) == 7
+
+
+def set_inside(rank, world, dtype, local):
+    import dsx_zero
+
+    model, _ = _sharded(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).to(dtype))
+    weight, other = model[0].weight, model[1].weight
+    set_value = dsx_zero.safe_set_local_fp32_param if local else dsx_zero.safe_set_full_fp32_param
+    want = torch.arange(36.0).view(6, 6) + 1
+    own = dsx_zero.safe_get_local_fp32_param(weight).numel()
+    before = world_before(rank, world, own)
+    value = want.reshape(-1)[before : before + own] if local else want
+    with dsx_zero.GatheredParameters([weight, other]):
+        set_value(weight, value)
+        assert torch.equal(weight.float(), want)
+    assert torch.equal(weight.full_tensor().float(), want)
+    assert torch.equal(dsx_zero.safe_get_full_fp32_param(weight), want)
+    with pytest.raises(dsx_zero.UnownedEditError, match=r"0\.weight\. The"):  # an edit after it
+        with dsx_zero.GatheredParameters(weight):
+            set_value(weight, value)
+            weight.data[0, 0] = 99
+    with pytest.raises(dsx_zero.UnownedEditError, match=r"1\.weight\. The"):  # an edit of another parameter
+        with dsx_zero.GatheredParameters([weight, other]):
+            other.data[0, 0] = 99
+            set_value(weight, value)
+    with dsx_zero.GatheredParameters(weight, modifier_rank=0):
+        set_value(weight, value)
+        if rank == 0:
+            weight.data[0, 0] = 99
+    want[0, 0] = 99
+    assert torch.equal(weight.full_tensor().float(), want)
+    assert torch.equal(dsx_zero.safe_get_full_fp32_param(weight), want)
+
+
+def world_before(rank, world, own):
+    """Elements of the parameter on lower ranks."""
+    sizes = [torch.empty(1, dtype=torch.int64) for _ in range(world)]
+    if world == 1:
+        return 0
+    torch.distributed.all_gather(sizes, torch.tensor([own]))
+    return int(sum(size.item() for size in sizes[:rank]))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_accessors_inside_a_context_for_reading(world):
+    for dtype in (torch.float32, torch.bfloat16):
+        for local in (False, True):
+            run_ranks(set_inside, world, dtype, local)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import dsx_comm
@@ -81,7 +82,7 @@ class GatheredParameters:
         self._parameters = list({id(p): p for p in _flatten(params)}.values()) if enabled else []
         self._modifier = modifier_rank
         self._stack = ExitStack()
-        self._before: list[tuple[str, torch.Tensor, int]] = []
+        self._before: dict[int, tuple[str, torch.Tensor, int]] = {}
         self._plain: list[tuple[torch.Tensor, int]] = []
         if fwd_module is not None and enabled:
             for parameter in self._parameters:
@@ -101,7 +102,12 @@ class GatheredParameters:
             (source, source.open()) for source in sources if isinstance(source, (UnitParameter, InitParameter))
         ]
         if self._modifier is None:
-            self._before = [(source.name, whole, fingerprint(whole)) for source, whole in self._opened]
+            for source, whole in self._opened:
+                self._remember(source, whole)
+                if isinstance(source, UnitParameter):  # `safe_set_full_fp32_param` is no edit of the user's
+                    remember = partial(self._remember, source, whole)
+                    source.on_refresh.append(remember)
+                    self._stack.callback(source.on_refresh.remove, remember)
         else:
             plain = (p for p in self._parameters if not isinstance(p, PartitionedParameter) and p.numel())
             self._plain = [(p, fingerprint(p)) for p in plain]
@@ -109,18 +115,23 @@ class GatheredParameters:
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
         modifier = self._modifier if kind is None else None
-        changed = [name for name, whole, before in self._before if fingerprint(whole) != before] if kind is None else []
+        before = self._before.values() if kind is None else ()
+        changed = [name for name, whole, known in before if fingerprint(whole) != known]
         with torch.no_grad(), self._stack:
             for source, _ in self._opened:
                 source.close(source_rank=modifier)
             if modifier is not None:
                 self._spread_plain(modifier)
-        self._opened, self._before, self._plain = [], [], []
+        self._opened, self._before, self._plain = [], {}, []
         if changed:
             raise UnownedEditError(
                 f"GatheredParameters: changed without a modifier_rank: {', '.join(changed)}. The changes are undone;"
                 " give modifier_rank=0 (all ranks take rank 0's values) to keep them"
             )
+
+    def _remember(self, source: UnitParameter | InitParameter, whole: torch.Tensor) -> None:
+        """The parameter has the values that it keeps without edits of the user's."""
+        self._before[id(source)] = (source.name, whole, fingerprint(whole))
 
     def _spread_plain(self, modifier: int) -> None:
         """Parameters that every rank holds whole get the modifier's values on all ranks, and so do their masters."""

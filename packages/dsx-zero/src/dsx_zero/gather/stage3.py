@@ -25,7 +25,7 @@ from ..params.flat import FlatGroup, Unit
 from ..params.kept import KeptGroups
 from ..params.memory import memory_of
 from ..params.partitioned import PartitionedParameter
-from ..params.partitioned_unit import PartitionedUnit, UnitState
+from ..params.partitioned_unit import PartitionedUnit
 from ..params.restored import restore_parameter
 from ..plan.units import ParameterInfo, UnitPlan
 from .executor import GatherExecutor
@@ -126,8 +126,10 @@ class Stage3:
             if part is not None:
                 write(group.shard, whole.reshape(-1)[part.start : part.stop], part.offset)
             unit = next((u for u in self._units.values() if group in u.groups), None)
-            if unit is None or unit.state is UnitState.GATHERED:
+            if unit is None:
                 group.parameters[index].detach().copy_(whole)
+            else:
+                unit.refresh(group.parameters[index], whole)
 
     def free_gathered(self) -> None:
         """See ``runtime.Publisher``."""

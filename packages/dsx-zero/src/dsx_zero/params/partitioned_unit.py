@@ -56,6 +56,8 @@ class UnitParameter(SourceWithPlain):
         self.name, self.unit, self.group = name, unit, group
         self._index = group.layout.index(name)
         self._opened = False
+        self.on_refresh: list[Callable[[], object]] = []
+        """Called when dsx-zero itself has written a new value into the gathered parameter."""
 
     def local_shard(self) -> torch.Tensor:
         part = self.group.layout.local_slice(self.name, self.group.rank)
@@ -256,6 +258,17 @@ class PartitionedUnit:
         for place in self._places:
             if place.module._parameters.get(place.attribute) is place.plain:
                 place.module._parameters[place.attribute] = place.partitioned  # type: ignore[assignment]
+
+    def refresh(self, plain: torch.Tensor, whole: torch.Tensor) -> None:
+        """Write the new value of a parameter whose shard has it already, if the unit is gathered."""
+        if self.state is not UnitState.GATHERED:
+            return
+        plain.detach().copy_(whole)
+        for place in self._places:
+            source = place.partitioned.source
+            if place.plain is plain and isinstance(source, UnitParameter):
+                for tell in source.on_refresh:
+                    tell()
 
     def allocate(self) -> None:
         """Allocate the memory of the gathered parameters."""
