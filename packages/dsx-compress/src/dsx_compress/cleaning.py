@@ -93,7 +93,8 @@ def finish_schedule(model: nn.Module) -> None:
     early = [place.name for place in placed if place.technique.finish(_weight_of(place))]
     if early:
         logger.warning(
-            "clean-up before the end of the schedule: %d tensors (%s ...) go to fewer bits than they were trained with",
+            "clean-up before the end of the schedule: %d tensors (%s ...) go to fewer bits than they were trained with"
+            " [DSX158] docs: errors#dsx158",
             len(early), early[0],
         )  # fmt: skip
 
