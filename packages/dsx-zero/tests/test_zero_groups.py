@@ -2,6 +2,7 @@
 
 import gc
 import os
+import time
 
 import pytest
 import torch
@@ -39,6 +40,14 @@ def held():
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
+def settled(most):
+    """What is held, once it is at most `most`: Gloo's threads close sockets, and end, a little later."""
+    until = time.monotonic() + 10
+    while any(now > limit for now, limit in zip(held(), most)) and time.monotonic() < until:
+        time.sleep(0.05)
+    return held()
+
+
 def drop_and_build(rank, world, stage):
     seen = []
     for _ in range(4):
@@ -46,7 +55,9 @@ def drop_and_build(rank, world, stage):
         train(model, optimizer, 1)
         optimizer.release()
         del model, optimizer
-        seen.append(held())
+        if len(seen) == 1:
+            time.sleep(0.5)  # the measure of later ones: without what ends a little later
+        seen.append(settled(seen[1]) if len(seen) > 1 else held())
     return seen
 
 
@@ -56,7 +67,8 @@ def test_models_that_come_and_go_hold_no_more_sockets_and_threads(stage, backend
     import dsx_comm  # noqa: F401  the backend "dsx" is known once it is imported
 
     for seen in run_ranks(drop_and_build, 2, stage, backend=backend):
-        assert seen[1:] == seen[1:2] * 3, seen
+        sockets, threads = zip(*seen[1:])
+        assert max(sockets) == sockets[0] and max(threads) == threads[0], seen
 
 
 def a_new_default_group(rank, world, folder):
