@@ -32,11 +32,11 @@ from ..homes.home import Home
 from ..lanes import Ticket
 from ..module_hooks import CallingHook
 from ..order.backward import BackwardClock
-from ..order.protocol import EditWatch
+from ..order.protocol import EditWatch, ReduceOrder
 from ..params.flat import FlatGroup
 from ..plan.layout import LocalSlice
 from .buffers import GroupGradients
-from .protocol import BackwardWatch, ReduceOrder
+from .protocol import BackwardWatch
 from .reductions import Reductions, ReductionWatch
 from .rows import RowGradients
 

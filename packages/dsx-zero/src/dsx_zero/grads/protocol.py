@@ -1,5 +1,5 @@
-"""What the optimizer asks of gradients (`Gradients`), and what they ask of others: the order of reductions
-(`ReduceOrder`) and the object that scales losses (`BackwardWatch`).
+"""What the optimizer asks of gradients (`Gradients`), and what they ask of the object that scales losses
+(`BackwardWatch`).
 """
 
 from __future__ import annotations
@@ -17,38 +17,7 @@ from ..params.flat import FlatGroup, Part
 from ..plan.layout import LocalSlice
 from .reductions import ReductionWatch
 
-__all__ = ["BackwardWatch", "Gradients", "ReduceOrder"]
-
-
-class ReduceOrder(Protocol):
-    """Decides, equally on all ranks, when each unit is reduced. Its executor calls `Reductions.run_reduce`."""
-
-    def reduce(self, unit: int) -> None:
-        """This rank has as many gradients of the unit as in the step before, or backward has ended."""
-        ...
-
-    def end_backward(self) -> None:
-        """The outermost backward has ended."""
-        ...
-
-    def boundary(
-        self,
-        pending: Callable[[], Sequence[int]],
-        squares: Callable[[], float] | None = None,
-        meanwhile: Callable[[], object] | None = None,
-    ) -> float | None:
-        """Step boundary. `pending()` gives the units whose gradients no reduction has taken yet; the sum of `squares()`
-        over the ranks, which travels with what they agree on. `meanwhile()` is called while that is under way.
-        """
-        ...
-
-    def complete(self, pending: Callable[[], Sequence[int]]) -> None:
-        """Between backward and step: reduce what is pending on any rank. Every rank calls it."""
-        ...
-
-    def watch_edits(self, watch: EditWatch) -> None:
-        """From now on compare the words of `watch` over the ranks at every boundary."""
-        ...
+__all__ = ["BackwardWatch", "Gradients"]
 
 
 class BackwardWatch(Protocol):

@@ -1,4 +1,5 @@
 """`Order`: a rank reports its needs to it, and all ranks execute the same collectives in the same order.
+`ReduceOrder` is the part of it that gradients use.
 
 `AgreedOrder` (`agreed`) is for several ranks; `NullOrder` executes every need immediately. `Channel` and
 `EditWatch` are arguments of an `AgreedOrder`.
@@ -12,29 +13,14 @@ from typing import Protocol
 from .executor import Executor
 from .schedule import Pass
 
-__all__ = ["Channel", "EditWatch", "NullOrder", "Order"]
+__all__ = ["Channel", "EditWatch", "NullOrder", "Order", "ReduceOrder"]
 
 
-class Order(Protocol):
-    """The calls by which a rank reports what it needs and what it has."""
-
-    def gather(self, unit: int, *, during: Pass = Pass.TRAINING) -> None:
-        """This rank needs the unit now. On return its gather has been issued, unless the unit is still gathered.
-
-        In a pass whose order is known, the next gathers are issued too, as far as the executor allows.
-        """
-        ...
-
-    def use(self, unit: int) -> None:
-        """This rank uses the unit, which is gathered already."""
-        ...
+class ReduceOrder(Protocol):
+    """Decides, equally on all ranks, when each unit is reduced."""
 
     def reduce(self, unit: int) -> None:
         """This rank has complete gradients for the unit. The order may leave their reduction to ``boundary``."""
-        ...
-
-    def end_forward(self, *, during: Pass = Pass.TRAINING) -> None:
-        """The outermost forward has ended."""
         ...
 
     def end_backward(self) -> None:
@@ -68,6 +54,25 @@ class Order(Protocol):
 
     def watch_edits(self, watch: EditWatch) -> None:
         """From now on compare over the ranks, at every boundary, what users wrote into parameters."""
+        ...
+
+
+class Order(ReduceOrder, Protocol):
+    """The calls by which a rank reports what it needs and what it has."""
+
+    def gather(self, unit: int, *, during: Pass = Pass.TRAINING) -> None:
+        """This rank needs the unit now. On return its gather has been issued, unless the unit is still gathered.
+
+        In a pass whose order is known, the next gathers are issued too, as far as the executor allows.
+        """
+        ...
+
+    def use(self, unit: int) -> None:
+        """This rank uses the unit, which is gathered already."""
+        ...
+
+    def end_forward(self, *, during: Pass = Pass.TRAINING) -> None:
+        """The outermost forward has ended."""
         ...
 
     def join(self) -> None:
