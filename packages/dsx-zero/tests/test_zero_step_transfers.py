@@ -1,4 +1,4 @@
-"""Sub-groups on their way to their step and back: how many are in memory, what is waited for, and what an error leaves."""
+"""Transfers of sub-groups around their step: how many are in memory, what is waited for, and what an error leaves."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """DeepSpeed's checkpoints are imported, optimizer included, without running what is in them.
 
-The files are written here in DeepSpeed's layout, from an engine of dsx that trained: what comes out of the import must
-be what that engine has, and training must go on as it does. Real checkpoints of DeepSpeed 0.19.8 (stages 1 to 3, fp32 and
-bf16, two ranks) went on with DeepSpeed's own losses to 2e-7 when this was written; so did its stage 0, to the last
+The files are written here in DeepSpeed's layout, from an engine of dsx that trained. What comes out of the import must
+be what that engine has, and training must go on as it does. Real checkpoints of DeepSpeed 0.19.8 (stages 1 to 3, fp32
+and bf16, two ranks) went on with DeepSpeed's own losses to 2e-7 when this was written; so did its stage 0, to the last
 bit in fp32.
 """
 
@@ -40,7 +40,8 @@ def build(seed=0, **changes):
     torch.manual_seed(seed)
     model = Model()
     config = {
-        "train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.02}}, "steps_per_print": None, **changes
+        "train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.02}}, "steps_per_print": None,
+        **changes,
     }  # fmt: skip
     trained = [p for p in model.parameters() if p.requires_grad]
     return dsx.initialize(model=model, model_parameters=trained, config=config)[0]
@@ -332,7 +333,8 @@ def test_slices_go_together_by_the_patterns_of_universal_checkpoints(tmp_path):
         {
             "norm.weight": whole["norm.weight"], "mean.w": whole["mean.w"] + (1 if r else -1),
             "dense.weight": whole["dense.weight"].chunk(2, 1)[r], "embed.weight": padded.chunk(2)[r],
-            "glu.weight": torch.cat([gate.chunk(2)[r], up.chunk(2)[r]]), "column.weight": whole["column.weight"].chunk(2)[r],
+            "glu.weight": torch.cat([gate.chunk(2)[r], up.chunk(2)[r]]),
+            "column.weight": whole["column.weight"].chunk(2)[r],
         }
         for r in range(2)
     ]  # fmt: skip
@@ -474,7 +476,8 @@ def write_experts(root, stage, world, neighbours=False):
             mappings.append(where)
         saved = {
             "base_optimizer_state": {"state": states, "param_groups": [{"params": [0]}, {"params": [1]}]},
-            "single_partition_of_fp32_groups": fp32, "zero_stage": ZeroStageEnum(stage), "param_slice_mappings": mappings,
+            "single_partition_of_fp32_groups": fp32, "zero_stage": ZeroStageEnum(stage),
+            "param_slice_mappings": mappings,
         }  # fmt: skip
         torch.save({"optimizer_state_dict": saved}, root / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
     return low, moments

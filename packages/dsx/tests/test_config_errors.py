@@ -22,110 +22,161 @@ def problems_of(config, world_size=1):
 
 # (configuration beside the batch size, path, kind, part of got, part of expected, part of fix)
 CASES = {
-    "unknown top-level key": ({"gradient_cliping": 1.0}, "gradient_cliping", "unknown-key", "", "gradient_clipping", "gradient_clipping"),
-    "unknown key in a section": ({"fp16": {"hystersis": 2}}, "fp16.hystersis", "unknown-key", "", "fp16.hysteresis", "did you mean"),
+    "unknown top-level key": (
+        {"gradient_cliping": 1.0}, "gradient_cliping", "unknown-key", "", "gradient_clipping", "gradient_clipping",
+    ),
+    "unknown key in a section": (
+        {"fp16": {"hystersis": 2}}, "fp16.hystersis", "unknown-key", "", "fp16.hysteresis", "did you mean",
+    ),
     "unknown key in a block of zero": (
         {"zero_optimization": {"offload_param": {"devise": "none"}}}, "zero_optimization.offload_param.devise",
         "unknown-key", "", "zero_optimization.offload_param.device", "device",
     ),
-    "unknown zero key": ({"zero_optimization": {"stag": 1}}, "zero_optimization.stag", "unknown-key", '"stag"', "zero_optimization.stage", "stage"),
-    "key of another section": ({"stage": 2}, "stage", "unknown-key", "", "zero_optimization.stage", "move it to zero_optimization.stage"),
+    "unknown zero key": (
+        {"zero_optimization": {"stag": 1}}, "zero_optimization.stag", "unknown-key", '"stag"',
+        "zero_optimization.stage", "stage",
+    ),
+    "key of another section": (
+        {"stage": 2}, "stage", "unknown-key", "", "zero_optimization.stage", "move it to zero_optimization.stage",
+    ),
     "unknown key two levels down": (
         {"timers": {"throughput": {"synchronised": True}}}, "timers.throughput.synchronised", "unknown-key", "",
         "timers.throughput.synchronized", "synchronized",
     ),
-    "text for a number": ({"gradient_clipping": "1.0"}, "gradient_clipping", "type", '"1.0"', "a number", "without quotes"),
-    "text for a switch": ({"fp16": {"enabled": "true"}}, "fp16.enabled", "type", '"true"', "true or false", "without quotes"),
+    "text for a number": (
+        {"gradient_clipping": "1.0"}, "gradient_clipping", "type", '"1.0"', "a number", "without quotes",
+    ),
+    "text for a switch": (
+        {"fp16": {"enabled": "true"}}, "fp16.enabled", "type", '"true"', "true or false", "without quotes",
+    ),
     "number for a switch": ({"bf16": {"enabled": 2}}, "bf16.enabled", "type", "2", "true or false", ""),
     "switch for a number": ({"steps_per_print": True}, "steps_per_print", "type", "true", "a whole number", ""),
-    "fraction for a whole number": ({"gradient_accumulation_steps": 1.5}, "gradient_accumulation_steps", "type", "1.5", "a whole number", ""),
+    "fraction for a whole number": (
+        {"gradient_accumulation_steps": 1.5}, "gradient_accumulation_steps", "type", "1.5", "a whole number", "",
+    ),
     "object for a number": ({"gradient_clipping": {"value": 1}}, "gradient_clipping", "type", "value", "a number", ""),
     "number for an object": ({"fp16": 3}, "fp16", "type", "3", "an object", ""),
     "list for an object": ({"optimizer": []}, "optimizer", "type", "[]", "an object", ""),
     "stage 4": ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage", "value", "4", "3", ""),
     "stage -1": ({"zero_optimization": {"stage": -1}}, "zero_optimization.stage", "value", "-1", "0", ""),
     "negative batch": ({"train_batch_size": -8}, "train_batch_size", "value", "-8", "at least 1", "at least 1"),
-    "zero accumulation": ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps", "value", "0", "at least 1", ""),
+    "zero accumulation": (
+        {"gradient_accumulation_steps": 0}, "gradient_accumulation_steps", "value", "0", "at least 1", "",
+    ),
     "negative clipping": ({"gradient_clipping": -1}, "gradient_clipping", "value", "-1", "at least 0", ""),
-    "negative bucket": ({"zero_optimization": {"reduce_bucket_size": -5}}, "zero_optimization.reduce_bucket_size", "value", "-5", "", ""),
+    "negative bucket": (
+        {"zero_optimization": {"reduce_bucket_size": -5}}, "zero_optimization.reduce_bucket_size", "value", "-5", "",
+        "",
+    ),
     "block of three": (
         {"zero_optimization": {"stage": 1, "zero_quantized_gradients": True, "zero_quantized_gradients_block_size": 3}},
         "zero_optimization.zero_quantized_gradients_block_size", "value", "3", "a multiple of 4 greater than 0", "",
     ),
     "negative block": (
-        {"zero_optimization": {"stage": 1, "zero_quantized_gradients": True, "zero_quantized_gradients_block_size": -4}},
+
+        {"zero_optimization": {
+            "stage": 1, "zero_quantized_gradients": True, "zero_quantized_gradients_block_size": -4,
+        }},
         "zero_optimization.zero_quantized_gradients_block_size", "value", "-4", "a multiple of 4 greater than 0", "",
     ),
     "negative window": ({"fp16": {"loss_scale_window": -1}}, "fp16.loss_scale_window", "value", "-1", "at least 1", ""),
     "negative learning rate": (
-        {"optimizer": {"type": "Adam", "params": {"lr": -1e-3}}}, "optimizer.params.lr", "value", "-0.001", "at least 0", "",
+        {"optimizer": {"type": "Adam", "params": {"lr": -1e-3}}}, "optimizer.params.lr", "value", "-0.001",
+        "at least 0", "",
     ),
-    "unknown choice": ({"communication_data_type": "bf17"}, "communication_data_type", "value", '"bf17"', '"bf16"', "bf16"),
-    "boolean communication type": ({"communication_data_type": True}, "communication_data_type", "value", "true", '"fp32"', ""),
-    "fp16 with bf16": ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "bf16.enabled", "conflict", "fp16.enabled true", "one of", "off"),
-    "fp16 with amp": ({"fp16": {"enabled": True}, "amp": {"enabled": True}}, "amp.enabled", "conflict", "amp.enabled true", "one of", "off"),
+    "unknown choice": (
+        {"communication_data_type": "bf17"}, "communication_data_type", "value", '"bf17"', '"bf16"', "bf16",
+    ),
+    "boolean communication type": (
+        {"communication_data_type": True}, "communication_data_type", "value", "true", '"fp32"', "",
+    ),
+    "fp16 with bf16": (
+        {"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "bf16.enabled", "conflict", "fp16.enabled true",
+        "one of", "off",
+    ),
+    "fp16 with amp": (
+        {"fp16": {"enabled": True}, "amp": {"enabled": True}}, "amp.enabled", "conflict", "amp.enabled true", "one of",
+        "off",
+    ),
     "fp16 with autocast to bf16": (
-        {"fp16": {"enabled": True}, "torch_autocast": {"enabled": True}}, "torch_autocast.enabled", "conflict", "", "one of", "off",
+        {"fp16": {"enabled": True}, "torch_autocast": {"enabled": True}}, "torch_autocast.enabled", "conflict", "",
+        "one of", "off",
     ),
     "apex level 2": ({"amp": {"enabled": True, "opt_level": "O2"}}, "amp.opt_level", "conflict", "O2", "O1", "fp16"),
     "bf16 reduced in fp16": (
-        {"bf16": {"enabled": True}, "communication_data_type": "fp16"}, "communication_data_type", "conflict", "", "", "",
+        {"bf16": {"enabled": True}, "communication_data_type": "fp16"}, "communication_data_type", "conflict", "", "",
+        "",
     ),
     "fp16 accumulated in bf16": (
         {"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}, "data_types", "conflict", "", "", "",
     ),
     "bf16 states without masters": (
-        {"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states", "conflict", "", "master_weights", "both",
+        {"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states", "conflict", "",
+        "master_weights", "both",
     ),
     "fp16 masters without ZeRO": (
-        {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "fp16.fp16_master_weights_and_grads", "conflict",
-        "stage 0", "1, 2 or 3", "stage",
+        {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "fp16.fp16_master_weights_and_grads",
+        "conflict", "stage 0", "1, 2 or 3", "stage",
     ),
     "parameter offload at stage 2": (
-        {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "zero_optimization.offload_param", "conflict",
-        "stage 2", "stage 3", "stage to 3",
+        {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "zero_optimization.offload_param",
+        "conflict", "stage 2", "stage 3", "stage to 3",
     ),
     "optimizer offload at stage 0": (
-        {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "zero_optimization.offload_optimizer", "conflict",
-        "stage 0", "1 or 2 or 3", "stage",
+        {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "zero_optimization.offload_optimizer",
+        "conflict", "stage 0", "1 or 2 or 3", "stage",
     ),
     "optimizer offload to disk at stage 0": (
         {"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}},
         "zero_optimization.offload_optimizer", "conflict", "stage 0", "1 or 2 or 3", "stage",
     ),
-    "unknown optimizer": ({"optimizer": {"type": "AdamX"}}, "optimizer.type", "value", '"AdamX"', "Adam", "did you mean"),
+    "unknown optimizer": (
+        {"optimizer": {"type": "AdamX"}}, "optimizer.type", "value", '"AdamX"', "Adam", "did you mean",
+    ),
     "unknown optimizer argument": (
-        {"optimizer": {"type": "Adam", "params": {"beta": [0.9, 0.99]}}}, "optimizer.params.beta", "unknown-key", "", "betas", "betas",
+        {"optimizer": {"type": "Adam", "params": {"beta": [0.9, 0.99]}}}, "optimizer.params.beta", "unknown-key", "",
+        "betas", "betas",
     ),
     "unknown torch argument": (
-        {"optimizer": {"type": "RMSprop", "params": {"alpa": 0.9}}}, "optimizer.params.alpa", "unknown-key", "", "alpha", "alpha",
+        {"optimizer": {"type": "RMSprop", "params": {"alpa": 0.9}}}, "optimizer.params.alpa", "unknown-key", "",
+        "alpha", "alpha",
     ),
-    "bad betas": ({"optimizer": {"type": "Adam", "params": {"betas": [0.9, 1.0]}}}, "optimizer.params.betas", "type", "", "two numbers", ""),
+    "bad betas": (
+        {"optimizer": {"type": "Adam", "params": {"betas": [0.9, 1.0]}}}, "optimizer.params.betas", "type", "",
+        "two numbers", "",
+    ),
     "clipping in the optimizer": (
-        {"optimizer": {"type": "Lamb", "params": {"max_grad_norm": 1.0}}}, "optimizer.params.max_grad_norm", "value", "1.0", "",
-        "gradient_clipping",
+        {"optimizer": {"type": "Lamb", "params": {"max_grad_norm": 1.0}}}, "optimizer.params.max_grad_norm", "value",
+        "1.0", "", "gradient_clipping",
     ),
     "optimizer without a type": ({"optimizer": {"params": {}}}, "optimizer.type", "missing", "", "text", 'add "type"'),
     "automatic optimizer": ({"optimizer": {"type": "auto"}}, "optimizer.type", "missing", "", "", "cannot be resolved"),
-    "unknown scheduler": ({"scheduler": {"type": "WarmUpLRs"}}, "scheduler.type", "value", "WarmUpLRs", "WarmupLR", "WarmupLR"),
+    "unknown scheduler": (
+        {"scheduler": {"type": "WarmUpLRs"}}, "scheduler.type", "value", "WarmUpLRs", "WarmupLR", "WarmupLR",
+    ),
     "scheduler lacks an argument": (
-        {"scheduler": {"type": "WarmupDecayLR", "params": {}}}, "scheduler.params.total_num_steps", "missing", "", "", "total_num_steps",
+        {"scheduler": {"type": "WarmupDecayLR", "params": {}}}, "scheduler.params.total_num_steps", "missing", "", "",
+        "total_num_steps",
     ),
     "unknown scheduler argument": (
-        {"scheduler": {"type": "OneCycle", "params": {"cycle_min": 0.1}}}, "scheduler.params.cycle_min", "unknown-key", "",
-        "cycle_min_lr", "",
+        {"scheduler": {"type": "OneCycle", "params": {"cycle_min": 0.1}}}, "scheduler.params.cycle_min", "unknown-key",
+        "", "cycle_min_lr", "",
     ),
     "bad scheduler argument": (
-        {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cubic"}}}, "scheduler.params", "value", "cubic", "", "WarmupLR",
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cubic"}}}, "scheduler.params", "value", "cubic",
+        "", "WarmupLR",
     ),
     "unknown torch scheduler argument": (
-        {"scheduler": {"type": "StepLR", "params": {"step_size": 3, "gama": 0.1}}}, "scheduler.params.gama", "unknown-key", "",
-        "gamma", "gamma",
+        {"scheduler": {"type": "StepLR", "params": {"step_size": 3, "gama": 0.1}}}, "scheduler.params.gama",
+        "unknown-key", "", "gamma", "gamma",
     ),
     "two names of one key": (
-        {"aio": {"thread_count": 2, "intra_op_parallelism": 4}}, "aio.thread_count", "conflict", "2 and 4", "one", "intra_op_parallelism",
+        {"aio": {"thread_count": 2, "intra_op_parallelism": 4}}, "aio.thread_count", "conflict", "2 and 4", "one",
+        "intra_op_parallelism",
     ),
-    "a value that is not JSON": ({"gradient_clipping": object()}, "gradient_clipping", "type", "object", "a number", ""),
+    "a value that is not JSON": (
+        {"gradient_clipping": object()}, "gradient_clipping", "type", "object", "a number", "",
+    ),
     "a number that is not finite": ({"gradient_clipping": float("nan")}, "gradient_clipping", "value", "nan", "", ""),
 }  # fmt: skip
 
@@ -143,7 +194,9 @@ def test_the_mistake_is_named(name):
 
 
 BATCHES = {
-    "the three contradict": ({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}, 2, "16"),
+    "the three contradict": (
+        {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}, 2, "16",
+    ),
     "micro-batch does not divide": ({"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4}, 2, "8 or 16"),
     "accumulation does not divide": ({"train_batch_size": 10, "gradient_accumulation_steps": 3}, 2, "6 or 12"),
     "fewer samples than ranks": ({"train_batch_size": 2}, 4, "4"),

@@ -1,5 +1,5 @@
-"""Times of the cost model: messages beside computation are hidden where a device has streams, and take the cores' time on
-a CPU; the bytes of a matrix product come on top of its arithmetic on a device, and hide behind it on a CPU.
+"""Times of the cost model. Messages beside computation are hidden where a device has streams, and take the cores' time
+on a CPU. The bytes of a matrix product come on top of its arithmetic on a device, and hide behind it on a CPU.
 """
 
 from dataclasses import replace
