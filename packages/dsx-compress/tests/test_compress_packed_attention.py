@@ -1,4 +1,4 @@
-"""torch's `MultiheadAttention`: its packed projections are weights like others, and its output layer is never called."""
+"""torch's `MultiheadAttention`: its packed projections are weights like others; its output layer is never called."""
 
 import copy
 

@@ -108,8 +108,11 @@ def test_mistakes_leave_the_model_as_it_was():
          "keeps 0.5"),
         (method("sparse_pruning", {"schedule_offset": 9, "schedule_offset_end": 3}, g={}), "before schedule_offset"),
         (method("sparse_pruning", {"block_pattern": "2x2"}, g={}), "only method snip_momentum reads this"),
-        ({"layer_reduction": {"enabled": True, "keep_number_layer": 2, "teacher_layer": [1], "module_name_prefix": "x"}},
-         "the same number"),
+        (
+            {"layer_reduction": {
+                "enabled": True, "keep_number_layer": 2, "teacher_layer": [1], "module_name_prefix": "x"}},
+            "the same number",
+        ),
     ],
 )  # fmt: skip
 def test_wrong_configurations_are_named(config, message):

@@ -1,4 +1,4 @@
-"""Random augmentations resume exactly: what is drawn for a sample is a function of the seed and its place in the run."""
+"""Random augmentations resume exactly: what is drawn for a sample depends on the seed and its place in the run only."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""The flops page in a real browser: what it shows, how it folds, sorts, searches. Skipped where there is no Chromium."""
+"""The flops page in a real browser: what it shows, how it folds, sorts, searches. Skipped where Chromium is missing."""
 
 import pytest
 

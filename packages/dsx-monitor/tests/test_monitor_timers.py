@@ -89,7 +89,8 @@ assert memory_snapshot().pss is None
 
 
 def test_memory_follows_an_allocation():
-    # In a process of its own: what pytest's process shares with ranks it forked counts by parts, and falls when one ends.
+    # In a process of its own: pages that pytest's process shares with forked ranks count in parts, and one rank's end
+    # changes the count.
     subprocess.run([sys.executable, "-c", _ALLOCATION], check=True)
 
 

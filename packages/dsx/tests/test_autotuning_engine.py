@@ -1,4 +1,4 @@
-"""An engine that is told to measure: the figures are those of its updates, all ranks end together, memory is bounded."""
+"""An engine that is told to measure: its figures are those of its updates, ranks end together, memory is bounded."""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ from dsx.launcher.processes import lives
 LAUNCH = [sys.executable, "-m", "dsx.launcher"]
 MICRO = "train_micro_batch_size_per_gpu"
 
-# Fills "auto" from its options and refuses a configuration that says otherwise, as transformers' HfTrainerDeepSpeedConfig.
+# Fills "auto" from its options, and refuses a configuration that differs from them, as HfTrainerDeepSpeedConfig of
+# transformers does.
 TRAINER = """
 import argparse, json
 import torch
@@ -41,7 +42,8 @@ for key, value in fill.items():
     if config.get(key, "auto") == "auto":
         config[key] = value
     elif config[key] != value:
-        raise ValueError(f"Please correct the following config values that mismatch TrainingArguments: {key}={config[key]} vs {value}")
+        told = f"{key}={config[key]} vs {value}"
+        raise ValueError(f"Please correct the following config values that mismatch TrainingArguments: {told}")
 config["optimizer"]["params"]["lr"] = args.learning_rate
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
@@ -53,7 +55,8 @@ while engine.global_steps < args.max_steps:
     engine.backward(torch.nn.functional.mse_loss(engine(x), y))
     engine.step()
 if engine.global_rank == 0:
-    json.dump([engine.global_steps, engine.train_micro_batch_size_per_gpu(), engine.zero_optimization_stage()], open("trained.json", "w"))
+    trained = [engine.global_steps, engine.train_micro_batch_size_per_gpu(), engine.zero_optimization_stage()]
+    json.dump(trained, open("trained.json", "w"))
 """
 
 
@@ -135,10 +138,16 @@ def test_a_search_that_is_stopped_leaves_no_process_and_can_go_on(tmp_path):
     [
         (["train.py"], {}, 1, "name no configuration file"),
         (["gone.py", "--deepspeed_config", "ds.json"], {}, 1, "no such script"),
-        (["--no_ssh", "--master_addr", "localhost", "train.py", "--deepspeed_config", "ds.json"], {}, 2, "got --no_ssh"),
+        (
+            ["--no_ssh", "--master_addr", "localhost", "train.py", "--deepspeed_config", "ds.json"],
+            {}, 2, "got --no_ssh",
+        ),
         (["train.py", "--deepspeed_config", "ds.json"], {"autotuning": {"metric": "speed"}}, 2, "autotuning.metric"),
         (["train.py", "--deepspeed_config", "ds.json"], {"autotuning": {"enabled": False}}, 1, "enabled: got false"),
-        (["train.py", "--deepspeed_config", "ds.json"], {"zero_optimization": {"stag": 1}}, 2, "zero_optimization.stage"),
+        (
+            ["train.py", "--deepspeed_config", "ds.json"],
+            {"zero_optimization": {"stag": 1}}, 2, "zero_optimization.stage",
+        ),
     ],
 )  # fmt: skip
 def test_mistakes_are_told_without_a_traceback(tmp_path, monkeypatch, capsys, argv, config, code, text):

@@ -1,4 +1,4 @@
-"""What will fit and how fast it will be: the planner's word corrected by one measurement, and the formula without it."""
+"""What will fit and how fast it will be: the planner's figure corrected by one measurement, and the formula alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ MIB = 2**20
 START = Candidate(0, 2, 1)
 FACTS = Facts(
     num_params=1000, trainable_num_params=800, activation_mem_per_gpu=4000, peak_bytes=100_000, memory_bytes=200_000,
-    device="cuda", world_size=4, data_parallel=4, ranks_per_host=4, sixteen_bit=True, step_seconds=2.0, pass_seconds=1.5,
+    device="cuda", world_size=4, data_parallel=4, ranks_per_host=4, sixteen_bit=True,
+    step_seconds=2.0, pass_seconds=1.5,
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Asynchronous saves: what is saved is what was there when save_checkpoint was called; errors are the same on all ranks,
+"""Asynchronous saves: what is saved is what was there when save_checkpoint was called; all ranks raise the same errors
 after the same update; at most as many saves are in flight as was asked for.
 """
 

@@ -71,7 +71,8 @@ def test_inspect_says_what_is_there(saved, capsys):
 def test_looking_needs_no_torch(saved):
     code = (
         "import sys; from dsx.checkpoint.command import main; f = sys.argv[1]\n"
-        "for words in (['inspect', f], ['verify', f], ['diff', f, '--tag2', 'best'], ['prune', f, '--keep-last', '9']):\n"
+        "calls = ['inspect', f], ['verify', f], ['diff', f, '--tag2', 'best'], ['prune', f, '--keep-last', '9']\n"
+        "for words in calls:\n"
         "    main(words)\n"
         "sys.exit('torch' in sys.modules)"
     )

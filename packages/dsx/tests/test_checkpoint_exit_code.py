@@ -1,4 +1,4 @@
-"""A program whose last asynchronous save has failed does not end with exit code 0, whether or not it calls `destroy`."""
+"""A program whose last asynchronous save failed does not end with exit code 0, whether or not it calls `destroy`."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Which checkpoints stay, what is linked instead of written again, and which one is loaded where the latest is damaged."""
+"""Which checkpoints stay, what is linked instead of written again, and which one loads where the latest is damaged."""
 
 import os
 import shutil

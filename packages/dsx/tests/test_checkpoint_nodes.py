@@ -1,5 +1,5 @@
-"""`use_node_local_storage`: each node saves to its own disk, and a load puts the checkpoint together from what the disks
-have: all of them, all but one, or with nodes that are new.
+"""`use_node_local_storage`: each node saves to its own disk, and a load puts the checkpoint together from what is on
+the disks: all of them, all but one, or with nodes that are new.
 
 Nodes are those of the test kit: ranks with another GROUP_RANK and a folder of their own.
 """

@@ -27,10 +27,9 @@ def test_help_loads_neither_torch_nor_pydantic():
     code = """
 import sys
 from dsx.cli import main
-for words in (["--help"], ["launch", "--help"], ["autotune", "--help"], ["ssh", "--help"], ["doctor", "--help"], ["report", "--help"],
-              ["checkpoint", "verify", "--help"]):
+for words in ([], ["launch"], ["autotune"], ["ssh"], ["doctor"], ["report"], ["checkpoint", "verify"]):
     try:
-        assert main(words) == 0
+        assert main([*words, "--help"]) == 0
     except SystemExit as end:
         assert end.code == 0, words
 assert not {"torch", "pydantic", "rich"} & set(sys.modules), sorted(sys.modules)

@@ -19,8 +19,9 @@ PATHS = sorted(set(all_paths(Root)))
 
 # The keys of the published configuration reference and feature tables, one line per object.
 DOCUMENTED = """
-: train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer scheduler communication_data_type
-: prescale_gradients gradient_predivide_factor sparse_gradients fp16 bf16 amp gradient_clipping zero_optimization aio
+: train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer scheduler
+: communication_data_type prescale_gradients gradient_predivide_factor sparse_gradients fp16 bf16 amp
+: gradient_clipping zero_optimization aio
 : steps_per_print wall_clock_breakdown dump_state autotuning flops_profiler activation_checkpointing sparse_attention
 : data_efficiency curriculum_learning tensorboard wandb comet csv_monitor elasticity comms_logger compression_training
 : checkpoint data_types gradient_allreduce_op seq_parallel_communication_data_type disable_allgather memory_breakdown
@@ -29,8 +30,8 @@ DOCUMENTED = """
 : quantize_training eigenvalue progressive_layer_drop hybrid_engine graph_harvesting tensor_parallel compile
 optimizer: type params legacy_fusion
 scheduler: type params
-fp16: enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale
-fp16: fp16_master_weights_and_grads
+fp16: enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis
+fp16: min_loss_scale fp16_master_weights_and_grads
 bf16: enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states
 amp: enabled opt_level
 torch_autocast: enabled dtype lower_precision_safe_modules
@@ -43,17 +44,20 @@ zero_optimization: stage3_gather_16bit_weights_on_model_save cpu_offload load_fr
 zero_optimization: use_multi_rank_bucket_allreduce cpu_offload_params cpu_offload_use_pin_memory
 zero_optimization: stage3_model_persistence_threshold stage3_module_granularity_threshold
 zero_optimization: stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential zero_hpz_partition_size
-zero_optimization: zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients zeropp_loco_param
+zero_optimization: zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients
+zero_optimization: zeropp_loco_param
 zero_optimization: mics_shard_size mics_hierarchical_params_gather memory_efficient_linear pipeline_loading_checkpoint
 zero_optimization: override_module_apply log_trace_cache_warnings enable_sanity_checks leaf_module zenflow
 zero_optimization.offload_param: device nvme_path pin_memory buffer_count buffer_size max_in_cpu
-zero_optimization.offload_optimizer: device nvme_path pin_memory buffer_count fast_init ratio pipeline_read pipeline_write
+zero_optimization.offload_optimizer: device nvme_path pin_memory buffer_count fast_init ratio
+zero_optimization.offload_optimizer: pipeline_read pipeline_write
 zero_optimization.zeropp_loco_param: err_beta reset_T
 zero_optimization.leaf_module: classes names name_suffixes
 aio: block_size queue_depth thread_count intra_op_parallelism single_submit overlap_events use_gds
 autotuning: enabled results_dir exps_dir overwrite metric start_profile_step end_profile_step fast max_train_batch_size
 autotuning: mp_size num_tuning_micro_batch_sizes tuner_type tuner_early_stopping tuner_num_trials arg_mappings num_nodes
-autotuning: num_gpus min_train_batch_size max_train_micro_batch_size_per_gpu min_train_micro_batch_size_per_gpu model_info
+autotuning: num_gpus min_train_batch_size max_train_micro_batch_size_per_gpu min_train_micro_batch_size_per_gpu
+autotuning: model_info
 autotuning.model_info: profile num_params hidden_size num_layers
 flops_profiler: enabled profile_step module_depth top_modules detailed output_file recompute_fwd_factor
 activation_checkpointing: partition_activations cpu_checkpointing contiguous_memory_optimization number_checkpoints
@@ -63,7 +67,8 @@ sparse_attention: horizontal_global_attention num_different_global_patterns num_
 sparse_attention: global_block_indices global_block_end_indices num_sliding_window_blocks
 data_efficiency: enabled seed data_routing data_sampling
 data_efficiency.data_routing: enabled random_ltd
-data_efficiency.data_routing.random_ltd: enabled total_layer_num random_ltd_layer_num random_ltd_layer_id model_mask_name
+data_efficiency.data_routing.random_ltd: enabled total_layer_num random_ltd_layer_num random_ltd_layer_id
+data_efficiency.data_routing.random_ltd: model_mask_name
 data_efficiency.data_routing.random_ltd: model_type hidden_state_order random_ltd_schedule layer_token_lr_schedule
 data_efficiency.data_routing.random_ltd.random_ltd_schedule: min_value max_value schedule_type schedule_config
 data_efficiency.data_routing.random_ltd.random_ltd_schedule.schedule_config: require_steps seq_per_step
@@ -85,8 +90,8 @@ csv_monitor: enabled output_path job_name
 elasticity: enabled max_train_batch_size micro_batch_sizes min_gpus max_gpus min_time prefer_large_batch version
 elasticity: prefer_larger_batch ignore_non_elastic_batch_info num_gpus_per_node model_parallel_size
 comms_logger: enabled verbose prof_all prof_ops debug
-compression_training: layer_reduction weight_quantization activation_quantization sparse_pruning row_pruning head_pruning
-compression_training: channel_pruning
+compression_training: layer_reduction weight_quantization activation_quantization sparse_pruning row_pruning
+compression_training: head_pruning channel_pruning
 compression_training.layer_reduction: enabled keep_number_layer module_name_prefix teacher_layer other_module_name
 compression_training.weight_quantization.shared_parameters: enabled quantizer_kernel schedule_offset quantize_groups
 compression_training.weight_quantization.shared_parameters: quantize_verbose quantization_type rounding
@@ -94,9 +99,11 @@ compression_training.weight_quantization.shared_parameters: quantize_weight_in_f
 compression_training.weight_quantization.shared_parameters.fp16_mixed_quantize: enabled quantize_change_ratio
 compression_training.weight_quantization.different_groups.*: params modules
 compression_training.weight_quantization.different_groups.*.params: start_bits target_bits quantization_period
-compression_training.activation_quantization.shared_parameters: enabled quantization_type range_calibration schedule_offset
+compression_training.activation_quantization.shared_parameters: enabled quantization_type range_calibration
+compression_training.activation_quantization.shared_parameters: schedule_offset
 compression_training.activation_quantization.different_groups.*.params: bits
-compression_training.sparse_pruning.shared_parameters: enabled schedule_offset schedule_offset_end schedule_offset_stride
+compression_training.sparse_pruning.shared_parameters: enabled schedule_offset schedule_offset_end
+compression_training.sparse_pruning.shared_parameters: schedule_offset_stride
 compression_training.sparse_pruning.shared_parameters: method block_pattern dense_ratio excluded_modules
 compression_training.sparse_pruning.different_groups.*: params modules related_modules
 compression_training.sparse_pruning.different_groups.*.params: dense_ratio
@@ -107,10 +114,12 @@ checkpoint: tag_validation load_universal use_node_local_storage parallel_write 
 checkpoint.parallel_write: pipeline_stage
 checkpoint.writer: type decoupled io_buffer_size io_buffer_double show_statistics data_parallel io_multiplier
 timers.throughput: enabled synchronized
-pipeline: stages partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned use_reentrant
+pipeline: stages partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned
+pipeline: use_reentrant
 eigenvalue: enabled verbose max_iter tol stability gas_boundary_resolution layer_name layer_num
 progressive_layer_drop: enabled theta gamma
-hybrid_engine: enabled max_out_tokens inference_tp_size release_inference_cache pin_parameters tp_gather_partition_size
+hybrid_engine: enabled max_out_tokens inference_tp_size release_inference_cache pin_parameters
+hybrid_engine: tp_gather_partition_size
 """
 
 
@@ -178,27 +187,30 @@ def test_one_wrong_character_in_any_key_is_named_and_undone():
 EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
     # name -> (the published example, what is refused today; empty when nothing is)
     "optimizer with Adam": (
-        {"optimizer": {"type": "Adam", "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}}}, "",
+        {"optimizer": {"type": "Adam", "params": {
+            "lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}}}, "",
     ),
     "1-bit Adam": (
         {"optimizer": {"type": "OneBitAdam", "params": {
-            "lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7, "freeze_step": 400, "cuda_aware": False,
-            "comm_backend_name": "nccl"}}}, "",
+            "lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7, "freeze_step": 400,
+            "cuda_aware": False, "comm_backend_name": "nccl"}}}, "",
     ),
     "0/1 Adam": (
         {"optimizer": {"type": "ZeroOneAdam", "params": {
-            "lr": 1e-3, "weight_decay": 0.01, "bias_correction": False, "var_freeze_step": 1000, "var_update_scaler": 16,
-            "local_step_scaler": 1000, "local_step_clipper": 16, "cuda_aware": False, "comm_backend_name": "nccl"}}},
+            "lr": 1e-3, "weight_decay": 0.01, "bias_correction": False, "var_freeze_step": 1000,
+            "var_update_scaler": 16, "local_step_scaler": 1000, "local_step_clipper": 16, "cuda_aware": False,
+            "comm_backend_name": "nccl"}}},
         "",
     ),
     "1-bit Lamb": (
         {"optimizer": {"type": "OneBitLamb", "params": {
             "lr": 11e-3, "weight_decay": 0.01, "bias_correction": False, "max_coeff": 0.3, "min_coeff": 0.01,
-            "freeze_step": 1000, "cuda_aware": False, "comm_backend_name": "nccl", "coeff_beta": 0.9, "factor_max": 4.0,
-            "factor_min": 0.5, "factor_threshold": 0.1}}}, "",
+            "freeze_step": 1000, "cuda_aware": False, "comm_backend_name": "nccl", "coeff_beta": 0.9,
+            "factor_max": 4.0, "factor_min": 0.5, "factor_threshold": 0.1}}}, "",
     ),
     "scheduler": (
-        {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000}}}, "",
+        {"scheduler": {"type": "WarmupLR", "params": {
+            "warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000}}}, "",
     ),
     "range test": (
         {"scheduler": {"type": "LRRangeTest", "params": {
@@ -207,11 +219,12 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "1cycle": (
         {"scheduler": {"type": "OneCycle", "params": {
-            "cycle_min_lr": 0.002, "cycle_max_lr": 0.005, "cycle_first_step_size": 2000, "cycle_second_step_size": 2000}}}, "",
+            "cycle_min_lr": 0.002, "cycle_max_lr": 0.005, "cycle_first_step_size": 2000,
+            "cycle_second_step_size": 2000}}}, "",
     ),
     "fp16": (
-        {"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 32, "loss_scale_window": 1000, "hysteresis": 2,
-                  "consecutive_hysteresis": False, "min_loss_scale": 1}}, "",
+        {"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 32, "loss_scale_window": 1000,
+                  "hysteresis": 2, "consecutive_hysteresis": False, "min_loss_scale": 1}}, "",
     ),
     "bf16": ({"bf16": {"enabled": True}}, ""),
     "amp": ({"amp": {"enabled": True, "opt_level": "O1"}}, ""),
@@ -240,7 +253,8 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
                                "zero_hpz_partition_size": 8}}, "",
     ),
     "file I/O at its defaults": (
-        {"aio": {"block_size": 1048576, "queue_depth": 8, "thread_count": 1, "single_submit": False, "overlap_events": True}}, "",
+        {"aio": {"block_size": 1048576, "queue_depth": 8, "thread_count": 1, "single_submit": False,
+                 "overlap_events": True}}, "",
     ),
     "file I/O as a tuner prints it": (
         {"aio": {"single_submit": "false", "overlap_events": "true", "intra_op_parallelism": 8, "queue_depth": 8,
@@ -263,10 +277,10 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
     "activation checkpointing profile": ({"activation_checkpointing": {"profile": True}}, ""),
     "sparse attention": (
         {"sparse_attention": {
-            "mode": "fixed", "block": 16, "different_layout_per_head": True, "num_local_blocks": 4, "num_global_blocks": 1,
-            "attention": "bidirectional", "horizontal_global_attention": False, "num_different_global_patterns": 4,
-            "num_random_blocks": 0, "local_window_blocks": [4], "global_block_indices": [0],
-            "global_block_end_indices": None, "num_sliding_window_blocks": 3}}, "",
+            "mode": "fixed", "block": 16, "different_layout_per_head": True, "num_local_blocks": 4,
+            "num_global_blocks": 1, "attention": "bidirectional", "horizontal_global_attention": False,
+            "num_different_global_patterns": 4, "num_random_blocks": 0, "local_window_blocks": [4],
+            "global_block_indices": [0], "global_block_end_indices": None, "num_sliding_window_blocks": 3}}, "",
     ),
     "data efficiency": (
         {"data_efficiency": {
@@ -287,14 +301,16 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
     "curriculum": (
         {"curriculum_learning": {
             "enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 1024,
-            "schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 40000, "difficulty_step": 8}}},
+            "schedule_type": "fixed_linear",
+            "schedule_config": {"total_curriculum_step": 40000, "difficulty_step": 8}}},
         "",
     ),
     "monitors": (
         {"tensorboard": {"enabled": True, "output_path": "output/logs/", "job_name": "train_bert"},
          "wandb": {"enabled": True, "group": "my_group", "team": "my_team", "project": "my_project"},
-         "comet": {"enabled": True, "workspace": "w", "project": "p", "samples_log_interval": 50, "experiment_name": "e",
-                   "experiment_key": "0c4a1c4a90664f2a8084e600b19a9d7", "online": False, "mode": "get"},
+         "comet": {"enabled": True, "workspace": "w", "project": "p", "samples_log_interval": 50,
+                   "experiment_name": "e", "experiment_key": "0c4a1c4a90664f2a8084e600b19a9d7",
+                   "online": False, "mode": "get"},
          "csv_monitor": {"enabled": True, "output_path": "output/logs/", "job_name": "train_bert"}}, "",
     ),
     "communication log": (
@@ -303,9 +319,9 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "elasticity": (
         {"elasticity": {
-            "enabled": True, "max_train_batch_size": 2000, "micro_batch_sizes": [2, 4, 6], "min_gpus": 1, "max_gpus": 10000,
-            "min_time": 20, "prefer_large_batch": True, "version": 0.2, "ignore_non_elastic_batch_info": True,
-            "num_gpus_per_node": 8, "model_parallel_size": 1}}, "",
+            "enabled": True, "max_train_batch_size": 2000, "micro_batch_sizes": [2, 4, 6], "min_gpus": 1,
+            "max_gpus": 10000, "min_time": 20, "prefer_large_batch": True, "version": 0.2,
+            "ignore_non_elastic_batch_info": True, "num_gpus_per_node": 8, "model_parallel_size": 1}}, "",
     ),
     "layer reduction": (
         {"compression_training": {"layer_reduction": {
@@ -320,20 +336,23 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
                 "quantize_weight_in_forward": False,
                 "fp16_mixed_quantize": {"enabled": False, "quantize_change_ratio": 0.001}},
             "different_groups": {
-                "wq1": {"params": {"start_bits": 8, "target_bits": 8, "quantization_period": 50}, "modules": ["attention.self"]},
-                "wq2": {"params": {"start_bits": 4, "target_bits": 4, "quantization_period": 50}, "modules": ["output"]}}}}},
+                "wq1": {"params": {"start_bits": 8, "target_bits": 8, "quantization_period": 50},
+                        "modules": ["attention.self"]},
+                "wq2": {"params": {"start_bits": 4, "target_bits": 4, "quantization_period": 50},
+                        "modules": ["output"]}}}}},
         "",
     ),
     "pruning": (
         {"compression_training": {
             "activation_quantization": {
-                "shared_parameters": {"enabled": True, "quantization_type": "asymmetric", "range_calibration": "dynamic",
-                                      "schedule_offset": 50},
+                "shared_parameters": {"enabled": True, "quantization_type": "asymmetric",
+                                      "range_calibration": "dynamic", "schedule_offset": 50},
                 "different_groups": {"aq1": {"params": {"bits": 8}, "modules": ["attention.output"]}}},
             "sparse_pruning": {
                 "shared_parameters": {
                     "enabled": True, "schedule_offset": 30, "schedule_offset_end": 90, "schedule_offset_stride": 15,
-                    "method": "snip_momentum", "block_pattern": "4x1", "dense_ratio": 0.4, "excluded_modules": ["classifier"]},
+                    "method": "snip_momentum", "block_pattern": "4x1", "dense_ratio": 0.4,
+                    "excluded_modules": ["classifier"]},
                 "different_groups": {}},
             "row_pruning": {
                 "shared_parameters": {"enabled": True, "schedule_offset": 20, "method": "topk"},

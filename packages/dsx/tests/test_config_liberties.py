@@ -22,7 +22,10 @@ def load(**keys):
         ({"zero_allow_untested_optimizer": 1}, lambda c: c.zero_allow_untested_optimizer, True),
         ({"fp16": {"enabled": 0}}, lambda c: c.fp16.enabled, False),
         ({"zero_optimization": {"overlap_comm": 0}}, lambda c: c.zero.overlap_comm, False),
-        ({"zero_optimization": {"leaf_module": {"classes": "Expert"}}}, lambda c: list(c.zero.leaf_module.classes), ["Expert"]),
+        (
+            {"zero_optimization": {"leaf_module": {"classes": "Expert"}}},
+            lambda c: list(c.zero.leaf_module.classes), ["Expert"],
+        ),
         ({"torch_autocast": {"enabled": True, "dtype": "torch.bfloat16"}}, lambda c: c.precision.compute, "bf16"),
         ({"steps_per_print": 1}, lambda c: c.steps_per_print, 1),
         ({"zero_optimization": {"stage": 1}}, lambda c: c.zero.stage, 1),
@@ -81,8 +84,13 @@ def test_a_quantisation_period_of_zero_is_read():
     assert groups["wq1"].params.quantization_period == 0
 
 
-@pytest.mark.parametrize("given", [{"train_micro_batch_size_per_gpu": "auto"}, {"train_batch_size": "auto", **dict.fromkeys(
-    ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")}])  # fmt: skip
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"train_micro_batch_size_per_gpu": "auto"},
+        {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"},
+    ],
+)
 def test_batch_sizes_left_to_another_program_pass_the_check_and_not_the_training(given, tmp_path, capsys):
     from dsx.config.cli import main
 

@@ -18,7 +18,10 @@ INFERENCE = [
     ({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3}, 2, (24, 4, 3)),
     ({"train_batch_size": 32}, 8, (32, 4, 1)),
     ({"train_micro_batch_size_per_gpu": 3}, 5, (15, 3, 1)),
-    ({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": "auto"}, 3, (6, 2, 1)),
+    (
+        {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": "auto"},
+        3, (6, 2, 1),
+    ),
     ({"train_batch_size": 4.0}, 1, (4, 4, 1)),
 ]  # fmt: skip
 

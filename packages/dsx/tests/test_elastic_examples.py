@@ -1,4 +1,4 @@
-"""The elastic example under Kubernetes' command, Slurm's script, Ray Train and torchrun, with stand-ins for the systems."""
+"""The elastic example under Kubernetes' command, Slurm's script, Ray Train and torchrun, with stand-ins for them."""
 
 import os
 import signal

@@ -63,7 +63,8 @@ def test_what_cannot_be_joined(monkeypatch, tmp_path):
 SCRIPT = """
     import sys
     from dsx import elasticity
-    place = elasticity.join({"elasticity": {"enabled": True, "max_train_batch_size": 8, "micro_batch_sizes": [4], "version": 0.1}})
+    section = {"enabled": True, "max_train_batch_size": 8, "micro_batch_sizes": [4], "version": 0.1}
+    place = elasticity.join({"elasticity": section})
     import dsx, torch
     dsx.init_distributed()
     total = torch.ones(1)

@@ -1,4 +1,4 @@
-"""Real agents that are killed, leave and join while a job trains: the losses are those of a run that nothing happens to.
+"""Real agents that are killed, leave and join while a job trains: the losses are those of a run without events.
 
 Each node is a `dsx launch --elastic_training` with one rank, in memory of its own. Its snapshots are removed with it
 when it is killed, as a machine's would be.

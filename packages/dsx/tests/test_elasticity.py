@@ -1,4 +1,4 @@
-"""Elastic batch sizes: the published results, a reference that tries everything, the section in an engine, the command."""
+"""Elastic batch sizes: the published results, a reference that tries everything, the engine's section, the command."""
 
 import json
 import math
@@ -74,8 +74,8 @@ def test_300_random_settings_agree_with_the_reference(version):
         parallel = random_.choice([1, 2]) if version == 0.2 else 1
         per_node = parallel * random_.choice([1, 2, 4]) if version == 0.2 else 1
         section = {
-            "enabled": True, "max_train_batch_size": most, "micro_batch_sizes": sizes, "min_gpus": low, "max_gpus": high,
-            "prefer_larger_batch": larger, "version": version, "num_gpus_per_node": per_node,
+            "enabled": True, "max_train_batch_size": most, "micro_batch_sizes": sizes, "min_gpus": low,
+            "max_gpus": high, "prefer_larger_batch": larger, "version": version, "num_gpus_per_node": per_node,
             "model_parallel_size": parallel,
         }  # fmt: skip
         ranks = per_node // parallel

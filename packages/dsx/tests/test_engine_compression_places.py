@@ -44,7 +44,8 @@ def method(name, shared, **group):
 def compression():
     """Methods that begin, and bits that fall, in the middle of a short run; masks made of weights and of scores."""
     return {
-        **method("weight_quantization", {"schedule_offset": 1, "quantize_weight_in_forward": True, "quantize_groups": 4},
+        **method("weight_quantization",
+                 {"schedule_offset": 1, "quantize_weight_in_forward": True, "quantize_groups": 4},
                  start_bits=8, target_bits=5, quantization_period=1),
         **method("activation_quantization", {"schedule_offset": 3, "range_calibration": "dynamic"}, modules=["down"]),
         **method("sparse_pruning", {"schedule_offset": 2}, dense_ratio=0.5, modules=["down"]),
@@ -95,8 +96,10 @@ def resumed(rank, world, stage, at, folder, zero):
     return whole, steps(again, STEPS - at, rank, world, at)
 
 
-@pytest.mark.parametrize("stage, at", [
-    pytest.param(0, 1, marks=pytest.mark.slow), pytest.param(1, 3, marks=pytest.mark.slow), (2, 2), (3, 4)])  # fmt: skip
+@pytest.mark.parametrize(
+    "stage, at",
+    [pytest.param(0, 1, marks=pytest.mark.slow), pytest.param(1, 3, marks=pytest.mark.slow), (2, 2), (3, 4)],
+)
 def test_two_ranks_resume_in_the_middle_at_every_stage(tmp_path, stage, at):
     found = run_ranks(resumed, 2, stage, at, str(tmp_path), {})
     for whole, again in found:

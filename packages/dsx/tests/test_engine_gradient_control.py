@@ -1,5 +1,5 @@
-"""`managed_gradient_accumulation: false`: every `step()` ends an update. `disable_python_gc`: collections happen between
-steps.
+"""`managed_gradient_accumulation: false`: every `step()` ends an update. `disable_python_gc`: garbage is collected
+between steps.
 """
 
 import gc

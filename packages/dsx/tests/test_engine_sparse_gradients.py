@@ -1,4 +1,4 @@
-"""`sparse_gradients: true`: an engine with a sparse embedding trains as one with a dense embedding, and sends its rows."""
+"""`sparse_gradients: true`: an engine with a sparse embedding trains as one with a dense one, and sends its rows."""
 
 import dsx
 import dsx_comm

@@ -49,8 +49,8 @@ for _ in range(3):
 
 CODES = {
     "segfault": 139, "SIGKILL": 137, "interrupt": 130, "_exit7": 7, "unprintable": 1,
-    "SIGTERM": 143, "SIGABRT": 134, "abort": 134, "SIGSEGV": 139, "SIGBUS": 135, "SIGFPE": 136, "SIGHUP": 129, "exit3": 3,
-    "raise": 1,
+    "SIGTERM": 143, "SIGABRT": 134, "abort": 134, "SIGSEGV": 139, "SIGBUS": 135, "SIGFPE": 136, "SIGHUP": 129,
+    "exit3": 3, "raise": 1,
 }  # fmt: skip
 SAMPLE = ("segfault", "SIGKILL", "interrupt", "unprintable")
 CASES = [pytest.param(how, marks=() if how in SAMPLE else pytest.mark.slow) for how in CODES]

@@ -82,7 +82,8 @@ import json, multiprocessing, os, pickle, sys
 def shout(text): return text.upper()
 names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_SIZE CROSS_RANK MASTER_ADDR MASTER_PORT OMP_NUM_THREADS".split()
 seen = {name: os.environ[name] for name in names}
-seen.update(argv=sys.argv, name=__name__, path=sys.path[0], pickled=pickle.loads(pickle.dumps(shout))("x"), extra="DSX_WORKER" in os.environ)
+seen.update(argv=sys.argv, name=__name__, path=sys.path[0], extra="DSX_WORKER" in os.environ)
+seen["pickled"] = pickle.loads(pickle.dumps(shout))("x")
 with open(f"seen{os.environ['RANK']}", "w") as file: json.dump(seen, file)
 """,
     )
@@ -236,11 +237,17 @@ def test_num_gpus_without_devices_counts_processes_and_says_so(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (("--num_procs", "1", "--master_addr", "no.such.host.invalid"), 2, "--master_addr no.such.host.invalid: this name"),
+        (
+            ("--num_procs", "1", "--master_addr", "no.such.host.invalid"),
+            2, "--master_addr no.such.host.invalid: this name",
+        ),
         (("--num_procs", "99999999999"), 2, "--num_procs: got a larger number"),
         (("--num_gpus", "99999999999"), 2, "--num_gpus: got a larger number"),
         (("--num_procs", "1", "--bind_core_list", "0-99999999999"), 2, "expected at most 65536"),
-        (("--num_procs", "1", "--enable_each_rank_log", "/dev/null"), 1, "--enable_each_rank_log /dev/null: the folder"),
+        (
+            ("--num_procs", "1", "--enable_each_rank_log", "/dev/null"),
+            1, "--enable_each_rank_log /dev/null: the folder",
+        ),
     ],
 )  # fmt: skip
 def test_what_cannot_be_started_is_refused_at_once(arguments, code, words, tmp_path):

@@ -1,5 +1,5 @@
-"""Ranks that save and end with exit code 75 because one of them was asked to: on several hosts all are started again, by
-the launcher or by the batch system.
+"""Ranks that save and end with exit code 75 because one of them was asked to: on several hosts the launcher or the
+batch system starts all of them again.
 
 A stand-in for ssh runs each host's agent on this machine; stand-ins for Slurm's commands run its batch script.
 """

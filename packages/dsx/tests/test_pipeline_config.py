@@ -164,7 +164,10 @@ def _unused(rank, world_size, sections):
     [
         ({"tensor_parallel": {"autotp_size": 2}, "pipeline": {"stages": 1}}, None),
         ({"pipeline": {"stages": 2}}, None),
-        ({"tensor_parallel": {"tp_overlap_comm": True}, "pipeline": {"partition": "uniform"}}, "tensor_parallel, pipeline"),
+        (
+            {"tensor_parallel": {"tp_overlap_comm": True}, "pipeline": {"partition": "uniform"}},
+            "tensor_parallel, pipeline",
+        ),
     ],
 )  # fmt: skip
 def test_a_section_without_an_effect_is_named_and_no_other(sections, names):

@@ -1,4 +1,4 @@
-"""Pipelines beside the engine's other parts: 1-bit optimizers, offload, the monitor, the profiler, stage 3 kept whole."""
+"""Pipelines beside the engine's other parts: 1-bit optimizers, offload, monitor, profiler, stage 3 kept whole."""
 
 import csv
 import json

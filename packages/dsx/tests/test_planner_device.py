@@ -84,7 +84,7 @@ def test_time_follows_the_machine():
 
 
 def test_flops_are_counted_and_micro_batches_repeat():
-    """Three products of each weight, the first layer's input has no gradient; a hundred micro-batches cost a hundred."""
+    """Three products of each weight, none for the first layer's input; a hundred micro-batches cost a hundred."""
     one, many = ask(0, micro=512), ask(0, accumulation=100, micro=512)
     products = 2 * 512 * PARAMETERS * 3 - 2 * 512 * WIDTH * WIDTH
     assert one.flops == pytest.approx(products, rel=0.02) and one.recomputed_flops == 0
