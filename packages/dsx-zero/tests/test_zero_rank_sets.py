@@ -83,6 +83,10 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=0.02)
 
 
+def adafactor(parameters):
+    return torch.optim.Adafactor(parameters, lr=0.02)
+
+
 def one_process(model, ranks, make=adamw):
     """Losses by step and rank, norms, and the parameters at the end."""
     optimizer = make(model.parameters())
@@ -119,7 +123,7 @@ def train(model, optimizer, rank):
     return losses, norms
 
 
-def train_experts(rank, world):
+def train_experts(rank, world, make=adamw):
     import dsx_zero
     from dsx_comm import parallel_groups
 
@@ -131,7 +135,7 @@ def train_experts(rank, world):
     }
     found = {}
     for stage in STAGES:
-        model, optimizer = dsx_zero.shard(Moe("ep_size_2", **place), adamw, stage=stage, config=CONFIG)
+        model, optimizer = dsx_zero.shard(Moe("ep_size_2", **place), make, stage=stage, config=CONFIG)
         found[stage] = *train(model, optimizer, rank), whole_parameters(model, optimizer)
         optimizer.release()
     return found, place["rank"]
@@ -141,8 +145,18 @@ def train_experts(rank, world):
 def test_experts_in_a_data_parallel_group_of_their_own(backend):
     import dsx_comm  # noqa: F401  knows the backend "dsx"
 
-    losses, norms, parameters = one_process(Moe(), 4)
-    for rank, (found, place) in enumerate(run_ranks(train_experts, 4, backend=backend)):
+    compare_experts(4, adamw, backend)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_experts_whose_optimizer_needs_whole_tensors(ranks):
+    """With two ranks an expert belongs to one rank alone, which then must not cut it either."""
+    compare_experts(ranks, adafactor, "gloo")
+
+
+def compare_experts(ranks, make, backend):
+    losses, norms, parameters = one_process(Moe(), ranks, make)
+    for rank, (found, place) in enumerate(run_ranks(train_experts, ranks, make, backend=backend)):
         for stage, (got, got_norms, whole) in found.items():
             assert got == pytest.approx([each[rank] for each in losses], rel=1e-4), stage
             assert got_norms == pytest.approx(norms, rel=1e-4), stage

@@ -292,7 +292,7 @@ def _groups(members: list[ParameterInfo], ranks_of: RanksOf, undivided: bool) ->
                 ((i.name, i.shape) for i in infos),
                 world_size=key.ranks.size,
                 itemsize=key.dtype.itemsize,
-                undivided=undivided and key.trainable and key.ranks.size > 1,
+                undivided=undivided and key.trainable,
             ),
         )
         for key, infos in keys.items()
