@@ -8,7 +8,7 @@ from math import prod
 
 import pytest
 import torch
-from dsx_testkit import assert_close_named, run_ranks
+from dsx_testkit import MemoryStore, assert_close_named, run_ranks
 from dsx_zero.plan.layout import FlatLayout
 from torch import nn
 
@@ -103,22 +103,23 @@ MAKERS = {
 }
 
 
-def train(rank, world, stage, name, options):
+def train(rank, world, stage, name, options, store=None, clip=0.5):
     import dsx_zero
 
     plain = Model()
     reference = MAKERS[name](plain.parameters())
     model, optimizer = dsx_zero.shard(
-        Model(), MAKERS[name], config={"stage": stage, "stage3_param_persistence_threshold": 0, **options}
+        Model(), MAKERS[name], config={"stage": stage, "stage3_param_persistence_threshold": 0, **options}, store=store
     )
     for step in range(4):
         x = torch.randn(world, 5, 12, generator=torch.Generator().manual_seed(step))
         model(x[rank]).backward()
-        outcome = optimizer.step(max_norm=0.5)
+        outcome = optimizer.step(max_norm=clip)
         optimizer.zero_grad()
         plain(x.view(-1, 12)).backward()
-        norm = torch.nn.utils.clip_grad_norm_([p for p in plain.parameters() if p.grad is not None], 0.5)
-        assert outcome.grad_norm == pytest.approx(norm.item(), rel=1e-4)
+        if clip is not None:
+            norm = torch.nn.utils.clip_grad_norm_([p for p in plain.parameters() if p.grad is not None], clip)
+            assert outcome.grad_norm == pytest.approx(norm.item(), rel=1e-4)
         reference.step()
         reference.zero_grad()
     got = {n: (p.full_tensor() if stage == 3 else p).detach() for n, p in model.named_parameters()}
@@ -150,6 +151,14 @@ def test_with_offload():
 @pytest.mark.parametrize("name", ["adafactor", "own"])
 def test_one_rank_with_offload(name, stage):
     run_ranks(train, 1, stage, name, {"offload_optimizer": {"device": "cpu"}})
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("name", "stage"), [("muon", 1), ("shampoo", 2), ("muon", 3), ("adafactor", 3)])
+def test_masters_on_disk(name, stage, world):
+    """With clipping they are stepped after backward, without it during backward."""
+    for clip in (0.5, None):
+        run_ranks(train, world, stage, name, {"offload_optimizer": {"device": "nvme"}}, MemoryStore(), clip)
 
 
 @pytest.mark.slow

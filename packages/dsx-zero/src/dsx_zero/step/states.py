@@ -164,7 +164,7 @@ class OptimizerStates:
         visit.wait()
         tensor = visit.master.tensor
         if visit.values is not None:
-            tensor.data = visit.values
+            tensor.data = visit.values.view(visit.master.shape)
         if visit.states:
             shape = visit.master.shape
             self.inner.state[tensor].update({key: value.view(shape) for key, value in visit.states.items()})
