@@ -78,10 +78,10 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
         with contextlib.suppress(Exception):
             __import__(name)
     gc.freeze()
-    listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+    listener = _reserved_port()
     request["port"] = listener.getsockname()[1]
-    if request["backend"] is None:
-        listener.close()  # the port is free for rank 0; held open in any rank it would not be
+    if request["backend"] is not None:
+        listener.listen(128)
     release_read, release_write = os.pipe()
     began = time.monotonic()
     statuses: dict[int, int] = {}  # read end of a rank's status pipe -> rank
@@ -96,7 +96,8 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
         os.close(status_write)
         statuses[status_read] = rank
         pids.append(pid)
-    listener.close()
+    if request["backend"] is not None:
+        listener.close()  # rank 0 has it
     os.close(release_read)
     order, timed_out = _watch(statuses, began + request["timeout"])
     pending = [rank for rank in range(len(pids)) if rank not in {r for r, _ in order}]
@@ -106,6 +107,7 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
         time.sleep(STACKS)
     os.close(release_write)
     codes = _reap(pids, kill_at_once=bool(pending))
+    listener.close()
     return {
         "order": order,
         "timed_out": timed_out,
@@ -113,6 +115,16 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
         "exit_codes": codes,
         "threads": len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1,
     }
+
+
+def _reserved_port() -> socket.socket:
+    """A socket that has a port and does not listen. While it is open, the kernel gives the port to nobody who asks for
+    any port, and rank 0 can still listen on it: both sockets allow reuse.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    return reserved
 
 
 def _watch(statuses: dict[int, int], deadline: float) -> tuple[list[tuple[int, bytes]], bool]:
