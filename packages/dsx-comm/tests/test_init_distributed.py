@@ -118,6 +118,21 @@ def test_a_process_alone_is_a_world_of_its_own():
     assert run_ranks(alone, 1, backend=None) == [3.0]
 
 
+def joined(rank, n):
+    dsx_comm.join_launched_ranks()
+    found = dsx_comm.is_initialized() and (dsx_comm.get_rank(), dsx_comm.get_world_size())
+    group = dsx_comm.get_world_group() if found else None
+    dsx_comm.join_launched_ranks()  # again: nothing happens
+    assert not found or dsx_comm.get_world_group() is group
+    clean()
+    return found
+
+
+def test_launched_ranks_join_and_a_process_alone_does_not():
+    assert run_ranks(joined, 2, backend=None) == [(0, 2), (1, 2)]
+    assert run_ranks(joined, 1, backend=None) == [False]
+
+
 def with_environment(rank, n, url):
     import threading
 

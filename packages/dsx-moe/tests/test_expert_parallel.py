@@ -80,8 +80,9 @@ def oracle(world, steps, options):
     return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
 
 
-def train(rank, world, ep_size, steps, options):
-    dsx_comm.init_distributed()
+def train(rank, world, ep_size, steps, options, joined=True):
+    if joined:
+        dsx_comm.init_distributed()
     model = build(ep_size, **options)
     dsx_moe.broadcast_parameters(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
@@ -98,9 +99,9 @@ def train(rank, world, ep_size, steps, options):
     return losses, norms, local
 
 
-def compare(world, ep_size, options, steps=4):
+def compare(world, ep_size, options, steps=4, joined=True):
     losses, norms, parameters = oracle(world, steps, {k: v for k, v in options.items() if k not in LAYOUT})
-    results = run_ranks(train, world, ep_size, steps, options)
+    results = run_ranks(train, world, ep_size, steps, options, joined, backend="gloo" if joined else None)
     for rank, (mine, my_norms, (expert_rank, local)) in enumerate(results):
         assert mine == pytest.approx([step[rank] for step in losses], rel=1e-9, abs=1e-12)
         assert my_norms == pytest.approx(norms, rel=1e-9)
@@ -124,6 +125,12 @@ SAMPLE = [
     (2, True, 2, {"overlap_chunks": 2, "use_data_before_expert_parallel": True}),
     (4, False, 2, {"devices_per_node": 2}),
 ]
+
+
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_layers_may_be_built_before_anybody_calls_init_distributed(ep_size):
+    """Ranks of a launcher join; else each of them would train alone."""
+    compare(2, ep_size, options_of(False, 2), joined=False)
 
 
 @pytest.mark.parametrize(("ep_size", "drop", "k", "more"), SAMPLE)

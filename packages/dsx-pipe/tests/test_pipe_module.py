@@ -284,3 +284,21 @@ def test_hugging_face_matrix(ranks):
     ]
     cases = [(k, s, i) for k, s, i in cases if ranks == 2 or s not in ("zbv", "interleaved")]
     run_ranks(hugging_face, ranks, cases, backend="dsx", timeout=280)
+
+
+def not_joined_yet(rank, world):
+    for given in (0, True, "2"):  # before anything is made
+        with pytest.raises(PipelineError, match="expected a whole number"):
+            PipelineModule([nn.Linear(4, 4), nn.Linear(4, 4)], num_stages=given)
+    assert not dsx_comm.is_initialized()
+    if world == 1:
+        with pytest.raises(PipelineError, match=r"dsx_comm\.init_distributed"):
+            PipelineModule([nn.Linear(4, 4)], num_stages=1)
+        return 1
+    pipeline = PipelineModule([nn.Linear(4, 4), nn.Linear(4, 4)], num_stages=world)
+    return sum(p.numel() for p in pipeline.parameters())
+
+
+def test_ranks_of_a_launcher_join_before_they_divide_the_layers():
+    assert run_ranks(not_joined_yet, 2, backend=None) == [20, 20]
+    assert run_ranks(not_joined_yet, 1, backend=None) == [1]

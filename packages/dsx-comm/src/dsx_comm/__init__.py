@@ -81,7 +81,7 @@ from .groups import (
 )
 from .hang import explain_hangs, unit
 from .hybrid import hierarchical_all_gather, hybrid_reduce_scatter
-from .init import init_distributed
+from .init import init_distributed, join_launched_ranks
 from .log import (
     configure,
     get_comm_operation_count,
@@ -222,6 +222,7 @@ __all__ = [
     "hybrid_reduce_scatter",
     "is_symmetric",
     "isend",
+    "join_launched_ranks",
     "log_summary",
     "make_hierarchy",
     "monitored_barrier",

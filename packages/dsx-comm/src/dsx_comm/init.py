@@ -87,6 +87,22 @@ def init_distributed(
         logger.info("process group: %s, %d rank(s)", dist.get_backend_config(), dist.get_world_size())
 
 
+def join_launched_ranks() -> None:
+    """Make the default process group if a launcher started this process as one of several ranks, and there is none.
+
+    Libraries call it before they divide something among ranks. Without it each rank would be alone: a model that was
+    meant to be divided would be whole on every rank, and the ranks would train apart.
+
+    Raises:
+        CommError: see `init_distributed`.
+    """
+    if dist.is_initialized():
+        return
+    found = discover(os.environ)
+    if found is not None and found.world_size > 1:
+        init_distributed()
+
+
 def _timeout(value: timedelta | float | None) -> timedelta:
     if isinstance(value, timedelta):
         return value

@@ -1,7 +1,8 @@
 """The groups of one expert-parallel layout: ranks that divide the experts among them, and ranks with the same experts.
 
 They come from the topology in use (`dsx_comm.parallel_groups`), under DeepSpeed's names ("ep_size_4"). So all layers
-with the same expert-parallel size share them. Without an initialised process group there is one rank and no group.
+with the same expert-parallel size share them. Ranks that a launcher started join a process group first, so that layers
+can be built before `dsx.initialize`. A process alone without a process group is one rank and has no groups.
 """
 
 from __future__ import annotations
@@ -52,10 +53,11 @@ def expert_groups_of(ep_size: int, *, data_before_expert: bool = False) -> Exper
     """The groups for experts over `ep_size` ranks. The first call makes them (collective over all ranks).
 
     Raises:
-        MoEConfigError: no process group is initialised, `ep_size` does not divide the ranks, or groups of this size
-            exist in the other order.
+        MoEConfigError: `ep_size` is not 1 in a process alone without a process group, `ep_size` does not divide the
+            ranks, or groups of this size exist in the other order.
     """
     name = expert_group_name(ep_size)
+    dsx_comm.join_launched_ranks()
     if not dsx_comm.is_initialized():
         if ep_size != 1:
             raise MoEConfigError(

@@ -32,26 +32,34 @@ __all__ = [
 def topology_for(num_stages: int | None, topology: ProcessTopology | None) -> ProcessTopology:
     """The grid for `num_stages` or `topology`, of which exactly one is given.
 
+    Ranks that a launcher started join a process group first, if there is none (`dsx_comm.join_launched_ranks`).
+
     Raises:
-        PipelineError: both or none are given, or there is no process group yet.
+        PipelineError: both or none are given, or a process that no launcher started has no process group.
         TopologyError: the world size is not a multiple of the stages, or not the size of the topology.
     """
     if (num_stages is None) == (topology is None):
         raise PipelineError("got both num_stages and topology, or neither of them; expected exactly one")
-    if not dsx_comm.is_initialized():
-        raise PipelineError("a pipeline needs a process group: call dsx_comm.init_distributed() first")
-    world = dsx_comm.get_world_size()
     if topology is not None:
+        world = _world_size()
         if topology.world_size() != world:
             raise TopologyError(f"{topology} has {topology.world_size()} ranks, the world has {world}")
         return topology
     if isinstance(num_stages, bool) or not isinstance(num_stages, int) or num_stages < 1:
         raise PipelineError(f"num_stages: got {num_stages!r}, expected a whole number of at least 1")
+    world = _world_size()
     if world % num_stages:
         raise TopologyError(
             f"num_stages={num_stages}: the world has {world} ranks, expected a multiple of {num_stages}"
         )
     return PipeDataParallelTopology(num_pp=num_stages, num_dp=world // num_stages)
+
+
+def _world_size() -> int:
+    dsx_comm.join_launched_ranks()
+    if not dsx_comm.is_initialized():
+        raise PipelineError("a pipeline needs a process group: call dsx_comm.init_distributed() first")
+    return dsx_comm.get_world_size()
 
 
 class PipelineParallelGrid:

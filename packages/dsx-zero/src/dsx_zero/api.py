@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import dsx_comm
 import torch
 from dsx_comm import RankSets
 from dsx_comm.errors import with_code
@@ -18,7 +19,7 @@ from .alike import agree, model_facts, optimizer_facts, telling
 from .building import Builder, Recipe, assemble, plan_facts
 from .errors import HAS_NO_EFFECT, ZeroConfigError, ZeroModelError, ZeroOptimizerError
 from .grads.reduction import Reduction
-from .groups import AuxiliaryGroups, join_launched_ranks
+from .groups import AuxiliaryGroups
 from .homes.chosen import (
     check_placement,
     is_stepped_by_host,
@@ -149,7 +150,7 @@ def shard(
         given = placement is not None
         placement = placement or placement_of(settings, store)
         check_placement(placement, settings.stage)
-    join_launched_ranks()
+    dsx_comm.join_launched_ranks()
     sets = choose_rank_sets(process_group, mpu, ranks_of)
     data = sets.data
     groups = AuxiliaryGroups()

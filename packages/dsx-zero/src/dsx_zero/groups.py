@@ -10,16 +10,14 @@ Only members make a group, so that disjoint sets of ranks may shard models at th
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import dsx_comm
-from dsx_comm.discovery import discover
 
-__all__ = ["AuxiliaryGroups", "join_launched_ranks"]
+__all__ = ["AuxiliaryGroups"]
 
 _IDLE: WeakKeyDictionary[Any, dict[tuple[str, int], Any]] = WeakKeyDictionary()
 """For each of the user's groups the auxiliary groups that were given back, by kind and a number that all ranks share.
@@ -27,19 +25,6 @@ _IDLE: WeakKeyDictionary[Any, dict[tuple[str, int], Any]] = WeakKeyDictionary()
 
 _MADE: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 """How many auxiliary groups were made for the user's group."""
-
-
-def join_launched_ranks() -> None:
-    """Make the default process group if a launcher started this process as one of several ranks and there is none yet.
-
-    Without it each rank would be alone: a model that was meant to be divided would be whole on every rank, and the
-    ranks would train apart.
-    """
-    if dsx_comm.is_initialized():
-        return
-    found = discover(os.environ)
-    if found is not None and found.world_size > 1:
-        dsx_comm.init_distributed()
 
 
 class AuxiliaryGroups:

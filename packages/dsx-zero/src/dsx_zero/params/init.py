@@ -32,7 +32,6 @@ from torch import nn
 from torch.nn.modules import module as registration
 
 from ..errors import ZeroConfigError
-from ..groups import join_launched_ranks
 from ..homes.home import Home, read, write
 from ..homes.stored import TensorStore
 from ..homes.tiers import DeviceTier, DiskTier, HostTier, Tier
@@ -215,7 +214,7 @@ class Init:
         settings = read_config(given) if isinstance(given, (str, Path)) else given
         self._dtype = dtype or _dtype_of(settings)
         if enabled:
-            join_launched_ranks()
+            dsx_comm.join_launched_ranks()
         self._ranks = _rank_sets(data_parallel_group, mpu)
         self._enabled = enabled
         self._tier: Tier = DeviceTier()
