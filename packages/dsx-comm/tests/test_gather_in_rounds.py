@@ -12,6 +12,19 @@ from dsx_comm.rounds import _all_rounds, rounds
 from dsx_testkit import run_ranks
 
 
+class Sent:
+    def wait(self):
+        """It is in its queue."""
+
+
+class Received:
+    def __init__(self, into, queue):
+        self.into, self.queue = into, queue
+
+    def wait(self):
+        self.into.copy_(self.queue.get(timeout=20))
+
+
 class Recorded:
     """Ranks as threads: sends and receives by queues, with a record of who talks to whom."""
 
@@ -19,12 +32,14 @@ class Recorded:
         self.queues, self.sent = defaultdict(SimpleQueue), defaultdict(list)
 
     def of(self, rank):
-        def swap(out, target, into, source):
-            self.sent[rank].append((target, len(out)))
-            self.queues[rank, target].put(out.clone())
-            into.copy_(self.queues[source, rank].get(timeout=20))
+        def start(tensor, peer, sending):
+            if sending:
+                self.sent[rank].append((peer, len(tensor)))
+                self.queues[rank, peer].put(tensor.clone())
+                return Sent()
+            return Received(tensor, self.queues[peer, rank])
 
-        return swap
+        return start
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 13, 64, 100])

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -68,23 +68,32 @@ def all_gather_in_rounds(
         )
     size, message = to.size, nbytes(input)
     call = Call(_NAME, to.group, size, message, share_volume(message, size), input.device, check_labels(labels))
-    step = partial(_all_rounds, output.view(size, -1), input.reshape(-1), to.rank, size, partial(_swap, to))
+    step = partial(_all_rounds, output.view(size, -1), input.reshape(-1), to.rank, size, partial(_start, to))
     return lane.do([(call, step)], (input, output), async_op)
 
 
-_Swap = Callable[[torch.Tensor, int, torch.Tensor, int], None]
+class _Started(Protocol):
+    def wait(self) -> Any: ...
 
 
-def _all_rounds(output: torch.Tensor, own: torch.Tensor, rank: int, size: int, swap: _Swap) -> None:
-    """Fill output [N, s]. `swap` sends a tensor to a rank, and receives another one from another rank."""
+_Start = Callable[[torch.Tensor, int, bool], _Started]
+"""Starts to send a tensor to a rank (True), or to receive one from a rank."""
+
+
+def _all_rounds(output: torch.Tensor, own: torch.Tensor, rank: int, size: int, start: _Start) -> None:
+    """Fill output [N, s]."""
     have = torch.empty_like(output)  # block i is that of rank + i
     have[0] = own
-    for distance, blocks in rounds(size):
-        swap(have[:blocks], (rank - distance) % size, have[distance : distance + blocks], (rank + distance) % size)
+    # gloo sends only when the receiver has said that it is ready; all receives are from different ranks
+    heard = [start(have[d : d + blocks], (rank + d) % size, False) for d, blocks in rounds(size)]
+    sent = []
+    for (distance, blocks), received in zip(rounds(size), heard):
+        sent.append(start(have[:blocks], (rank - distance) % size, True))
+        received.wait()
+    for work in sent:
+        work.wait()
     output.copy_(have.roll(rank, 0))
 
 
-def _swap(to: Membership, out: torch.Tensor, target: int, into: torch.Tensor, source: int) -> None:
-    sent = start_p2p(out, to.ranks[target], to, _TAG, sending=True)
-    start_p2p(into, to.ranks[source], to, _TAG, sending=False).wait()
-    sent.wait()
+def _start(to: Membership, tensor: torch.Tensor, peer: int, sending: bool) -> _Started:
+    return start_p2p(tensor, to.ranks[peer], to, _TAG, sending=sending)
