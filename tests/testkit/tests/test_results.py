@@ -128,3 +128,13 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
     (tmp_path / "list.json").write_text("[]")
     with pytest.raises(FiguresError, match="got the keys list"):
         Record.load(tmp_path / "list.json")
+
+
+def test_an_entry_by_the_name_of_a_peer_is_not_recorded_as_the_peer(tmp_path, monkeypatch):
+    for name, summary in (("deepspeed", "Not DeepSpeed: its interface"), ("accelerate", "Accelerate")):
+        folder = tmp_path / f"{name}-9.9.9.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 9.9.9\nSummary: {summary}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = results.versions()
+    assert found["accelerate"] == "9.9.9" and "deepspeed" not in found

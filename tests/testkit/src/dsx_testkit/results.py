@@ -241,13 +241,15 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of torch and of the peers that are installed."""
+    """Versions of torch and of the peers that are installed. dsx-compat's entry by the name of a peer is none."""
     found = {}
     for name in PEERS:
         try:
-            found[name] = metadata.version(name).split("+")[0]
+            peer = metadata.distribution(name)
         except metadata.PackageNotFoundError:
             continue
+        if not (peer.metadata["Summary"] or "").startswith("Not "):
+            found[name] = peer.version.split("+")[0]
     return found
 
 
