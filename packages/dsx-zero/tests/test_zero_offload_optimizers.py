@@ -70,13 +70,25 @@ def trained(rank, world, kind, stage, device, more):
         return [p.detach().clone() for p in model.parameters()], optimizer.state_bytes_by_tier()
 
 
-@pytest.mark.parametrize("kind", ["sgd", "plain sgd", "adagrad", "lion", "cpu adam", "adam8bit", "lamb", "own"])
+KINDS = ["sgd", "plain sgd", "adagrad", "lion", "cpu adam", "adam8bit", "lamb", "own"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_any_optimizer_has_the_bits_of_the_device(kind):
     pytest.importorskip("dsx_ops")
     for stage, device in ((2, "cpu"), (3, "nvme")):
         wanted, _ = run_ranks(trained, 2, kind, stage, "none", {})[0]
         for got, _ in run_ranks(trained, 2, kind, stage, device, {}):
             assert [torch.equal(a, b) for a, b in zip(got, wanted, strict=True)] == [True] * len(wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_optimizer_has_the_bits_of_stage_0_on_one_rank(kind):
+    pytest.importorskip("dsx_ops")
+    wanted, _ = trained(0, 1, kind, 0, "none", {})
+    for stage, device in ((1, "nvme"), (2, "cpu"), (3, "none"), (3, "cpu"), (3, "nvme")):
+        got, _ = trained(0, 1, kind, stage, device, {})
+        assert [torch.equal(a, b) for a, b in zip(got, wanted, strict=True)] == [True] * len(wanted), (stage, device)
 
 
 @pytest.mark.parametrize("device", ["cpu", "nvme"])

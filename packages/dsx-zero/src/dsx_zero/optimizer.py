@@ -884,11 +884,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         run = self._runtime
         sets = {group.ranks for unit in run.trainable_units() for group in unit.trainable}
         divided = any((ranks.size > 1 and not run.whole) or ranks.tensor_groups for ranks in sets)
-        if hasattr(self.inner, "norm_reducer") and divided:
+        if not divided:  # one rank has whole tensors at stage 3 and with offload too
+            return
+        if hasattr(self.inner, "norm_reducer"):
             from .step.segments import SegmentedNorms  # lazy import: only such optimizers need it
 
             self.inner.norm_reducer = SegmentedNorms(self._runtime, self._masters)  # type: ignore[attr-defined]
-        elif getattr(self.inner, "needs_tensor_norms", False) and not self._runtime.whole:
+        elif getattr(self.inner, "needs_tensor_norms", False):
             raise ZeroOptimizerError(
                 f"{type(self.inner).__name__} needs norms of whole tensors but has no `norm_reducer` to sum them over"
                 " ranks; use stage 0"
