@@ -1,4 +1,5 @@
-/* Bytes of model state per process, by the table of the page guides/zero-stage. Loaded on every page, active on that one. */
+/* Bytes of model state per process, by the table of the page guides/zero-stage. Loaded on every page, active on that
+   one. */
 "use strict";
 
 /** Bytes of one process by tier. `states` is the number of fp32 values that the optimizer keeps per parameter. */
@@ -26,7 +27,8 @@ function dsxCalculate(root) {
       parameterHome: value("parameter"),
     });
     const gib = (amount) => (amount / 2 ** 30).toFixed(2);
-    return `<tr><td>${stage}</td><td>${gib(bytes.device)}</td><td>${gib(bytes.host)}</td><td>${gib(bytes.disk)}</td></tr>`;
+    const cells = [stage, gib(bytes.device), gib(bytes.host), gib(bytes.disk)].map((text) => `<td>${text}</td>`);
+    return `<tr>${cells.join("")}</tr>`;
   });
   document.querySelector("#dsx-bytes tbody").innerHTML = rows.join("");
 }

@@ -15,6 +15,7 @@ LAYER = {
     **{"dsx-compat": 4, "dsx": 3, "dsx-zero": 2, "dsx-pipe": 2, "dsx-moe": 2, "dsx-data": 2},
     **{"dsx-compress": 2, "dsx-comm": 1},
 }
+PAGES = {".js", ".css", ".html"}
 
 
 @pytest.mark.parametrize("name", PACKAGES)
@@ -53,6 +54,15 @@ def test_no_init_files_below_tests():
         for p in [*ROOT.glob("packages/*/tests/**/__init__.py"), *ROOT.glob("tests/**/__init__.py")]
         if "src" not in p.parts
     ] == []
+
+
+def test_lines_of_pages_and_their_scripts_have_120_columns_at_most():
+    """Python lines are ruff's, native ones clang-format's."""
+    assets = [p for folder in ("packages", "docs") for p in (ROOT / folder).rglob("assets/*") if p.suffix in PAGES]
+    assert {p.suffix for p in assets} == PAGES
+    for path in assets:
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            assert len(line) <= 120, f"{path.relative_to(ROOT)}:{number} has {len(line)} columns"
 
 
 def test_test_files_have_unique_names():

@@ -17,14 +17,16 @@
   const seconds = (value) => !value ? "0" : value >= 1 ? `${value.toPrecision(3)} s`
     : value >= 1e-3 ? `${(value * 1e3).toPrecision(3)} ms` : `${(value * 1e6).toPrecision(3)} \u00b5s`;
 
+  const SUMMED = ["calls", "params", "flops", "seconds", "backward_flops", "backward_seconds"];
+
   // One record per module; `own` figures leave the children out, so that they add up to the whole.
   const records = [];
   const read = (node, depth, parent) => {
     const record = { ...node, kind: node.class, depth, parent, open: false, children: [],
       rate: node.seconds > 0 ? node.flops / node.seconds : 0 };
     const below = node.children.reduce((sum, child) => sum + child.params, 0);
-    record.own = { name: node.name || "(model)", kind: record.kind, calls: node.calls, flops: node.own_flops, seconds: node.own_seconds,
-      backward_flops: node.own_backward_flops, backward_seconds: node.own_backward_seconds,
+    record.own = { name: node.name || "(model)", kind: record.kind, calls: node.calls, flops: node.own_flops,
+      seconds: node.own_seconds, backward_flops: node.own_backward_flops, backward_seconds: node.own_backward_seconds,
       params: Math.max(0, node.params - below), rate: node.own_seconds > 0 ? node.own_flops / node.own_seconds : 0 };
     records.push(record);
     record.children = node.children.map((child) => read(child, depth + 1, record));
@@ -71,12 +73,16 @@
     walk(root);
     return rows;
   };
-  const flatRows = () => sorted(records.filter((record) => !state.find || matches(record)).map((record) => ({ ...record.own, source: record })));
+  const flatRows = () => {
+    const found = records.filter((record) => !state.find || matches(record));
+    return sorted(found.map((record) => ({ ...record.own, source: record })));
+  };
   const classRows = () => {
     const sums = new Map();
     for (const { own } of records) {
-      const sum = sums.get(own.kind) ?? { name: "", kind: own.kind, calls: 0, params: 0, flops: 0, seconds: 0, backward_flops: 0, backward_seconds: 0, modules: 0 };
-      for (const key of ["calls", "params", "flops", "seconds", "backward_flops", "backward_seconds"]) sum[key] += own[key];
+      const none = Object.fromEntries(SUMMED.map((key) => [key, 0]));
+      const sum = sums.get(own.kind) ?? { name: "", kind: own.kind, ...none, modules: 0 };
+      for (const key of SUMMED) sum[key] += own[key];
       sum.modules += 1;
       sums.set(own.kind, sum);
     }
@@ -84,7 +90,8 @@
       sum.name = sum.modules === 1 ? "1 module" : `${sum.modules} modules`;
       sum.rate = sum.seconds > 0 ? sum.flops / sum.seconds : 0;
     }
-    return sorted([...sums.values()].filter((row) => !state.find || row.kind.toLowerCase().includes(state.find.toLowerCase())));
+    const find = state.find.toLowerCase();
+    return sorted([...sums.values()].filter((row) => !find || row.kind.toLowerCase().includes(find)));
   };
 
   const nameCell = (row) => {
@@ -93,7 +100,8 @@
     cell.style.paddingLeft = `${10 + row.depth * 18}px`;
     if (row.children.length) {
       const open = row.open || state.find !== "";
-      const fold = make("button", { type: "button", class: "fold", "aria-expanded": String(open), "aria-label": `fold ${row.name || "model"}` }, open ? "\u25be" : "\u25b8");
+      const said = { "aria-expanded": String(open), "aria-label": `fold ${row.name || "model"}` };
+      const fold = make("button", { type: "button", class: "fold", ...said }, open ? "\u25be" : "\u25b8");
       fold.addEventListener("click", () => { row.open = !row.open; draw(); });
       cell.append(fold);
     } else cell.append(make("span", { class: "leaf" }));
@@ -109,12 +117,15 @@
     const share = whole[column.key] ? value / whole[column.key] : 0;
     const bar = make("i", { class: column.bar });
     bar.style.width = `${(100 * Math.min(1, share)).toFixed(2)}%`;
-    return make("td", { class: "bar" }, bar, make("span", {}, column.show(value), make("small", {}, `${(100 * share).toFixed(1)}%`)));
+    const percent = make("small", {}, `${(100 * share).toFixed(1)}%`);
+    return make("td", { class: "bar" }, bar, make("span", {}, column.show(value), percent));
   };
   const draw = () => {
     const rows = { tree: treeRows, flat: flatRows, class: classRows }[state.view]();
     const body = document.querySelector("#modules tbody");
-    body.replaceChildren(...rows.map((row) => make("tr", matches(row) ? { class: "found" } : {}, ...columns.map((column) => cellOf(column, row)))));
+    const rowOf = (row) =>
+      make("tr", matches(row) ? { class: "found" } : {}, ...columns.map((column) => cellOf(column, row)));
+    body.replaceChildren(...rows.map(rowOf));
     document.querySelectorAll("#modules thead th").forEach((head, index) => {
       if (columns[index].key === state.key) head.setAttribute("aria-sort", state.falling ? "descending" : "ascending");
       else head.removeAttribute("aria-sort");
@@ -122,7 +133,8 @@
   };
   const unfoldTo = (depth) => { for (const record of records) record.open = record.depth < depth; };
 
-  const tile = (name, value, note = "") => make("div", { class: "tile" }, make("span", {}, name), make("b", {}, value), make("i", {}, note));
+  const tile = (name, value, note = "") =>
+    make("div", { class: "tile" }, make("span", {}, name), make("b", {}, value), make("i", {}, note));
   const totals = profile.totals;
   $("tiles").append(
     tile("parameters", scaled(root.params, ""), "shared ones once"),
@@ -131,7 +143,11 @@
   );
   if (backward) $("tiles").append(
     tile("backward", scaled(totals.backward_flops, "flops"), `in ${seconds(totals.backward_seconds)}`),
-    tile("backward / forward", (totals.backward_flops / (root.flops || 1)).toFixed(2), totals.recompute_flops ? `${scaled(totals.recompute_flops, "flops")} recomputed` : "measured"),
+    tile(
+      "backward / forward",
+      (totals.backward_flops / (root.flops || 1)).toFixed(2),
+      totals.recompute_flops ? `${scaled(totals.recompute_flops, "flops")} recomputed` : "measured",
+    ),
   );
   const unknown = Object.keys(totals.unknown);
   if (unknown.length) $("tiles").append(tile("not counted", String(unknown.length), unknown.slice(0, 3).join(", ")));
@@ -139,9 +155,10 @@
   document.querySelector("#modules thead tr").append(...columns.map((column) => {
     const button = make("button", { type: "button" }, column.title);
     button.addEventListener("click", () => {
-      if (state.key === column.key && state.falling === (column.key !== "name" && column.key !== "kind")) state.falling = !state.falling;
+      const falls = column.key !== "name" && column.key !== "kind";
+      if (state.key === column.key && state.falling === falls) state.falling = !falls;
       else if (state.key === column.key) state.key = null;  // the third click gives the order of calls back
-      else { state.key = column.key; state.falling = column.key !== "name" && column.key !== "kind"; }
+      else { state.key = column.key; state.falling = falls; }
       draw();
     });
     return make("th", { scope: "col" }, button);
@@ -149,11 +166,20 @@
   const depth = $("depth");
   depth.max = String(deepest);
   depth.value = String(Math.min(2, deepest));
-  const setDepth = (value) => { depth.value = String(value); $("depth-shown").textContent = String(value); unfoldTo(+value); draw(); };
+  const setDepth = (value) => {
+    depth.value = String(value);
+    $("depth-shown").textContent = String(value);
+    unfoldTo(+value);
+    draw();
+  };
   depth.addEventListener("input", () => setDepth(+depth.value));
   $("unfold").addEventListener("click", () => setDepth(deepest));
   $("fold").addEventListener("click", () => setDepth(0));
-  $("view").addEventListener("change", (event) => { state.view = event.target.value; if (state.view !== "tree" && state.key === null) { state.key = "seconds"; state.falling = true; } draw(); });
+  $("view").addEventListener("change", (event) => {
+    state.view = event.target.value;
+    if (state.view !== "tree" && state.key === null) { state.key = "seconds"; state.falling = true; }
+    draw();
+  });
   $("find").addEventListener("input", (event) => { state.find = event.target.value.trim(); draw(); });
   setDepth(Math.min(2, deepest));
 })();

@@ -36,11 +36,13 @@ function ticks(low, high, count) {
   const raw = (high - low) / count, power = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 2.5, 5, 10].map(f => f * power).find(s => s >= raw * 0.999);
   const result = [];
-  for (let v = Math.ceil(low / step - 1e-9) * step; v <= high + step * 1e-9; v += step) result.push(Math.abs(v) < step * 1e-9 ? 0 : v);
+  for (let v = Math.ceil(low / step - 1e-9) * step; v <= high + step * 1e-9; v += step)
+    result.push(Math.abs(v) < step * 1e-9 ? 0 : v);
   return result;
 }
 function clockTicks(high, count) {
-  const step = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 86400].find(s => s >= high / count) || 86400 * Math.ceil(high / count / 86400);
+  const steps = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 86400];
+  const step = steps.find(s => s >= high / count) || 86400 * Math.ceil(high / count / 86400);
   const result = [];
   for (let v = 0; v <= high + 1e-6; v += step) result.push(v);
   return result;
@@ -64,7 +66,8 @@ const timed = panels.every(p => p.series.every(s => s.t.length === s.x.length));
 // All charts share one x axis, so that what happened at the same moment stands at the same place.
 function span() {
   let low = Infinity, high = -Infinity;
-  for (const c of charts) for (const s of c.panel.series) for (const v of c.xs(s)) { low = Math.min(low, v); high = Math.max(high, v); }
+  for (const c of charts)
+    for (const s of c.panel.series) for (const v of c.xs(s)) { low = Math.min(low, v); high = Math.max(high, v); }
   return [low, high];
 }
 
@@ -116,7 +119,9 @@ class Chart {
     if (!width) return;
     this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     this.svg.replaceChildren();
-    const shown = this.panel.series.map((s, i) => ({ s, i, x: this.xs(s), y: smoothed(s.y, state.smooth) })).filter(c => !this.hidden.has(c.i));
+    const shown = this.panel.series
+      .map((s, i) => ({ s, i, x: this.xs(s), y: smoothed(s.y, state.smooth) }))
+      .filter(c => !this.hidden.has(c.i));
     this.shown = shown;
     const allY = shown.flatMap(c => c.s.y.filter(v => v !== null));
     if (!allY.length) {
@@ -152,13 +157,15 @@ class Chart {
     const count = Math.max(2, width / 110), time = state.axis === "time";
     for (const v of time ? clockTicks(x1, count).filter(v => v >= x0) : ticks(x0, x1, count))
       el(this.svg, "text", { x: X(v), y: height - 8, "text-anchor": "middle" }, time ? clock(v) : short(v));
-    el(this.svg, "line", { x1: M.left, x2: width - M.right, y1: height - M.bottom, y2: height - M.bottom, class: "axis" });
+    const base = height - M.bottom;
+    el(this.svg, "line", { x1: M.left, x2: width - M.right, y1: base, y2: base, class: "axis" });
     if (time) return;
     for (const start of starts) {
       if (start.step <= x0 || start.step >= x1) continue;
-      el(this.svg, "line", { x1: X(start.step), x2: X(start.step), y1: M.top - 4, y2: height - M.bottom, class: "start" });
+      el(this.svg, "line", { x1: X(start.step), x2: X(start.step), y1: M.top - 4, y2: base, class: "start" });
       const right = X(start.step) > width - 150, ranks = start.ranks === 1 ? "1 process" : `${start.ranks} processes`;
-      el(this.svg, "text", { x: X(start.step) + (right ? 4 : -4), y: M.top - 8, "text-anchor": right ? "end" : "start" }, `resumed on ${ranks}`);
+      const at = { x: X(start.step) + (right ? 4 : -4), y: M.top - 8, "text-anchor": right ? "end" : "start" };
+      el(this.svg, "text", at, `resumed on ${ranks}`);
     }
   }
 
@@ -172,7 +179,9 @@ class Chart {
     el(this.svg, "path", { d, class: cls, style: `stroke:var(--c${i % 8})` });
     const known = y.filter(v => v !== null).length;
     if (known <= SPARSE && cls === "curve")
-      for (let k = 0; k < y.length; k++) if (y[k] !== null) el(this.svg, "circle", { cx: X(x[k]), cy: Y(y[k]), r: 2.4, style: `fill:var(--c${i % 8})` });
+      for (let k = 0; k < y.length; k++)
+        if (y[k] !== null)
+          el(this.svg, "circle", { cx: X(x[k]), cy: Y(y[k]), r: 2.4, style: `fill:var(--c${i % 8})` });
   }
 
   // Values at `at` (null: the last ones) in the legend, and a line through the chart.
@@ -184,14 +193,16 @@ class Chart {
       const px = this.scale.X(at);
       el(this.cursor, "line", { x1: px, x2: px, y1: M.top, y2: this.svg.clientHeight - M.bottom, class: "cursor" });
       const right = px > this.svg.clientWidth - 80;
-      el(this.cursor, "text", { x: px + (right ? -6 : 6), y: M.top + 10, "text-anchor": right ? "end" : "start" }, state.axis === "time" ? clock(at) : short(at));
+      const where = { x: px + (right ? -6 : 6), y: M.top + 10, "text-anchor": right ? "end" : "start" };
+      el(this.cursor, "text", where, state.axis === "time" ? clock(at) : short(at));
     }
     for (const { s, i, x, y } of this.shown) {
       const k = at === null ? last(y) : nearest(x, y, at);
       if (k < 0) continue;
       this.values[i].textContent = s.y[k] === null ? "not finite" : short(y[k]);
-      if (at !== null && y[k] !== null)
-        el(this.cursor, "circle", { cx: this.scale.X(x[k]), cy: this.scale.Y(y[k]), r: 4, style: `fill:var(--c${i % 8});stroke:var(--card);stroke-width:1.5` });
+      if (at === null || y[k] === null) continue;
+      const style = `fill:var(--c${i % 8});stroke:var(--card);stroke-width:1.5`;
+      el(this.cursor, "circle", { cx: this.scale.X(x[k]), cy: this.scale.Y(y[k]), r: 4, style });
     }
   }
 }
@@ -215,12 +226,17 @@ function hover(chart, event) {
   for (const c of charts) c.show(at);
 }
 
-for (const panel of panels) charts.push(new Chart(panel, document.getElementById(panel.main ? "charts" : "more-charts")));
+for (const panel of panels)
+  charts.push(new Chart(panel, document.getElementById(panel.main ? "charts" : "more-charts")));
 if (!panels.some(p => !p.main)) document.getElementById("more").remove();
-// Once by hand: an observer is first heard with a rendered frame, which a busy headless browser may never come to. The folded ones draw when unfolded.
+// Once by hand: an observer is first heard with a rendered frame, which a busy headless browser may never come to. The
+// folded ones draw when unfolded.
 for (const c of charts) if (c.panel.main) c.draw();
 const axis = document.getElementById("axis");
 if (!timed) axis.parentElement.remove();
 axis.addEventListener("change", () => { state.axis = axis.value; state.at = null; charts.forEach(c => c.draw()); });
-document.getElementById("smooth").addEventListener("input", e => { state.smooth = Number(e.target.value); charts.forEach(c => c.draw()); });
+document.getElementById("smooth").addEventListener("input", e => {
+  state.smooth = Number(e.target.value);
+  charts.forEach(c => c.draw());
+});
 document.getElementById("more")?.addEventListener("toggle", () => charts.forEach(c => c.draw()));
