@@ -39,7 +39,7 @@ typing-extensions rich markdown-it-py mdurl pygments safetensors psutil pytest p
 
 
 # Packages whose tests take as long as all others' together: on two cores and more both parts run side by side.
-FIRST_HALF = ("dsx", "dsx-compat", "dsx-compress", "dsx-pipe")
+FIRST_HALF = ("dsx", "dsx-compat")
 
 
 def test(arguments: list[str]) -> int:
