@@ -19,9 +19,9 @@ import argparse
 import os
 import statistics
 import time
-from math import ceil, log2
 
 import torch
+from dsx_comm.rounds import rounds
 from dsx_testkit import run_ranks
 from dsx_testkit.results import Table, add_json_option
 
@@ -30,7 +30,7 @@ NUMBERS = 5
 ESTIMATED = (128, 1024)
 
 
-def measured(rank: int, world: int, rounds: int, calls: int) -> list[float]:
+def measured(rank: int, world: int, repeats: int, calls: int) -> list[float]:
     """Microseconds per call: torch's, and in rounds."""
     import dsx_comm
     import torch.distributed as dist
@@ -40,7 +40,7 @@ def measured(rank: int, world: int, rounds: int, calls: int) -> list[float]:
     lane = dsx_comm.StepLane()
     ways = (lambda: ring(rows, mine), lambda: dsx_comm.all_gather_in_rounds(rows, mine, lane=lane))
     samples: list[list[float]] = [[], []]
-    for _ in range(rounds + 1):  # the first round warms up
+    for _ in range(repeats + 1):  # the first round warms up
         for times, call in zip(samples, ways):
             dist.barrier()
             rows.fill_(-1)
@@ -68,13 +68,19 @@ def main() -> None:
     costs, cores = (0.0, 0.0), len(os.sched_getaffinity(0))
     for size in sizes:
         theirs, ours = run_ranks(measured, size, options.rounds, options.calls, timeout=600)[0]
-        turns = (size - 1, ceil(log2(size)))
+        turns = _messages(size)
         costs = (theirs * cores / size / turns[0], ours * cores / size / turns[1])
         table.add(str(size), _pair(*turns), theirs, ours, theirs / ours, _pair(*costs) if size > cores else "")
     for size in ESTIMATED if sizes[-1] > cores else ():
-        theirs, ours = (size - 1) * costs[0], ceil(log2(size)) * costs[1]
-        table.add(f"{size}, estimate", _pair(size - 1, ceil(log2(size))), theirs, ours, theirs / ours, "")
+        turns = _messages(size)
+        theirs, ours = turns[0] * costs[0], turns[1] * costs[1]
+        table.add(f"{size}, estimate", _pair(*turns), theirs, ours, theirs / ours, "")
     table.save(options.json)
+
+
+def _messages(size: int) -> tuple[int, int]:
+    """Messages of one rank that follow one another: torch's, and in rounds."""
+    return size - 1, len(list(rounds(size)))
 
 
 def _pair(theirs: float, ours: float) -> str:

@@ -125,7 +125,7 @@ def train(rank, world, stage, name, options, store=None, clip=0.5):
     got = {n: (p.full_tensor() if stage == 3 else p).detach() for n, p in model.named_parameters()}
     assert_close_named(got, {n: p.detach() for n, p in plain.named_parameters()}, rtol=1e-3, atol=1e-4)
     owned = sum(t.numel() for g in optimizer.inner.param_groups for t in g["params"]) if world == 1 else None
-    if name == "muon" and stage:  # states go by name into checkpoints, whole on their owner
+    if name == "muon" and (stage or world == 1):  # states go by name into checkpoints, whole on their owner
         slices = [s for s in optimizer.slices() if s.states]
         assert all(s.stop - s.start == s.param.numel() == prod(s.shape) for s in slices)
         assert all(s.states["momentum_buffer"].numel() == s.param.numel() for s in slices)

@@ -323,7 +323,6 @@ def _dense_expert(expert: Any) -> nn.Module:
 
 def _tensor_group(given: Any) -> Any:
     """The group of ranks with the same activations; None if this rank is alone in it."""
-    dsx_comm.join_launched_ranks()
     if not dsx_comm.is_initialized():
         return None
     if given is None:
