@@ -184,18 +184,19 @@ def dirty_padding() -> Any:
 
 
 def norm_of_own_shard() -> Any:
-    optimizer = module("dsx_zero.optimizer").ZeroOptimizer
-    return patch.object(optimizer, "_norm", functools.partialmethod(_own_norm, optimizer._norm))
+    found = module("dsx_zero.step.step_norm").StepNorm
+    return patch.object(found, "norm", functools.partialmethod(_own_norm, found.norm))
 
 
-def _own_norm(self, right, grad_scale, *, needed, total):
+def _own_norm(self, right, grad_scale, *, needed):
+    self._total = None
     with patch.object(self._runtime.averaging, "local", lambda: True):  # no group adds anything
-        return right(self, grad_scale, needed=needed, total=None)
+        return right(self, grad_scale, needed=needed)
 
 
 def clip_before_unscaling() -> Any:
-    optimizer = module("dsx_zero.optimizer").ZeroOptimizer
-    return patch.object(optimizer, "_norm", functools.partialmethod(_scaled_norm, optimizer._norm))
+    found = module("dsx_zero.step.step_norm").StepNorm
+    return patch.object(found, "norm", functools.partialmethod(_scaled_norm, found.norm))
 
 
 def _scaled_norm(self, right, grad_scale, **options):

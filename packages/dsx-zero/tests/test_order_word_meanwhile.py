@@ -12,6 +12,7 @@ import torch
 from dsx_testkit import run_ranks, tiny
 from dsx_zero.order.agreed import AgreedOrder
 from dsx_zero.order.channel import ControlChannel
+from dsx_zero.step.step_norm import StepNorm
 
 PATIENCE = 5.0
 
@@ -146,7 +147,7 @@ def trained(rank, world, stage, apart, events=None):
     """Training with all that ranks may do differently: a skipped layer, one more backward, gradients that come late."""
     with pytest.MonkeyPatch.context() as patch:
         if apart:  # what a CUDA device without a check for overflow says
-            patch.setattr(dsx_zero.ZeroOptimizer, "_host_reads_norm", lambda self: False)
+            patch.setattr(StepNorm, "host_reads", lambda self: False)
         model, optimizer = dsx_zero.shard(
             Dynamic(depth=4),
             lambda p: torch.optim.AdamW(p, lr=0.01),
@@ -178,7 +179,7 @@ def test_ranks_that_differ_train_alike_on_both_ways(stage):
 
 def recorded(rank, world, stage):
     """What the host does in a step whose order is frozen."""
-    from dsx_zero import optimizer as module
+    from dsx_zero.step import step_norm as module
 
     log, post, squares = [], ControlChannel.post, module.sum_of_squares
 
@@ -219,7 +220,7 @@ def test_the_word_is_read_between_the_norm_and_the_first_write(stage):
 def edited(rank, world):
     """Edits that differ are refused by both ranks, before anything is written."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dsx_zero.ZeroOptimizer, "_host_reads_norm", lambda self: False)
+        patch.setattr(StepNorm, "host_reads", lambda self: False)
         model, optimizer = dsx_zero.shard(tiny.MLP(), lambda p: torch.optim.SGD(p, lr=0.1), stage=2)
         for step in range(4):
             x, y = model.example(3, seed=10 * step + rank)

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import difflib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
 
-import dsx_comm
 import torch
 
 from .alike import telling
@@ -43,10 +42,10 @@ from .step.late import Late, LateUpdate, NeverLate
 from .step.masters import Master, refresh_master, write_parameters
 from .step.model_check import ModelCheck
 from .step.nonfinite import NonFiniteWarning
-from .step.norm import CLIP_EPSILON, norm_of, sum_of_squares
 from .step.param_groups import StateView, checked_state
 from .step.plan import StepPlan
 from .step.runner import StepRunner
+from .step.step_norm import StepNorm, clip_factor
 
 __all__ = ["OnSpan", "StepOutcome", "ZeroOptimizer"]
 
@@ -129,11 +128,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._before_forward: Any = None
         self._loss_scale: Callable[[], float] = lambda: 1.0
         self._dynamic_loss_scale = False
-        self._own_squares: tuple[torch.Tensor, bool] | None = None
-        """This rank's part of the square of the norm of the running step, and whether all gradients are fp64; None
-        where it was not computed before the ranks' words had arrived.
-        """
-        self._all_double = False  # of the gradients of the running step
         self._nonfinite = NonFiniteWarning()
         self.steps_done = 0
         """Steps so far, those that an overflow skipped included. To be set where training goes on from a checkpoint:
@@ -150,7 +144,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for master in masters:
             self._by_name[master.name] = (*self._by_name.get(master.name, ()), master)
         devices = {unit.groups[0].key.device for unit in runtime.trainable_units()}
-        self._device = next(iter(devices), torch.device("cpu"))
+        self._norm = StepNorm(runtime, next(iter(devices), torch.device("cpu")))
         flat = [group for unit in runtime.units for group in unit.groups]
         plain = [(p, n) for g in flat for p, n in zip(g.parameters, g.layout.names)]
         self._names = {id(p): n for p, n in plain} | {id(faces[id(p)]): n for p, n in plain if id(p) in faces}
@@ -479,21 +473,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._unused.check()
         run.averaging.announce_clipping(max_norm)
         local = run.averaging.local()
-        self._own_squares, by_word = None, self._host_reads_norm()
-        total = run.gradients.finish(
-            self._squares if by_word else None, None if by_word else partial(self._launch_squares, local=local)
-        )
+        self._norm.finish_gradients()
         stepped = self._early.complete(grad_scale, max_norm)
-        norm = self._norm(grad_scale, needed=bool(max_norm) or run.checks_overflow or not local, total=total)
+        norm = self._norm.norm(grad_scale, needed=bool(max_norm) or run.checks_overflow or not local)
         late, self.steps_done = self._late.is_late(self.steps_done), self.steps_done + 1
         if late:
             self._apply_late_update()
         if run.checks_overflow:
-            everywhere = self._sum_over_ranks(norm) if local else norm
+            everywhere = self._norm.sum_over_ranks(norm) if local else norm
             if not torch.isfinite(everywhere).item():
                 return self._note(StepOutcome(True, everywhere, loss))
         self._nonfinite.look(run, norm, everywhere=not local)
-        factor = self._factor(norm, grad_scale, max_norm)
+        factor = clip_factor(norm, grad_scale, max_norm)
         if late:
             self._edits.take_over()
             self._late.begin(factor)
@@ -815,69 +806,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for kind, nbytes in self._moved.nbytes().items():
             counted[kind]["host"] = counted[kind].get("host", 0) + nbytes
         return {kind: {tier: n for tier, n in tiers.items() if n} for kind, tiers in counted.items()}
-
-    def _norm(self, grad_scale: float, *, needed: bool, total: float | None) -> torch.Tensor:
-        """L2 norm of the unscaled gradients that the ranks hold together; at stage 0 of what this rank holds, which
-        is everything. Where gradients stay each rank's own, replicas do not count, and stages of a pipeline do.
-        `total`: their squares, added up over the data-parallel ranks already.
-        """
-        run = self._runtime
-        if not needed:
-            return torch.zeros(())
-        local = run.averaging.local()
-        groups = [group for group in run.norm_groups if not local or group != run.ranks.group]
-        if total is None:
-            mine, all_double = self._own_squares or self._sum_of_squares(groups, whole=run.whole and not local)
-        else:
-            mine, all_double = torch.tensor(total, dtype=torch.float64, device=self._device), self._all_double
-            groups = [group for group in groups if group is not run.ranks.group]
-        norm = norm_of(mine, groups, all_double=all_double)
-        return norm if grad_scale == 1.0 else norm / grad_scale
-
-    def _sum_of_squares(self, groups: Sequence[Any], *, whole: bool) -> tuple[torch.Tensor, bool]:
-        return sum_of_squares(self._runtime.gradients.norms(), device=self._device, alone=not groups, whole=whole)
-
-    def _host_reads_norm(self) -> bool:
-        """Whether this rank's squares can travel with what the ranks agree on at each step. Elsewhere they would make
-        the host wait for the device.
-        """
-        run = self._runtime
-        if run.ranks.size == 1 or run.averaging.local() or run.ranks.group not in run.norm_groups:
-            return False
-        return self._device.type == "cpu" or (run.checks_overflow and self._device.type != "mps")
-
-    def _launch_squares(self, *, local: bool) -> None:
-        """Start computing this rank's part of the square of the norm on the device. The words of the other ranks travel
-        while the host launches it.
-        """
-        if not local:
-            run = self._runtime
-            self._own_squares = self._sum_of_squares(run.norm_groups, whole=run.whole)
-
-    def _squares(self) -> float:
-        """This rank's part of the square of the norm, on the host."""
-        run = self._runtime
-        mine, self._all_double = self._sum_of_squares(run.norm_groups, whole=run.whole)
-        return mine.item()
-
-    def _sum_over_ranks(self, norm: torch.Tensor) -> torch.Tensor:
-        """The sum of the ranks' own norms: not finite where one of them is not (collective)."""
-        total = norm.clone()
-        ranks = self._runtime.ranks
-        if ranks.size > 1:
-            dsx_comm.all_reduce(total, op=dsx_comm.ReduceOp.SUM, group=ranks.group)
-        return total
-
-    def _factor(self, norm: torch.Tensor, grad_scale: float, max_norm: float | None) -> float | torch.Tensor:
-        """What gradients are multiplied with. A number on the host's device, a tensor elsewhere (no waiting)."""
-        if not max_norm:
-            return 1.0 / grad_scale
-        if norm.device.type == "cpu":
-            value = norm.item()
-            # `min` of a NaN is order-dependent; a NaN norm must show in the parameters, as in plain PyTorch.
-            clip = max_norm / (value + CLIP_EPSILON)
-            return (clip if clip < 1.0 or clip != clip else 1.0) / grad_scale
-        return ((max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0) / grad_scale).to(torch.float32)
 
     def _connect_norms(self) -> None:
         """Give optimizers with per-tensor norms (Lamb) a way to sum them over the slices of a tensor."""
