@@ -9,7 +9,7 @@ import threading
 import dsx_zero
 import pytest
 import torch
-from dsx_testkit import run_ranks, tiny
+from dsx_testkit import run_ranks, tiny, together
 from dsx_zero.order.agreed import AgreedOrder
 from dsx_zero.order.channel import ControlChannel
 from dsx_zero.step.step_norm import StepNorm
@@ -61,25 +61,6 @@ class Rank:
 
     def run_reduce(self, unit):
         self.sums += self.gradients.pop(unit, 0)
-
-
-def together(*works):
-    errors = []
-
-    def guarded(work):
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(work,), daemon=True) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(4 * PATIENCE)
-    if errors:
-        raise errors[0]
-    assert not any(thread.is_alive() for thread in threads)
 
 
 def test_work_of_the_step_is_done_before_the_other_rank_has_said_its_word():

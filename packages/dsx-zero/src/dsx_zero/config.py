@@ -253,6 +253,13 @@ class ZeroConfig(_Section):
         True, description="load masters from the masters in a checkpoint, not from its parameters"
     )
     grad_hooks: bool = Field(True, description="reduce gradients from backward hooks, as dsx always does")
+    step_agreement: Literal["message", "norm"] = Field(
+        "message",
+        description=(
+            "how the ranks agree in each step that all of them executed the same: message: by one between hosts; norm:"
+            " stages 1-3: in the all-reduce of the norm, which the host then reads"
+        ),
+    )
     round_robin_gradients: bool = Field(False, description="DeepSpeed: another order of parameters in the partitions")
     elastic_checkpoint: bool = Field(
         False, description="DeepSpeed: write checkpoints that load at other world sizes, as those of dsx always do"
@@ -479,6 +486,11 @@ def _conflicts(z: ZeroConfig, mesh: bool) -> list[tuple[str, bool, str]]:
             z.zero_quantized_gradients and z.stage == 0,
             "at stage 0 every rank needs all averaged gradients, and hops of a quantised reduction end in shards; use"
             " stage 1, 2 or 3",
+        ),
+        (
+            "step_agreement",
+            z.step_agreement == "norm" and z.stage == 0,
+            "at stage 0 every rank has all gradients, and computes their norm alone; use stage 1, 2 or 3",
         ),
         ("zeropp_loco_param", loco and not z.zero_quantized_gradients, "it needs zero_quantized_gradients"),
         (

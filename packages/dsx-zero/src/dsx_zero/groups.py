@@ -44,6 +44,12 @@ class AuxiliaryGroups:
         """A group of these ranks for gradients of rows, which are reduced beside all others (collective)."""
         return self._take(ranks.group, "rows", dsx_comm.get_backend(ranks.group))
 
+    def take_for_norms(self, ranks: dsx_comm.RankSet) -> Any:
+        """A group of these ranks for norms of gradients, which ranks add up at different places among the other
+        collectives (collective).
+        """
+        return self._take(ranks.group, "norms", dsx_comm.get_backend(ranks.group))
+
     def take_control(self, ranks: dsx_comm.RankSet) -> Any:
         """A group of these ranks for messages of a few bytes in host memory (collective).
 

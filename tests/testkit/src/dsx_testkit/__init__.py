@@ -11,9 +11,10 @@ assert run_ranks(work, 3) == [0, 1, 2]
 Files: `ranks` and `zygote` (processes), `numerics`, `tiny` (models), `paced` (links and computation of a known speed),
 `arena` and `labelled` (devices made of host memory), `nodes` (several nodes on one machine),
 `pycalls` (a count of Python calls), `fakes` (recording works, streams and events), `browser` (a headless Chromium),
-`stores` (a store of tensors that counts what is held), `limits` (little memory), `operations` (a count of what
-operators compute), `allocated` (the most host memory in use), `benches` (a GPT, and training steps that take turns) and
-`results` (what a bench found, printed and as a file), the last five imported by themselves.
+`stores` (a store of tensors that counts what is held), `threads` (works at the same time), `limits` (little memory),
+`operations` (a count of what operators compute), `allocated` (the most host memory in use), `benches` (a GPT, and
+training steps that take turns) and `results` (what a bench found, printed and as a file), the last five imported by
+themselves.
 """
 
 from . import tiny
@@ -27,6 +28,7 @@ from .paced import PacedLink, PacedTransfer, SleepingLinear
 from .pycalls import CallCount, count_calls
 from .ranks import RankError, RankFailure, RankTimeout, run_ranks, stop_zygote
 from .stores import MemoryStore
+from .threads import together
 
 __all__ = [
     "ArenaFullError",
@@ -55,4 +57,5 @@ __all__ = [
     "seed_all",
     "stop_zygote",
     "tiny",
+    "together",
 ]

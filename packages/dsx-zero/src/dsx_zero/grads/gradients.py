@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import dsx_comm
 import torch
@@ -32,7 +32,7 @@ from ..homes.home import Home
 from ..lanes import Ticket
 from ..module_hooks import CallingHook
 from ..order.backward import BackwardClock
-from ..order.protocol import EditWatch, ReduceOrder
+from ..order.protocol import EditWatch, ReduceOrder, RowSum
 from ..params.flat import FlatGroup
 from ..plan.layout import LocalSlice
 from .buffers import GroupGradients
@@ -41,8 +41,6 @@ from .reductions import Reductions, ReductionWatch
 from .rows import RowGradients
 
 __all__ = ["ReducedGradients"]
-
-_T = TypeVar("_T")
 
 
 class ReducedGradients:
@@ -243,22 +241,19 @@ class ReducedGradients:
         if self._keeps_local():
             self._reductions.finish_alone()
         else:
-            asked = None if squares is None else partial(self._reduced, squares)
-            beside = None if meanwhile is None else partial(self._reduced, meanwhile)
-            total = self._order.boundary(self._reductions.dirty, asked, beside)
+            total = self._order.boundary(self._reductions.dirty, squares, meanwhile)
             self._reductions.wait()
         self._completed, self._new = True, False
         self._reductions.drop_idle()
         return total
 
-    def _reduced(self, read: Callable[[], _T]) -> _T:
-        """`read()` of gradients whose reductions are complete."""
-        self._reductions.wait()
-        return read()
-
     def watch_edits(self, watch: EditWatch) -> None:
         """See `Gradients.watch_edits`."""
         self._order.watch_edits(watch)
+
+    def agree_by(self, row_sum: RowSum) -> None:
+        """See `Gradients.agree_by`."""
+        self._order.agree_by(row_sum)
 
     def complete(self) -> None:
         """See `Gradients.complete`."""
@@ -284,6 +279,7 @@ class ReducedGradients:
 
     def norms(self) -> Iterator[tuple[dsx_comm.RankSet, torch.Tensor]]:
         """See `Gradients.norms`: the norms of the reduced buffers."""
+        self._reductions.wait()
         return self._reductions.norms()
 
     def read(self, group: FlatGroup, index: int, part: LocalSlice) -> torch.Tensor | None:

@@ -13,7 +13,7 @@ import torch
 
 from ..homes.home import Home
 from ..lanes import Ticket
-from ..order.protocol import EditWatch
+from ..order.protocol import EditWatch, RowSum
 from ..params.flat import FlatGroup, Part, Unit
 from ..plan.layout import LocalSlice
 from .block_norm import block_norm
@@ -83,6 +83,9 @@ class LocalGradients:
         """Nothing to do: gradients are always complete."""
 
     def watch_edits(self, watch: EditWatch) -> None:
+        """Nothing to do: there is one rank."""
+
+    def agree_by(self, row_sum: RowSum) -> None:
         """Nothing to do: there is one rank."""
 
     def remove_hooks(self) -> None:

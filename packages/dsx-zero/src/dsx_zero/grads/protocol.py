@@ -12,7 +12,7 @@ import torch
 
 from ..homes.home import Home
 from ..lanes import Ticket
-from ..order.protocol import EditWatch
+from ..order.protocol import EditWatch, RowSum
 from ..params.flat import FlatGroup, Part
 from ..plan.layout import LocalSlice
 from .reductions import ReductionWatch
@@ -68,6 +68,12 @@ class Gradients(Protocol):
 
     def watch_edits(self, watch: EditWatch) -> None:
         """From now on compare over the ranks, at each step, what users wrote into parameters."""
+        ...
+
+    def agree_by(self, row_sum: RowSum) -> None:
+        """From the next step on the ranks agree by these sums. When rows are added up, this rank's gradients have been
+        reduced as far as it knows.
+        """
         ...
 
     def parts(self, group: FlatGroup, parts: Sequence[Part]) -> tuple[torch.Tensor, ...]:

@@ -18,6 +18,10 @@ round, in which it takes part in the gathers of ranks that still evaluate.
 At the boundary the ranks compare a checksum of what they executed, and learn which ranks deviated and where. After two
 steps with deviations in a row the schedule is dropped, and the ranks agree until a step is uniform again.
 
+With a `RowSum` the ranks first ask in a frozen step whether all are at their boundary and executed the same, by sums
+that travel with another all-reduce. Every rank takes part once per step: at its boundary, or by declining before it
+posts anything. Where a rank declined or differs, the round at the boundary is held as without.
+
 Left out: what the operations do (``Executor``) and how words are sent (``Channel``).
 """
 
@@ -32,9 +36,10 @@ from dsx_comm.errors import with_code
 from ..errors import ZeroStateError
 from .evaluation import EvaluationOrder
 from .executor import Executor
-from .protocol import Channel, EditWatch
+from .protocol import Channel, EditWatch, NoRowSum, RowSum
 from .replay import Replay
 from .schedule import Decision, Kind, Operation, Pass, Post, ReuseLimits, Schedule, checksum, decide
+from .sums import all_say_the_same, declining_row, row_of
 
 __all__ = ["AgreedOrder", "ScheduleDivergence"]
 
@@ -81,6 +86,7 @@ class AgreedOrder:
         self._schedule: Schedule | None = None
         self._deviating_steps = self._uniform_steps = 0
         self._edits: EditWatch | None = None
+        self._row_sum: RowSum = NoRowSum()
         self._evaluation = EvaluationOrder(self._limits.apply)
         self._has_evaluated = False
         """Whether this rank's last pass was a forward without gradients."""
@@ -95,6 +101,8 @@ class AgreedOrder:
         self._record: list[Operation] = []
         self._executed: list[Operation] = []  # since the checksums were last extended
         self._replay = None if self._schedule is None else self._begin(self._schedule)
+        self._takes_part = self._schedule is not None and self._row_sum.ranks > 0
+        """Whether this rank has still to take part in the sums of this step."""
 
     def _begin(self, schedule: Schedule) -> Replay:
         return Replay(schedule, self._executor, self._executed, alone=self._alone)
@@ -128,6 +136,7 @@ class AgreedOrder:
             self._read_begun()  # the round of the forward before may have dropped the schedule
             if evaluation.schedule is not None:
                 begins = Operation(Kind.FORWARD_BEGIN)
+                self._decline()
                 with dsx_comm.unit(str(begins)):
                     self._begun = self._channel.post(self._post(begins, Pass.EVALUATION).to_words())
                 evaluation.replay = self._begin(evaluation.schedule)
@@ -211,12 +220,33 @@ class AgreedOrder:
                 self._deviation = wanted
             self._rendezvous(wanted, Pass.TRAINING)
         edits = 0 if self._edits is None else self._edits.word()
+        if self._agreed_by_sums(edits):
+            self._finish([self._post(Operation(Kind.BOUNDARY), Pass.TRAINING, edits)] * self._row_sum.ranks)
+            return None
         posts = self._rendezvous(Operation(Kind.BOUNDARY), Pass.TRAINING, edits, squares, meanwhile)
         self._finish(posts)
         return None if squares is None else sum(post.squares for post in posts)  # in rank order, so equal on all
 
     def watch_edits(self, watch: EditWatch) -> None:
         self._edits = watch
+
+    def agree_by(self, row_sum: RowSum) -> None:
+        self._row_sum = row_sum
+
+    def _agreed_by_sums(self, edits: int) -> bool:
+        """Whether all ranks are at their boundary and executed the same, as far as sums can tell."""
+        if not self._takes_part:
+            return False
+        self._takes_part = False
+        with dsx_comm.unit("norm and agreement"):
+            sums = self._row_sum.add_up(row_of([self._checksum(), edits]))
+        return all_say_the_same(sums, self._row_sum.ranks)
+
+    def _decline(self) -> None:
+        """Before this rank posts: the others wait for it in the sums if they are at their boundary already."""
+        if self._takes_part:
+            self._takes_part = False
+            self._row_sum.take_part(declining_row(2))
 
     def complete(self, pending: Callable[[], Sequence[int]]) -> None:
         while units := list(pending()):
@@ -268,6 +298,7 @@ class AgreedOrder:
         """Post ``wanted`` round by round, serving the others, until it is fulfilled. ``meanwhile`` is called while the
         first words are under way, and again whenever a round has reduced gradients.
         """
+        self._decline()
         skipped = False
         if self._evaluation.replay is not None:  # in a round all ranks have executed the same of it: all or nothing
             self._evaluation.replay.complete()

@@ -1,8 +1,8 @@
 """`Order`: a rank reports its needs to it, and all ranks execute the same collectives in the same order.
 `ReduceOrder` is the part of it that gradients use.
 
-`AgreedOrder` (`agreed`) is for several ranks; `NullOrder` executes every need immediately. `Channel` and
-`EditWatch` are arguments of an `AgreedOrder`.
+`AgreedOrder` (`agreed`) is for several ranks; `NullOrder` executes every need immediately. `Channel`, `EditWatch` and
+`RowSum` are arguments of an `AgreedOrder`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 from .executor import Executor
 from .schedule import Pass
 
-__all__ = ["Channel", "EditWatch", "NullOrder", "Order", "ReduceOrder"]
+__all__ = ["Channel", "EditWatch", "NoRowSum", "NullOrder", "Order", "ReduceOrder", "RowSum"]
 
 
 class ReduceOrder(Protocol):
@@ -54,6 +54,10 @@ class ReduceOrder(Protocol):
 
     def watch_edits(self, watch: EditWatch) -> None:
         """From now on compare over the ranks, at every boundary, what users wrote into parameters."""
+        ...
+
+    def agree_by(self, row_sum: RowSum) -> None:
+        """From the next step on agree by these sums at the boundary, wherever no rank needs more than is known."""
         ...
 
 
@@ -117,6 +121,34 @@ class EditWatch(Protocol):
         ...
 
 
+class RowSum(Protocol):
+    """Adds up one row of numbers of each rank. Every rank takes part once per step, by one of the two calls."""
+
+    ranks: int
+    """How many ranks take part; 0: rows cannot be added up."""
+
+    def add_up(self, row: Sequence[float]) -> list[float]:
+        """The sums over the ranks, exact in fp64. Waits for the ranks."""
+        ...
+
+    def take_part(self, row: Sequence[float]) -> None:
+        """Have this row added to the sums of the other ranks, without waiting for them."""
+        ...
+
+
+class NoRowSum:
+    """Nothing happens at a step that could carry rows."""
+
+    ranks = 0
+
+    def add_up(self, row: Sequence[float]) -> list[float]:
+        """As if a rank declined."""
+        return [1.0]
+
+    def take_part(self, row: Sequence[float]) -> None:
+        """Nothing to do: no other rank adds rows up."""
+
+
 class NullOrder:
     """The order of one rank alone: every need is executed at once."""
 
@@ -153,6 +185,9 @@ class NullOrder:
 
     def watch_edits(self, watch: EditWatch) -> None:
         """Nothing to do: there is no other rank to compare with."""
+
+    def agree_by(self, row_sum: RowSum) -> None:
+        """Nothing to do: there is no other rank to agree with."""
 
     def join(self) -> None:
         """Nothing to do: there is no other rank."""

@@ -1,18 +1,20 @@
 """How one step gets the norm of its gradients. While it does, the ranks agree that all of them are at their step.
 
-There are two ways. Which one a step takes is the same on all ranks.
+There are three ways. Which one a step takes is the same on all ranks.
 
 * Where the host reads the norm anyway (on a CPU, or for the check of overflow), this rank's sum of squares is one of
   the words that the ranks exchange (`order.agreed`).
 * Elsewhere the host does not wait for the device: the squares are added up by an all-reduce on the device, and the host
   launches this rank's part while the words travel.
+* With `step_agreement: norm` no words are sent in a step whose order is frozen. What the ranks agree on is added up
+  with their squares (`SquaresAndRows`), and the host reads these sums.
 
 Left out: the arithmetic of norms (`norm`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +24,55 @@ import torch
 from ..runtime import Runtime
 from .norm import CLIP_EPSILON, norm_of, sum_of_squares
 
-__all__ = ["StepNorm", "clip_factor"]
+__all__ = ["SquaresAndRows", "StepNorm", "clip_factor"]
+
+
+_Squares = Callable[[], tuple[torch.Tensor, bool]]
+"""Gives this rank's part of the square of the norm, and whether all gradients are fp64."""
+
+
+class SquaresAndRows:
+    """The `RowSum` of an order, which adds squares of gradients up in the same all-reduce.
+
+    A rank that takes part without squares does it at another place among the collectives than the others. So the group
+    is for this alone.
+
+    Args:
+        group: of the data-parallel ranks.
+        device: where the squares are.
+        squares: called whenever rows are added up.
+    """
+
+    def __init__(self, group: Any, device: torch.device, squares: _Squares) -> None:
+        self.ranks = dsx_comm.get_world_size(group)
+        self._group, self._device, self._squares = group, device, squares
+        self._under_way: tuple[Any, torch.Tensor] | None = None
+        self.total: torch.Tensor | None = None
+        """The sum of the ranks' squares in the last call of `add_up`."""
+        self.all_double = False
+
+    def add_up(self, row: Sequence[float]) -> list[float]:
+        """See `RowSum.add_up`."""
+        self._end()
+        squares, self.all_double = self._squares()
+        sums = torch.tensor([0.0, *row], dtype=torch.float64).to(self._device, non_blocking=True)
+        sums[0] = squares
+        dsx_comm.all_reduce(sums, op=dsx_comm.ReduceOp.SUM, group=self._group)
+        self.total = sums[0]
+        return sums[1:].tolist()
+
+    def take_part(self, row: Sequence[float]) -> None:
+        """See `RowSum.take_part`."""
+        self._end()
+        sums = torch.tensor([0.0, *row], dtype=torch.float64).to(self._device, non_blocking=True)
+        handle = dsx_comm.all_reduce(sums, op=dsx_comm.ReduceOp.SUM, group=self._group, async_op=True)
+        self._under_way = handle, sums
+
+    def _end(self) -> None:
+        """Wait for the sums of the last step in which this rank took part without waiting: all ranks did."""
+        if self._under_way is not None:
+            self._under_way[0].wait()
+            self._under_way = None
 
 
 class StepNorm:
@@ -30,29 +80,41 @@ class StepNorm:
 
     Args:
         device: where the norm is computed.
+        group: a group of the data-parallel ranks for norms alone, with which they agree; None: they agree by words.
     """
 
-    def __init__(self, runtime: Runtime, device: torch.device) -> None:
+    def __init__(self, runtime: Runtime, device: torch.device, group: Any = None) -> None:
         self._runtime, self._device = runtime, device
         self._mine: tuple[torch.Tensor, bool] | None = None
         """This rank's part of the square of the norm, and whether all gradients are fp64; None where it was not
-        computed before the ranks' words had arrived.
+        computed before the ranks had agreed.
         """
-        self._total: float | None = None
-        """The squares of all data-parallel ranks, where the words had them."""
+        self._total: torch.Tensor | None = None
+        """The squares of all data-parallel ranks, where they were added up while the ranks agreed."""
+        self._all_double = False
+        self._with_rows: SquaresAndRows | None = None
+        if group is not None:
+            squares = partial(self._squares, runtime.norm_groups, whole=runtime.whole)
+            self._with_rows = SquaresAndRows(group, device, squares)
+            runtime.gradients.agree_by(self._with_rows)
 
     def finish_gradients(self) -> None:
         """Complete the reductions of the step, and agree with the other ranks (collective)."""
-        gradients, local = self._runtime.gradients, self._runtime.averaging.local()
-        self._mine = None
-        if self.host_reads():
-            self._total = gradients.finish(self._read)
-        else:
-            self._total = gradients.finish(meanwhile=partial(self._launch, local=local))
+        gradients, with_rows = self._runtime.gradients, self._with_rows
+        launch = partial(self._launch, local=self._runtime.averaging.local())
+        self._mine = self._total = None
+        if with_rows is not None:
+            gradients.finish(meanwhile=launch)  # launches where the ranks could not agree by sums
+            if self._mine is None:
+                self._total, self._all_double = with_rows.total, with_rows.all_double
+        elif not self.host_reads():
+            gradients.finish(meanwhile=launch)
+        elif (total := gradients.finish(self._read)) is not None:
+            self._total = torch.tensor(total, dtype=torch.float64, device=self._device)
 
     def host_reads(self) -> bool:
-        """Whether this rank's squares can travel with what the ranks agree on at each step. Elsewhere they would make
-        the host wait for the device.
+        """Whether this rank's squares can travel with the words of the ranks. Elsewhere they would make the host wait
+        for the device.
         """
         run = self._runtime
         if run.ranks.size == 1 or run.averaging.local() or run.ranks.group not in run.norm_groups:
@@ -68,11 +130,12 @@ class StepNorm:
             return torch.zeros(())
         local = run.averaging.local()
         groups = [group for group in run.norm_groups if not local or group != run.ranks.group]
-        mine, all_double = self._mine or self._squares(groups, whole=run.whole and not local)
-        if self._total is not None:
-            mine = torch.tensor(self._total, dtype=torch.float64, device=self._device)
+        if self._total is None:
+            total, all_double = self._mine or self._squares(groups, whole=run.whole and not local)
+        else:
+            total, all_double = self._total, self._all_double
             groups = [group for group in groups if group is not run.ranks.group]
-        norm = norm_of(mine, groups, all_double=all_double)
+        norm = norm_of(total, groups, all_double=all_double)
         return norm if grad_scale == 1.0 else norm / grad_scale
 
     def sum_over_ranks(self, norm: torch.Tensor) -> torch.Tensor:
@@ -95,8 +158,8 @@ class StepNorm:
 
     def _read(self) -> float:
         """This rank's part of the square of the norm, on the host."""
-        self._mine = self._squares(self._runtime.norm_groups, whole=self._runtime.whole)
-        return self._mine[0].item()
+        squares, self._all_double = self._squares(self._runtime.norm_groups, whole=self._runtime.whole)
+        return squares.item()
 
 
 def clip_factor(norm: torch.Tensor, grad_scale: float, max_norm: float | None) -> float | torch.Tensor:
