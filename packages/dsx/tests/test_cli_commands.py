@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 from dsx import __version__
 from dsx.cli import COMMANDS, main
 from dsx.launcher.remote_shell import main as remote_shell
@@ -21,6 +22,33 @@ def test_help_and_version(capsys):
 def test_an_unknown_word_gets_the_nearest_known_one(capsys):
     assert main(["lanuch"]) == 2
     assert "did you mean 'dsx launch'" in capsys.readouterr().err
+    assert main(["--num_gpus", "2", "train.py"]) == 2
+    assert "did you mean 'dsx launch --num_gpus'" in capsys.readouterr().err
+    assert main(["xyz"]) == 2
+    assert "see dsx --help" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("--nproc-per-node", "use --num_gpus N, or --num_procs N"),
+        ("--nproc_per_node=2", "use --num_gpus N, or --num_procs N"),
+        ("--nnodes", "use --num_nodes N"),
+        ("--num_gpu", "use --num_gpus"),
+        ("--hostfle", "use --hostfile"),
+    ],
+)
+def test_an_unknown_option_of_the_launcher_gets_the_one_that_was_meant(given, meant, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["launch", given, "2", "train.py"])
+    assert end.value.code == 2
+    assert f"{given}: {meant}" in capsys.readouterr().err
+
+
+def test_an_option_that_is_like_none_is_only_named(capsys):
+    with pytest.raises(SystemExit):
+        main(["launch", "--zzz", "train.py"])
+    assert capsys.readouterr().err.rstrip().endswith("unrecognized arguments: --zzz")
 
 
 def test_help_loads_neither_torch_nor_pydantic():

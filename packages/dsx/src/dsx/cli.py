@@ -60,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         import difflib  # lazy import: only for this message
 
         near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"; did you mean 'dsx {near[0]}'?" if near else "; see dsx --help"
+        meant = f"launch {name}" if name.startswith("-") else near[0] if near else ""
+        hint = f"; did you mean 'dsx {meant}'?" if meant else "; see dsx --help"
         sys.stderr.write(f"dsx: unknown command {name!r}{hint}\n")
         return 2
     module = COMMANDS[name].module

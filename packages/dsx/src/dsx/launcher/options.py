@@ -6,10 +6,24 @@ The names are those of the DeepSpeed launcher; every ``--long_name`` is also acc
 from __future__ import annotations
 
 import argparse
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import NoReturn
 
 from .errors import ResourceError
+
+_NAMES_ELSEWHERE = {
+    "nproc-per-node": "--num_gpus N, or --num_procs N without devices",
+    "nnodes": "--num_nodes N",
+    "node-rank": "--node_rank N with --no_ssh",
+    "rdzv-endpoint": "--master_addr ADDR and --master_port PORT",
+    "max-restarts": "--elastic_training",
+    "num-processes": "--num_gpus N, or --num_procs N without devices",
+    "num-machines": "--num_nodes N",
+    "main-process-port": "--master_port PORT",
+}
+"""Options of torchrun and `accelerate launch`, and what they are called here."""
 
 DEFAULT_HOSTFILE = "/job/hostfile"
 LAUNCHERS = ("ssh", "pdsh", "openmpi", "mpich", "impi", "mvapich", "slurm")
@@ -291,9 +305,30 @@ def _check_elastic(options: LaunchOptions) -> None:
         raise ResourceError("--elastic_training: hosts get new numbers in each round; leave --node_rank out")
 
 
+class _Parser(argparse.ArgumentParser):
+    """Names the option that was meant, where one is unknown."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage and the message, and end with 2."""
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown != message:
+            message += "".join(f"; {word}: use {meant}" for word in unknown.split() if (meant := self._meant(word)))
+        super().error(message)
+
+    def _meant(self, word: str) -> str:
+        """What to use instead of an unknown option; empty if nothing is like it."""
+        if not word.startswith("--"):
+            return ""
+        name = word[2:].partition("=")[0].replace("_", "-")
+        if name in _NAMES_ELSEWHERE:
+            return _NAMES_ELSEWHERE[name]
+        known = {option[2:].replace("_", "-"): option for option in reversed(self._option_string_actions)}
+        return next((known[near] for near in difflib.get_close_matches(name, known, n=1)), "")
+
+
 def parse(argv: Sequence[str], *, prog: str = "dsx launch") -> LaunchOptions:
     """Parse and check a command line (without the program's name)."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=prog,
         allow_abbrev=False,
         description="Start a program on every device of this machine, or of the hosts of a hostfile.",
