@@ -308,6 +308,11 @@ def test_ranks_that_differ_train_as_with_messages(stage, world):
     compare(run_ranks(trained, world, stage, "norm"), run_ranks(trained, world, stage, "message"))
 
 
+def test_ranks_in_shared_memory_train_as_with_messages():
+    found, wanted = (run_ranks(trained, 2, 3, agreement, backend="dsx") for agreement in ("norm", "message"))
+    compare(found, wanted)
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_step_that_overflows_is_skipped_by_all_ranks(stage):
     found = run_ranks(trained, 2, stage, "norm", True, False)

@@ -48,7 +48,9 @@ class AuxiliaryGroups:
         """A group of these ranks for norms of gradients, which ranks add up at different places among the other
         collectives (collective).
         """
-        return self._take(ranks.group, "norms", dsx_comm.get_backend(ranks.group))
+        backend = dsx_comm.get_backend(ranks.group)
+        small = dsx_comm.ShmOptions(slice_bytes=4096, warn=False) if backend == "dsx" else None
+        return self._take(ranks.group, "norms", backend, small)
 
     def take_control(self, ranks: dsx_comm.RankSet) -> Any:
         """A group of these ranks for messages of a few bytes in host memory (collective).
