@@ -14,7 +14,7 @@ from dsx_zero.order.agreed import AgreedOrder, ScheduleDivergence
 from dsx_zero.order.channel import ControlChannel
 from dsx_zero.order.schedule import Pass
 from dsx_zero.order.sums import all_say_the_same, declining_row, row_of
-from dsx_zero.step.step_norm import SquaresAndRows
+from dsx_zero.step.step_norm import SquaresAndRows, StepNorm
 
 PATIENCE = 5.0
 
@@ -253,14 +253,6 @@ def test_ranks_that_executed_different_operations_raise_on_both():
 # Training ------------------------------------------------------------------------------------------------------------
 
 
-class Dynamic(tiny.MLP):
-    def forward(self, x, skip=False):
-        for index, layer in enumerate(self.layers[:-1]):
-            if not (skip and index == 1):
-                x = torch.nn.functional.gelu(layer(x))
-        return self.layers[-1](x)
-
-
 def evaluate(model, x, times):
     with torch.no_grad(), dsx_zero.uneven_forwards(model):
         for _ in range(times):
@@ -270,7 +262,7 @@ def evaluate(model, x, times):
 def trained(rank, world, stage, agreement, overflow=False, differs=True):
     """Training with all that ranks may do differently, and evaluation between the steps."""
     model, optimizer = dsx_zero.shard(
-        Dynamic(depth=4),
+        tiny.SkippingMLP(depth=4),
         lambda p: torch.optim.AdamW(p, lr=0.01),
         config={"stage": stage, "stage3_param_persistence_threshold": 0, "step_agreement": agreement},
         precision=dsx_zero.Precision(check_overflow=overflow),
@@ -351,10 +343,20 @@ def test_frozen_steps_send_no_words(stage):
         assert other["sums"] == other["declined"] == 0
 
 
-def refused(rank, world):
-    model, optimizer = dsx_zero.shard(
-        tiny.MLP(), lambda p: torch.optim.SGD(p, lr=0.1), config={"stage": 2, "step_agreement": "norm"}
-    )
+def shard_with(stage, agreement):
+    config = {"stage": stage, "step_agreement": agreement}
+    return dsx_zero.shard(tiny.MLP(), lambda p: torch.optim.SGD(p, lr=0.1), config=config)
+
+
+def refused(rank, world, agreement, host_reads):
+    """Edits that differ are refused by both ranks, before anything is written."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not host_reads:  # what a CUDA device without a check for overflow says
+            patch.setattr(StepNorm, "host_reads", lambda self: False)
+        refuse_edits(*shard_with(2, agreement), rank)
+
+
+def refuse_edits(model, optimizer, rank):
     for step in range(5):
         x, y = model.example(3, seed=10 * step + rank)
         torch.nn.functional.mse_loss(model(x), y).backward()
@@ -371,8 +373,9 @@ def refused(rank, world):
         optimizer.zero_grad()
 
 
-def test_edits_that_differ_are_refused():
-    run_ranks(refused, 2)
+@pytest.mark.parametrize(("agreement", "host_reads"), [("norm", True), ("message", True), ("message", False)])
+def test_edits_that_differ_are_refused(agreement, host_reads):
+    run_ranks(refused, 2, agreement, host_reads)
 
 
 def unfrozen(rank, world, agreement):
@@ -406,25 +409,19 @@ def test_a_layer_that_trains_later_and_clipping_by_hand():
 # Settings ------------------------------------------------------------------------------------------------------------
 
 
-def shard_with(rank, world, stage, value):
-    return dsx_zero.shard(
-        tiny.MLP(), lambda p: torch.optim.SGD(p, lr=0.1), config={"stage": stage, "step_agreement": value}
-    )
-
-
 def test_stage_0_has_no_such_all_reduce():
     with pytest.raises(dsx_zero.ZeroConfigError, match=r"step_agreement.*got 'norm'.*stage 0.*use stage 1, 2 or 3"):
-        shard_with(0, 1, 0, "norm")
+        shard_with(0, "norm")
 
 
 def test_another_value_is_refused():
     with pytest.raises(ValueError, match=r"step_agreement"):
-        shard_with(0, 1, 1, "words")
+        shard_with(1, "words")
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_one_rank_has_nothing_to_agree_on(stage):
-    model, optimizer = shard_with(0, 1, stage, "norm")
+    model, optimizer = shard_with(stage, "norm")
     x, y = model.example(3)
     for _ in range(4):
         torch.nn.functional.mse_loss(model(x), y).backward()

@@ -62,6 +62,16 @@ class MLP(_Regression):
         return self.layers[-1](x)
 
 
+class SkippingMLP(MLP):
+    """An `MLP` of at least three layers that leaves out its second one where a caller says so."""
+
+    def forward(self, x: torch.Tensor, skip: bool = False) -> torch.Tensor:
+        for index, layer in enumerate(self.layers[:-1]):
+            if not (skip and index == 1):
+                x = F.gelu(layer(x))
+        return self.layers[-1](x)
+
+
 class _Block(nn.Module):
     """Pre-norm transformer block with causal attention: (batch, time, width) to the same."""
 
