@@ -169,7 +169,7 @@ class StepParts:
         faces: what the model holds between uses, for the `id` of each plain parameter that takes its place meanwhile.
         plan: of a step in which nothing is stepped beforehand; `apart_plan`: of the others.
         channel: carries the words of the order.
-        norm_group: adds norms up with what the ranks agree on; None: `channel` has all that they agree on.
+        agreement_group: adds norms up with what the ranks agree on; None: `channel` has all that they agree on.
         moving_lanes: those on which copies between tiers run.
         early_units: those that may be stepped while backward goes on.
         late_after: steps after which updates are applied late; None: never.
@@ -187,7 +187,7 @@ class StepParts:
     lane: Lane
     faces: Mapping[int, torch.Tensor]
     channel: AskingChannel
-    norm_group: Any = None
+    agreement_group: Any = None
     moving_lanes: tuple[Lane, ...] = ()
     early_units: tuple[int, ...] = ()
     late_after: int | None = None
@@ -227,7 +227,7 @@ class Builder:
         self._device = device
         self._with_gathers: dict[dsx_comm.RankSet, dsx_comm.RankSet] = {}
         self._channel: AskingChannel | None = None
-        self._norm_group: Any = None
+        self._agreement_group: Any = None
 
     def build(self, planned: Planned, inner: Any, kept: Kept = NOTHING_KEPT) -> Runtime:
         """The runtime of a plan (collective). At stage 3 the modules get other parameters, which take the places of
@@ -251,12 +251,12 @@ class Builder:
             self._channel = channel_of(group, data.rank, data.size)
         return self._channel
 
-    def norm_group(self, runtime: Runtime) -> Any:
+    def agreement_group(self, runtime: Runtime) -> Any:
         """For norms with which the ranks agree (collective the first time); None where they agree by messages."""
         data, asked = self.recipe.data, self.recipe.settings.step_agreement == "norm"
-        if asked and data.size > 1 and data.group in runtime.norm_groups and self._norm_group is None:
-            self._norm_group = self.recipe.groups.take_for_norms(data)
-        return self._norm_group
+        if asked and data.size > 1 and data.group in runtime.norm_groups and self._agreement_group is None:
+            self._agreement_group = self.recipe.groups.take_for_norms(data)
+        return self._agreement_group
 
 
 class _Build:
@@ -487,7 +487,7 @@ def assemble(builder: Builder, planned: Planned, runtime: Runtime, inner: Any, k
         lane=builder.lane,
         faces=faces,
         channel=builder.channel() or OneRank(),
-        norm_group=builder.norm_group(runtime),
+        agreement_group=builder.agreement_group(runtime),
         moving_lanes=tuple(builder.moving_lanes.values()),
         early_units=early,
         late_after=late_update_after(recipe.settings),

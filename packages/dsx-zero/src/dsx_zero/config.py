@@ -256,8 +256,9 @@ class ZeroConfig(_Section):
     step_agreement: Literal["message", "norm"] = Field(
         "message",
         description=(
-            "how the ranks agree in each step that all of them executed the same: message: by one between hosts; norm:"
-            " stages 1-3: in the all-reduce of the norm, which the host then reads"
+            "how the ranks find out in each step whether all executed the same collectives; message: the hosts send a"
+            " message to each other; norm (stages 1-3): the all-reduce of the norm tells it, and the host reads its"
+            " result"
         ),
     )
     round_robin_gradients: bool = Field(False, description="DeepSpeed: another order of parameters in the partitions")

@@ -144,7 +144,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for master in masters:
             self._by_name[master.name] = (*self._by_name.get(master.name, ()), master)
         devices = {unit.groups[0].key.device for unit in runtime.trainable_units()}
-        self._norm = StepNorm(runtime, next(iter(devices), torch.device("cpu")), parts.norm_group)
+        self._norm = StepNorm(runtime, next(iter(devices), torch.device("cpu")), parts.agreement_group)
         flat = [group for unit in runtime.units for group in unit.groups]
         plain = [(p, n) for g in flat for p, n in zip(g.parameters, g.layout.names)]
         self._names = {id(p): n for p, n in plain} | {id(faces[id(p)]): n for p, n in plain if id(p) in faces}

@@ -26,7 +26,6 @@ from .norm import CLIP_EPSILON, norm_of, sum_of_squares
 
 __all__ = ["SquaresAndRows", "StepNorm", "clip_factor"]
 
-
 _Squares = Callable[[], tuple[torch.Tensor, bool]]
 """Gives this rank's part of the square of the norm, and whether all gradients are fp64."""
 
@@ -53,26 +52,24 @@ class SquaresAndRows:
 
     def add_up(self, row: Sequence[float]) -> list[float]:
         """See `RowSum.add_up`."""
-        self._end()
-        squares, self.all_double = self._squares()
-        sums = torch.tensor([0.0, *row], dtype=torch.float64).to(self._device, non_blocking=True)
-        sums[0] = squares
+        sums = self._begin(row)
+        sums[0], self.all_double = self._squares()
         dsx_comm.all_reduce(sums, op=dsx_comm.ReduceOp.SUM, group=self._group)
         self.total = sums[0]
         return sums[1:].tolist()
 
     def take_part(self, row: Sequence[float]) -> None:
         """See `RowSum.take_part`."""
-        self._end()
-        sums = torch.tensor([0.0, *row], dtype=torch.float64).to(self._device, non_blocking=True)
+        sums = self._begin(row)
         handle = dsx_comm.all_reduce(sums, op=dsx_comm.ReduceOp.SUM, group=self._group, async_op=True)
         self._under_way = handle, sums
 
-    def _end(self) -> None:
-        """Wait for the sums of the last step in which this rank took part without waiting: all ranks did."""
+    def _begin(self, row: Sequence[float]) -> torch.Tensor:
+        """What this rank adds: no squares, and the row. The sums of an earlier step end first: all ranks took part."""
         if self._under_way is not None:
             self._under_way[0].wait()
             self._under_way = None
+        return torch.tensor([0.0, *row], dtype=torch.float64).to(self._device, non_blocking=True)
 
 
 class StepNorm:
@@ -94,8 +91,7 @@ class StepNorm:
         self._all_double = False
         self._with_rows: SquaresAndRows | None = None
         if group is not None:
-            squares = partial(self._squares, runtime.norm_groups, whole=runtime.whole)
-            self._with_rows = SquaresAndRows(group, device, squares)
+            self._with_rows = SquaresAndRows(group, device, self._squares_to_add_up)
             runtime.gradients.agree_by(self._with_rows)
 
     def finish_gradients(self) -> None:
@@ -149,16 +145,20 @@ class StepNorm:
     def _squares(self, groups: Sequence[Any], *, whole: bool) -> tuple[torch.Tensor, bool]:
         return sum_of_squares(self._runtime.gradients.norms(), device=self._device, alone=not groups, whole=whole)
 
+    def _squares_to_add_up(self) -> tuple[torch.Tensor, bool]:
+        """This rank's part of the squares that are added up over `Runtime.norm_groups`."""
+        return self._squares(self._runtime.norm_groups, whole=self._runtime.whole)
+
     def _launch(self, *, local: bool) -> None:
         """Start computing this rank's part of the square of the norm on the device. The words of the other ranks travel
         while the host launches it.
         """
         if not local:
-            self._mine = self._squares(self._runtime.norm_groups, whole=self._runtime.whole)
+            self._mine = self._squares_to_add_up()
 
     def _read(self) -> float:
         """This rank's part of the square of the norm, on the host."""
-        squares, self._all_double = self._squares(self._runtime.norm_groups, whole=self._runtime.whole)
+        squares, self._all_double = self._squares_to_add_up()
         return squares.item()
 
 

@@ -6,7 +6,6 @@ The names are those of the DeepSpeed launcher; every ``--long_name`` is also acc
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import NoReturn
@@ -319,6 +318,8 @@ class _Parser(argparse.ArgumentParser):
         """What to use instead of an unknown option; empty if nothing is like it."""
         if not word.startswith("--"):
             return ""
+        import difflib  # lazy import: only for this message
+
         name = word[2:].partition("=")[0].replace("_", "-")
         if name in _NAMES_ELSEWHERE:
             return _NAMES_ELSEWHERE[name]
