@@ -1,0 +1,42 @@
+"""What two packages of dsx or more need, once each: errors with codes, files, locks, agreement of ranks, strict JSON.
+
+Each module is one noun:
+
+- `errors`: errors with a stable code, and the nearest known name for a mistyped one.
+- `files`: replaces a file so that readers see the old or the new content, never a part.
+- `locks`: lets one process at a time use a folder, and tells which one has it.
+- `together`: runs an action on all ranks, so that all raise the same error when one fails; compares facts of ranks.
+- `strict_json`: reads JSON that may be damaged or hostile.
+
+Nothing here imports torch, another package, or anything heavy; nothing has an effect at import. Left out on purpose:
+whatever only one package needs. Such code stays there.
+"""
+
+from ._version import __version__ as __version__
+from .errors import CodedError as CodedError
+from .errors import nearest as nearest
+from .errors import shorten as shorten
+from .errors import with_code as with_code
+from .files import replace_text as replace_text
+from .files import replacing as replacing
+from .files import sync_folder as sync_folder
+from .locks import FolderInUseError as FolderInUseError
+from .locks import FolderLock as FolderLock
+from .locks import ProcessIdentity as ProcessIdentity
+from .together import RanksDifferError as RanksDifferError
+from .together import Together as Together
+
+__all__ = [
+    "CodedError",
+    "FolderInUseError",
+    "FolderLock",
+    "ProcessIdentity",
+    "RanksDifferError",
+    "Together",
+    "nearest",
+    "replace_text",
+    "replacing",
+    "shorten",
+    "sync_folder",
+    "with_code",
+]

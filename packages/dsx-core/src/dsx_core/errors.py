@@ -1,0 +1,85 @@
+"""Errors with a stable code, and the nearest known name for a mistyped one.
+
+A code such as `DSX301` stands at the end of the text of an error or a warning. Under it docs/reference/errors.md says
+what happened and what to do. A code never changes its meaning, so people can search for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = ["CodedError", "edits", "nearest", "shorten", "with_code"]
+
+_LONGEST_NAME = 100
+"""No known name is nearly as long. A longer name is not compared, because that takes time in proportion to its length
+times that of every known name.
+"""
+
+
+def with_code(text: str, code: str) -> str:
+    """The text of an error or a warning with its stable code. A text that has the code already is left alone: it may
+    come from an error of another rank.
+    """
+    return text if f"[{code}]" in text else f"{text} [{code}] docs: errors#{code.lower()}"
+
+
+class CodedError(Exception):
+    """Base of errors with a stable code.
+
+    `code`: the code with which the text ends; "" for errors without one. A class has it, or the call that raises gives
+    it.
+    """
+
+    code: str = ""
+
+    def __init__(self, *args: object, code: str = "", **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        if code:
+            self.code = code
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return with_code(text, self.code) if self.code else text
+
+
+def shorten(text: str, width: int = 120) -> str:
+    """Return `text`, or its beginning and its length if it is longer than `width`, so that messages stay readable."""
+    return text if len(text) <= width else f"{text[: width - 20]}... ({len(text)} characters)"
+
+
+def nearest(name: str, known: Iterable[str], *, limit: int = 3) -> list[str]:
+    """Return at most `limit` known names that are nearest to `name`, in alphabetical order; empty if none is near.
+
+    There are two rules. The first: the fewest single-character edits (insert, delete, replace, swap neighbours). If no
+    name is close, the second: a known name that contains the given one or is contained in it (`prefetch_bucket_size`
+    for `stage3_prefetch_bucket_size`). All names that are equally near are returned, because one guess alone could
+    mislead.
+    """
+    if len(name) > _LONGEST_NAME:
+        return []
+    names = sorted(set(known))
+    lowered = name.lower()
+    tolerated = max(2, len(name) // 3) if len(name) > 2 else 1
+    ranked = sorted((edits(lowered, other.lower()), other) for other in names)
+    if ranked and ranked[0][0] <= tolerated:
+        best = ranked[0][0]
+        return [other for distance, other in ranked if distance == best][:limit]
+    if len(name) < 4:
+        return []
+    contained = [other for other in names if lowered in other.lower() or (other.lower() in lowered and len(other) > 3)]
+    return sorted(contained, key=lambda other: (abs(len(other) - len(name)), other))[:limit]
+
+
+def edits(left: str, right: str) -> int:
+    """Return the number of single-character edits between two words (optimal string alignment distance)."""
+    before_last: list[int] = []
+    last = list(range(len(right) + 1))
+    for i, a in enumerate(left, 1):
+        row = [i]
+        for j, b in enumerate(right, 1):
+            cost = min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (a != b))
+            if i > 1 and j > 1 and a == right[j - 2] and left[i - 2] == b:
+                cost = min(cost, before_last[j - 2] + 1)
+            row.append(cost)
+        before_last, last = last, row
+    return last[-1]

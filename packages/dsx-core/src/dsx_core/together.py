@@ -1,0 +1,160 @@
+"""One protocol for "the same error on all ranks".
+
+Ranks that work side by side have one problem in common: where one fails, the others wait for it in the next collective
+for ever, or go on with something else. So ranks do such work together: each does its part, then all exchange whether
+it succeeded, and either all go on or all raise the same error, which names the rank that failed.
+
+The second use: ranks compare facts (text by key) before they build something, so that a difference is named instead of
+ending in a hang or in wrong numbers. They exchange a hash first. Only if the hashes differ do they exchange facts, and
+then only one rank of each kind sends them, so that the messages of a thousand ranks stay small.
+
+This module sends nothing itself: `Together` is given a function that gathers a value of each rank, such as one over
+`all_gather_object`. So it works over any process group, over threads in tests, and without torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from .errors import CodedError
+
+__all__ = ["RanksDifferError", "Together", "some_ranks"]
+
+T = TypeVar("T")
+
+_MAX_KINDS = 4  # ranks of at most so many kinds send their facts
+_MAX_NAMED = 5  # keys in an error
+_MAX_RANKS = 8  # ranks in an error
+
+
+class RanksDifferError(CodedError, ValueError):
+    """The ranks were given different models or settings, or one of them failed."""
+
+    code = "DSX301"
+
+
+@dataclass(frozen=True)
+class Together:
+    """The ranks that do something together. Every method is collective: all ranks call it, in the same order.
+
+    Args:
+        gather: gives the values of all ranks, in rank order, on every rank. Collective.
+        rank, size: this rank, and the number of ranks.
+        kinds: classes of errors, each made with one text. An error of one of these classes, or of a class below it,
+            becomes that class on all ranks; the last one stands for all other errors.
+        differ: class of the error of `agree`.
+    """
+
+    gather: Callable[[Any], list[Any]]
+    rank: int
+    size: int
+    kinds: Sequence[type[Exception]] = (RuntimeError,)
+    differ: type[Exception] = RanksDifferError
+
+    def run(self, doing: str, action: Callable[[], T]) -> list[T]:
+        """Run `action` on every rank and return all results. When it fails on one rank, all ranks raise the same error.
+
+        `action` must not be collective: a rank that fails before a collective would leave the others waiting in it.
+
+        Raises:
+            one of `kinds`: names the lowest rank that failed, what it was doing and its own words. The failing rank
+                has the original error as `__cause__`.
+        """
+        failure: Exception | None = None
+        result: Any = None
+        try:
+            result = action()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait in the gather below
+            failure = error
+        told = None if failure is None else self._told(failure)
+        outcomes = self.gather((result if failure is None else None, told))
+        for rank, (_, failed) in enumerate(outcomes):
+            if failed is not None:
+                kind, words = failed
+                who = f"rank {rank} failed: " if self.size > 1 else ""
+                raise self.kinds[kind](f"{doing}: {who}{words}") from failure
+        return [value for value, _ in outcomes]
+
+    def keep(self, doing: str, action: Callable[[], T]) -> T:
+        """Like `run`, but each rank keeps its own result, which is not sent."""
+        kept: list[T] = []
+        self.run(doing, lambda: kept.append(action()))
+        return kept[0]
+
+    def agree(self, doing: str, facts: Mapping[str, str]) -> None:
+        """Check that all ranks have equal facts. Does nothing, and sends nothing, on one rank.
+
+        Raises:
+            `differ`: on every rank. It names what differs and on which ranks, or the rank that failed (`telling`).
+        """
+        if self.size == 1:
+            return
+        mine = dict(facts)
+        digest = hashlib.sha256(repr(sorted(mine.items())).encode()).hexdigest()
+        answers = self.gather((digest, None))
+        self._raise_failures(doing, answers)
+        kinds: dict[str, list[int]] = {}
+        for rank, (found, _) in enumerate(answers):
+            kinds.setdefault(found, []).append(rank)
+        if len(kinds) == 1:
+            return
+        speakers = [ranks[0] for ranks in kinds.values()][:_MAX_KINDS]
+        by_rank = self.gather(mine if self.rank in speakers else None)
+        told = _differences([(by_rank[rank], kinds[answers[rank][0]]) for rank in speakers])
+        raise self.differ(f"{doing}: the ranks differ in {told}. All ranks have to call it with equal arguments")
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Put around work that comes before `agree` and does not communicate. An error in it makes `agree` raise on
+        the other ranks too (collective in that case).
+        """
+        try:
+            yield
+        except Exception as error:
+            if self.size > 1:
+                self.gather(("", f"{type(error).__name__}: {error}"))
+            raise
+
+    def _told(self, failure: Exception) -> tuple[int, str]:
+        """What the other ranks need to raise the same error: the index of its kind, and its words."""
+        for index, kind in enumerate(self.kinds):
+            if isinstance(failure, kind):
+                return index, str(failure)
+        return len(self.kinds) - 1, f"{type(failure).__name__}: {failure}"
+
+    def _raise_failures(self, doing: str, answers: list[tuple[str, str | None]]) -> None:
+        failed = [(rank, error) for rank, (_, error) in enumerate(answers) if error is not None]
+        if failed:
+            rank, error = failed[0]
+            others = "" if len(failed) == 1 else f" (and so did rank {some_ranks(other for other, _ in failed[1:])})"
+            raise self.differ(f"{doing}: rank {rank} failed{others}: {error}")
+
+
+def some_ranks(ranks: Iterable[int]) -> str:
+    """Ranks as text: all of a few, else the first ones and how many more there are."""
+    named = [str(rank) for rank in ranks]
+    return (
+        ", ".join(named)
+        if len(named) <= _MAX_RANKS
+        else f"{', '.join(named[:_MAX_RANKS])} and {len(named) - _MAX_RANKS} more"
+    )
+
+
+def _differences(kinds: list[tuple[dict[str, str], list[int]]]) -> str:
+    """The keys whose values differ, with the ranks that have each value. `kinds`: facts, and the ranks that have
+    them.
+    """
+    found = []
+    for key in dict.fromkeys(key for facts, _ in kinds for key in facts):
+        ranks: dict[str, list[int]] = {}
+        for facts, members in kinds:
+            ranks.setdefault(facts.get(key, "nothing"), []).extend(members)
+        if len(ranks) > 1:
+            values = "; ".join(f"rank {some_ranks(sorted(who))}: {value}" for value, who in ranks.items())
+            found.append(f"{key} ({values})")
+    more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
+    return ", ".join(found[:_MAX_NAMED]) + more
