@@ -11,8 +11,8 @@ import sys
 import dsx_nvme
 import pytest
 import torch
+from dsx_core import ProcessIdentity
 from dsx_nvme import TensorStore
-from dsx_nvme.process_identity import ProcessIdentity
 
 PAGE = 4096
 

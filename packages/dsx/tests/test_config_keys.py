@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from dsx.config import DsxConfigError, load_config
 from dsx.config.availability import asks_for
-from dsx.config.names import edits, nearest
 from dsx.config.schema import Root
 from dsx.config.translate import all_paths, known_names
+from dsx_core.errors import edits, nearest
 
 BATCH = {"train_micro_batch_size_per_gpu": 1}
 PATHS = sorted(set(all_paths(Root)))

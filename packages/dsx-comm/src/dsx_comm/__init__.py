@@ -90,7 +90,7 @@ from .log import (
     reset_log,
 )
 from .mpu import Mpu, MpuGroups, read_mpu
-from .objects import all_gather_object, broadcast_object_list, gather_object, scatter_object_list
+from .objects import all_gather_object, broadcast_object_list, gather_object, scatter_object_list, together
 from .onebit import OneBitAdam, OnebitAdam, OneBitLamb, OnebitLamb, StepKind, StepTraffic, ZeroOneAdam
 from .p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
 from .prepared import PreparedCollective, prepare_all_gather, prepare_reduce_scatter
@@ -245,4 +245,5 @@ __all__ = [
     "send",
     "sparse_allreduce",
     "unit",
+    "together",
 ]

@@ -5,10 +5,11 @@ A plain frozen dataclass, so that this package needs no validation library; dsx 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
+
+from dsx_core import nearest
 
 from .errors import CommConfigError
 
@@ -45,7 +46,7 @@ class CommsLoggerConfig:
         known = [f.name for f in fields(cls)]
         for key in values:
             if key not in known:
-                near = difflib.get_close_matches(key, known, 1)
+                near = nearest(key, known)
                 hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
                 raise CommConfigError(f"comms_logger.{key}", f"unknown key; {hint}")
         return cls(**values)

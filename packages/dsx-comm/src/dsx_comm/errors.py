@@ -1,30 +1,6 @@
 """The errors of this package. Each says what was got, what was expected and what to do."""
 
-
-def with_code(text: str, code: str) -> str:
-    """The text of an error or a warning with its stable code, under which docs/reference/errors.md explains it. A text
-    that has the code already is left alone: it may come from an error of another rank.
-    """
-    return text if f"[{code}]" in text else f"{text} [{code}] docs: errors#{code.lower()}"
-
-
-class CodedError(Exception):
-    """An error with a stable code, also for packages above this one.
-
-    `code`: the stable code with which the text ends, and under which docs/reference/errors.md explains the error; ""
-    for errors without one. A class has it, or the call that raises gives it.
-    """
-
-    code: str = ""
-
-    def __init__(self, *args: object, code: str = "") -> None:
-        super().__init__(*args)
-        if code:
-            self.code = code
-
-    def __str__(self) -> str:
-        text = super().__str__()
-        return with_code(text, self.code) if self.code else text
+from dsx_core import CodedError
 
 
 class CommError(CodedError, RuntimeError):

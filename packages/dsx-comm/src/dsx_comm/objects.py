@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from dsx_core import RanksDifferError, Together
 
 from .calls import Call, Labels, check_labels, guarded, run, share_volume
 from .checks import root
 from .collectives import settle, start_all_gather, start_broadcast
-from .errors import CommArgumentError
-from .groups import Membership, get_global_rank, member
+from .errors import CommArgumentError, CommError
+from .groups import Membership, get_global_rank, is_initialized, member
 from .p2p import start_p2p
 
 if TYPE_CHECKING:
@@ -55,6 +56,31 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None, **lab
             object_list[rank] = obj if rank == to.rank else _load(rows[rank, :length])
 
     run(call, issue)
+
+
+def together(
+    group: Any = None,
+    *,
+    kinds: Sequence[type[Exception]] = (CommError,),
+    differ: type[Exception] = RanksDifferError,
+) -> Together:
+    """The ranks of a group, for work after which all go on or all raise the same error; this process alone if there is
+    no process group.
+
+    Args:
+        group: a process group; None: all ranks.
+        kinds, differ: classes of the errors, see `dsx_core.Together`.
+    """
+    if not is_initialized():
+        return Together(lambda value: [value], 0, 1, kinds, differ)
+    to = member(group)
+
+    def gather(value: Any) -> list[Any]:
+        values: list[Any] = [None] * to.size
+        all_gather_object(values, value, group=group)
+        return values
+
+    return Together(gather, to.rank, to.size, kinds, differ)
 
 
 def broadcast_object_list(

@@ -72,10 +72,14 @@ class ProcessIdentity(NamedTuple):
 
 
 class FolderLock:
-    """The lock of `folder`, on the open file `fd` in it. `user` says in errors what uses the folder."""
+    """The lock of `folder`, on the open file `fd` in it. Errors are of the class `error`, and name the user of a folder
+    as `user`.
+    """
 
-    def __init__(self, folder: str, fd: int, *, user: str = "process") -> None:
-        self._folder, self._fd, self._user, self._pid = folder, fd, user, os.getpid()
+    def __init__(
+        self, folder: str, fd: int, *, user: str = "process", error: type[FolderInUseError] = FolderInUseError
+    ) -> None:
+        self._folder, self._fd, self._user, self._error, self._pid = folder, fd, user, error, os.getpid()
         self._path = os.path.join(folder, OWNER)
 
     def acquire(self) -> None:
@@ -96,7 +100,7 @@ class FolderLock:
                     time.sleep(POLL)
                     continue
                 who = f"process {owner.pid}" if owner is not None and running else "a child of a process that ended"
-                raise FolderInUseError(
+                raise self._error(
                     f"{self._folder} is in use by another {self._user} ({who}); give each process a folder of its own"
                 ) from error
         self._name_owner()

@@ -4,7 +4,7 @@ something of the user have a code.
 
 from __future__ import annotations
 
-__all__ = ["AnalysisError", "DataArgumentError", "DataError", "DataStateError", "IndexFileError", "with_code"]
+__all__ = ["AnalysisError", "DataArgumentError", "DataError", "DataStateError", "IndexFileError"]
 
 
 class DataError(Exception):
@@ -25,8 +25,3 @@ class IndexFileError(DataError, ValueError):
 
 class AnalysisError(DataError, RuntimeError):
     """The analysis of a dataset failed. The message names the process, the samples and the cause."""
-
-
-def with_code(text: str, code: str) -> str:
-    """The text of a warning with its stable code, under which docs/reference/errors.md explains it."""
-    return f"{text} [{code}] docs: errors#{code.lower()}"

@@ -21,7 +21,7 @@ import dsx_comm
 import torch
 import torch.nn.functional as F
 from dsx_comm import parallel_groups
-from dsx_comm.errors import with_code
+from dsx_core import with_code
 from torch import nn
 
 from .dispatch import LocalExperts, exchange_counts, run_exchanged, run_local

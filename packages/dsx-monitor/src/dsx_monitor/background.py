@@ -28,7 +28,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
-from .errors import EVENTS_LOST, SWITCHED_OFF, with_code
+from dsx_core import with_code
+
+from .errors import EVENTS_LOST, SWITCHED_OFF
 from .events import Event
 from .writers.base import Writer
 

@@ -4,7 +4,7 @@ training. Warnings that ask something of the user have a code.
 
 from __future__ import annotations
 
-__all__ = ["EVENTS_LOST", "SWITCHED_OFF", "BackendMissing", "MonitorConfigError", "ReportError", "with_code"]
+__all__ = ["EVENTS_LOST", "SWITCHED_OFF", "BackendMissing", "MonitorConfigError", "ReportError"]
 
 SWITCHED_OFF = "DSX852"
 """The code of a warning: a writer has failed, and gets no more events."""
@@ -28,8 +28,3 @@ class BackendMissing(RuntimeError):
 
 class ReportError(ValueError):
     """A run directory holds nothing that a report can show, or a file that cannot be read."""
-
-
-def with_code(text: str, code: str) -> str:
-    """The text of a warning with its stable code, under which docs/reference/errors.md explains it."""
-    return f"{text} [{code}] docs: errors#{code.lower()}"

@@ -15,8 +15,10 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from dsx_core import with_code
+
 from .background import BackgroundWriters
-from .errors import SWITCHED_OFF, BackendMissing, MonitorConfigError, with_code
+from .errors import SWITCHED_OFF, BackendMissing, MonitorConfigError
 from .events import normalised
 from .processes import current_rank
 from .writers.base import Writer

@@ -21,6 +21,8 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
+from dsx_core import replace_text
+
 from .memory import memory_snapshot
 from .processes import current_rank
 from .tolerance import tolerating
@@ -72,7 +74,7 @@ def start_run(
         meta.update(title=title, config=_text_keys(config), environment=environment(), facts=_text_keys(facts))
         start = {"time": time.time(), "step": step, "world_size": world_size, "command": sys.argv, "process": process}
         meta["starts"].append(start)
-        _replace(folder / META, json.dumps(meta, indent=1, default=str))
+        replace_text(folder / META, json.dumps(meta, indent=1, default=str), durable=False)
     return folder
 
 
@@ -88,18 +90,6 @@ def _read_meta(path: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as error:
         logger.warning("monitor: %s is damaged and is written again: %s: %s", path, type(error).__name__, error)
         return {"starts": []}
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file atomically: a reader never sees a part of it, and a write that fails leaves nothing behind."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
-    except BaseException:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise
 
 
 def _text_keys(value: Any) -> Any:

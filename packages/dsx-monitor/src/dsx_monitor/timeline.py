@@ -27,6 +27,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dsx_core import replace_text
+
 from .errors import ReportError
 from .processes import current_rank
 
@@ -178,9 +180,7 @@ class Timeline:
         path = folder / f"rank{self.rank:05d}.json"
         about = {"rank": self.rank, "host": platform.node(), "meeting": self._meeting, "dropped": self.dropped}
         content = {"traceEvents": _events(self.rank, self.spans()), "displayTimeUnit": "ms", "otherData": about}
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        partial.write_text(json.dumps(content), encoding="utf-8")
-        os.replace(partial, path)  # atomic: a reader never sees a part of the file
+        replace_text(path, json.dumps(content), durable=False)
         return path
 
 

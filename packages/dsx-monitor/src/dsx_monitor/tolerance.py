@@ -6,7 +6,9 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .errors import ReportError, with_code
+from dsx_core import with_code
+
+from .errors import ReportError
 
 __all__ = ["tolerating"]
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import errno
 import os
 
+import dsx_core
+
 
 class NvmeError(RuntimeError):
     """Base class of errors at run time that do not come from a system call."""
@@ -18,7 +20,7 @@ class DataRaceError(NvmeError):
     """A tensor was used while a transfer from or to it was in flight. The transferred bytes are undefined."""
 
 
-class FolderInUseError(NvmeError):
+class FolderInUseError(NvmeError, dsx_core.FolderInUseError):
     """The folder of a store belongs to another store."""
 
 
@@ -26,14 +28,10 @@ class ForkError(NvmeError):
     """A forked child waits for a transfer that its parent process has begun."""
 
 
-class BudgetError(NvmeError):
+class BudgetError(dsx_core.CodedError, NvmeError):
     """A buffer pool or a store has too little room for a request."""
 
     code = "DSX308"
-    """With it the text ends; docs/reference/errors.md explains it."""
-
-    def __str__(self) -> str:
-        return f"{super().__str__()} [{self.code}] docs: errors#{self.code.lower()}"
 
 
 class TensorError(ValueError):

@@ -16,7 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from . import strict_json
+from dsx_core import strict_json
+
 from .errors import FormatError
 from .files import sync_folder
 from .tensor_file import DTYPES, NAMES, SUM, Extent

@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from dsx_core import strict_json
 
-from . import strict_json
 from .checksum import crc32
 from .engine import Engine
 from .errors import ChecksumError, FormatError, OptionError, TensorError

@@ -12,7 +12,6 @@ weight or a buffer; checkpoints of `dsx` have them, and need no file per layer.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 import dsx_comm
 import torch
+from dsx_core import replacing
 from torch import nn
 
 from .errors import PipelineError
@@ -46,9 +46,8 @@ class TorchFiles:
 
     def save(self, state_dict: dict[str, torch.Tensor], path: str) -> None:
         """Write a file. It is renamed into place when it is complete, so no half-written file is ever read."""
-        part = f"{path}.part"
-        torch.save(state_dict, part)
-        os.replace(part, path)
+        with replacing(path) as part:
+            torch.save(state_dict, part)
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Read the tensors of a file, without running pickled code."""

@@ -1,9 +1,8 @@
 """Checks that all ranks are about to build the same. This is done once, before anything is divided: a difference is
 named instead of ending in a hang or in wrong numbers.
 
-Each rank describes what it is about to build by facts: text by key. The ranks exchange a hash of their facts, and the
-facts themselves only if the hashes differ. A rank that fails before (`telling`) says so in the same exchange, so that
-the other ranks do not wait for it.
+Each rank describes what it is about to build by facts: text by key. How ranks compare facts, and how a rank that fails
+before tells the others, is `dsx_core.Together`.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import dsx_comm
+import dsx_core
 import torch
 from torch import nn
 
@@ -23,13 +23,9 @@ from .errors import ZeroError
 
 __all__ = ["RanksDifferError", "agree", "hash_of", "model_facts", "optimizer_facts", "telling"]
 
-_MAX_NAMED = 5
 
-
-class RanksDifferError(ZeroError, ValueError):
+class RanksDifferError(ZeroError, dsx_core.RanksDifferError):
     """The ranks were given different models or settings, or one of them failed."""
-
-    code = "DSX301"
 
 
 def agree(doing: str, facts: Mapping[str, str], process_group: Any = None) -> None:
@@ -43,17 +39,7 @@ def agree(doing: str, facts: Mapping[str, str], process_group: Any = None) -> No
         RanksDifferError: on every rank; names what differs, and on which ranks. Where another rank has failed: names it
             and its error.
     """
-    if _size(process_group) == 1:
-        return
-    mine = dict(facts)
-    digest = hashlib.sha256(repr(sorted(mine.items())).encode()).hexdigest()
-    answers = _exchange((digest, None), process_group)
-    _raise_failures(doing, answers)
-    if len({found for found, _ in answers}) > 1:
-        by_rank = _exchange(mine, process_group)
-        raise RanksDifferError(
-            f"{doing}: the ranks differ in {_differences(by_rank)}. All ranks have to call it with equal arguments"
-        )
+    dsx_comm.together(process_group, differ=RanksDifferError).agree(doing, facts)
 
 
 @contextmanager
@@ -63,45 +49,9 @@ def telling(process_group: Any = None) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
-        if _size(process_group) > 1:
-            _exchange(("", f"{type(error).__name__}: {error}"), process_group)
-        raise
-
-
-def _size(process_group: Any) -> int:
-    return dsx_comm.get_world_size(process_group) if dsx_comm.is_initialized() else 1
-
-
-def _exchange(value: Any, process_group: Any) -> list[Any]:
-    by_rank: list[Any] = [None] * _size(process_group)
-    dsx_comm.all_gather_object(by_rank, value, group=process_group)
-    return by_rank
-
-
-def _raise_failures(doing: str, answers: list[Any]) -> None:
-    failed = [(rank, error) for rank, (_, error) in enumerate(answers) if error is not None]
-    if failed:
-        rank, error = failed[0]
-        others = "" if len(failed) == 1 else f" (and so did rank {', '.join(str(other) for other, _ in failed[1:])})"
-        raise RanksDifferError(f"{doing}: rank {rank} failed{others}: {error}")
-
-
-def _differences(by_rank: list[dict[str, str]]) -> str:
-    keys = list(dict.fromkeys(key for facts in by_rank for key in facts))
-    found = []
-    for key in keys:
-        ranks: dict[str, list[str]] = {}
-        for rank, facts in enumerate(by_rank):
-            ranks.setdefault(facts.get(key, "nothing"), []).append(str(rank))
-        if len(ranks) > 1:
-            found.append(f"{key} ({'; '.join(f'rank {_some(who)}: {value}' for value, who in ranks.items())})")
-    more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
-    return ", ".join(found[:_MAX_NAMED]) + more
-
-
-def _some(ranks: list[str]) -> str:
-    return ", ".join(ranks) if len(ranks) <= 8 else f"{', '.join(ranks[:8])} and {len(ranks) - 8} more"
+    except Exception:  # the process group may have been made by this work
+        with dsx_comm.together(process_group, differ=RanksDifferError).telling():
+            raise
 
 
 # What is compared

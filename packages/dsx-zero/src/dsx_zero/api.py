@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import dsx_comm
 import torch
 from dsx_comm import RankSets
-from dsx_comm.errors import with_code
+from dsx_core import with_code
 from torch import nn
 
 from ._version import __version__

@@ -5,7 +5,7 @@ Mistakes in arguments derive from `ValueError`, states that do not allow a call 
 
 from __future__ import annotations
 
-from dsx_comm.errors import CodedError
+from dsx_core import CodedError
 
 __all__ = ["ZeroConfigError", "ZeroError", "ZeroLoadError", "ZeroModelError", "ZeroOptimizerError", "ZeroStateError"]
 
@@ -14,7 +14,7 @@ HAS_NO_EFFECT = "DSX351"
 
 
 class ZeroError(CodedError):
-    """Base class of the errors of dsx-zero. `code`: see `dsx_comm.errors.CodedError`."""
+    """Base class of the errors of dsx-zero. `code`: see `dsx_core.CodedError`."""
 
 
 class ZeroConfigError(ZeroError, ValueError):

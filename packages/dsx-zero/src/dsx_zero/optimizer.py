@@ -10,7 +10,6 @@ contain the model's parameters; during the step the masters are in their place.
 
 from __future__ import annotations
 
-import difflib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -18,6 +17,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+from dsx_core import nearest
 
 from .alike import telling
 from .building import StepParts
@@ -769,7 +769,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for info in self._runtime.infos:
             if name == info.name or name in info.aliases:
                 return info.name
-        near = difflib.get_close_matches(name, [info.name for info in self._runtime.infos], n=1)
+        near = nearest(name, [info.name for info in self._runtime.infos])
         raise ZeroStateError(f"the model has no parameter {name!r}" + (f"; is it {near[0]!r}?" if near else ""))
 
     def group_of(self, name: str) -> FlatGroup:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 
-from dsx_comm.errors import with_code
+from dsx_core import with_code
 from torch import nn
 
 from .access import OWNERS

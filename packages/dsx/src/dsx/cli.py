@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dsx_core import nearest
+
 from ._version import __version__
 
 
@@ -57,9 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"dsx {__version__}\n")
         return 0
     if name not in COMMANDS:
-        import difflib  # lazy import: only for this message
-
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        near = nearest(name, COMMANDS)
         meant = f"launch {name}" if name.startswith("-") else near[0] if near else ""
         hint = f"; did you mean 'dsx {meant}'?" if meant else "; see dsx --help"
         sys.stderr.write(f"dsx: unknown command {name!r}{hint}\n")

@@ -26,6 +26,7 @@ SMALL_SHM_BYTES = 512 * 2**20
 PACKAGES = (
     "dsx",
     "dsx-zero",
+    "dsx-core",
     "dsx-comm",
     "dsx-ops",
     "dsx-nvme",

@@ -12,7 +12,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["DsxConfigError", "DsxError", "LossScaleError", "PrecisionError", "Problem", "ScheduleError", "shorten"]
+from dsx_core import CodedError, shorten, with_code
+
+__all__ = [
+    "DsxConfigError",
+    "DsxError",
+    "LossScaleError",
+    "PrecisionError",
+    "Problem",
+    "ScheduleError",
+    "shorten",
+    "with_code",
+]
 
 _CODES = {
     "unknown-key": "DSX101",
@@ -28,30 +39,8 @@ _CODES = {
 """The code of each kind of problem."""
 
 
-def with_code(text: str, code: str) -> str:
-    """The text of an error or a warning with its stable code, under which docs/reference/errors.md explains it. A text
-    that has the code already is left alone: it may come from an error of another rank.
-    """
-    return text if f"[{code}]" in text else f"{text} [{code}] docs: errors#{code.lower()}"
-
-
-class DsxError(Exception):
-    """Base class of every exception that dsx itself raises.
-
-    `code`: the stable code with which the text ends, and under which docs/reference/errors.md explains the error; ""
-    for errors without one. A class has it, or the call that raises gives it.
-    """
-
-    code: str = ""
-
-    def __init__(self, *args: object, code: str = "", **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)
-        if code:
-            self.code = code
-
-    def __str__(self) -> str:
-        text = super().__str__()
-        return with_code(text, self.code) if self.code else text
+class DsxError(CodedError):
+    """Base class of every exception that dsx itself raises. `code`: see `dsx_core.CodedError`."""
 
 
 @dataclass(frozen=True)
@@ -97,11 +86,6 @@ class Problem:
             if text:
                 lines.append(f"    {label + ':':<10}{text}")
         return "\n".join(lines)
-
-
-def shorten(text: str, width: int = 120) -> str:
-    """Return `text`, or its beginning and its length if it is longer than `width`, so that messages stay readable."""
-    return text if len(text) <= width else f"{text[: width - 20]}... ({len(text)} characters)"
 
 
 class DsxConfigError(DsxError, ValueError):

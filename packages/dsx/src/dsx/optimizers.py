@@ -321,7 +321,7 @@ def _check_arguments(cls: Any, arguments: Mapping[str, Any], type_name: str) -> 
 
 def _unknown(type_name: str, classes: Iterable[type]) -> DsxConfigError:
     # Lazy import: only an error message needs it.
-    from .config.names import nearest
+    from dsx_core import nearest
 
     known = sorted({"Adam", "AdamW", "Lamb", "Lion", "Adagrad", "SGD", *(cls.__name__ for cls in classes)})
     near = nearest(type_name, known)

@@ -11,9 +11,10 @@ import warnings
 from typing import Any
 
 import torch.distributed as dist
+from dsx_core import with_code
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
-from ..errors import CommArgumentError, with_code
+from ..errors import CommArgumentError
 from .gloo import gloo_group
 from .segment import Member, ShmOptions, Unavailable, map_segment
 

@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from dsx_core import with_code
 
-from ..errors import DataArgumentError, with_code
+from ..errors import DataArgumentError
 from ..index import open_index
 
 __all__ = ["BatchPlan", "TokenBudget", "lengths_from"]

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from dsx_core import replacing
 
 from ..errors import DataArgumentError, IndexFileError
 
@@ -290,10 +291,8 @@ class MMapIndexedDatasetBuilder:
         pointers = np.zeros(sizes.size, "<i8")
         if sizes.size:
             np.cumsum(sizes[:-1].astype(np.int64) * self.dtype.itemsize, out=pointers[1:])
-        temporary = Path(f"{index_file}.{os.getpid()}.tmp")
-        with open(temporary, "wb") as file:
+        with replacing(index_file) as temporary, open(temporary, "wb") as file:
             file.write(_HEAD.pack(_MAGIC, 1, _WRITTEN[self.dtype.name], sizes.size, len(self._documents)))
             file.write(sizes.astype("<i4").tobytes())
             file.write(pointers.tobytes())
             file.write(np.asarray(self._documents, "<i8").tobytes())
-        os.replace(temporary, index_file)

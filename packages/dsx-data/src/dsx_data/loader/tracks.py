@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+from dsx_core import with_code
 
 from ..batching.plan import TokenBudget
 from ..curriculum import CurriculumSampler
-from ..errors import DataStateError, with_code
+from ..errors import DataStateError
 from .order import ShardedSampler, rank_share
 from .stream import StreamReader
 

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from dsx_core import with_code
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
 from ..batching.plan import TokenBudget
 from ..curriculum import CurriculumSampler
-from ..errors import DataArgumentError, with_code
+from ..errors import DataArgumentError
 from ..randomness import generator
 from .continuous import ContinuousSampler, ContinuousTrack
 from .order import ShardedSampler

@@ -20,7 +20,7 @@ from typing import Any
 
 import dsx_comm
 import torch
-from dsx_comm.errors import with_code
+from dsx_core import with_code
 from torch import nn
 
 from ..errors import ZeroConfigError, ZeroModelError

@@ -31,7 +31,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 import dsx_comm
-from dsx_comm.errors import with_code
+from dsx_core import with_code
 
 from ..errors import ZeroStateError
 from .evaluation import EvaluationOrder

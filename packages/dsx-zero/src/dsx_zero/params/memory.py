@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import dsx_comm
 import torch
-from dsx_comm.errors import with_code
+from dsx_core import with_code
 
 __all__ = ["BufferPool", "Kind", "Memory", "OrdinaryMemory", "SharedMemory", "memory_of"]
 

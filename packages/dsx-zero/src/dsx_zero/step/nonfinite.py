@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import dsx_comm
 import torch
-from dsx_comm.errors import with_code
+from dsx_core import with_code
 
 if TYPE_CHECKING:
     from ..runtime import Runtime

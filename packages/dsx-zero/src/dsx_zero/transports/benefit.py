@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import dsx_comm
 import torch
 from dsx_comm.compressed.rates import LinkRates, PathRate, measure_rates
-from dsx_comm.errors import with_code
+from dsx_core import with_code
 
 from ..groups import AuxiliaryGroups
 from ..plan.units import UnitPlan

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from dsx_comm.onebit import rules as one_bit
+from dsx_core import nearest
 
 from ..errors import Problem, ScheduleError
-from .names import nearest
 from .translate import show
 
 __all__ = ["OPTIMIZER_ARGUMENTS", "argument_schema", "canonical_optimizer", "component_problems", "torch_classes"]

@@ -12,11 +12,11 @@ import typing
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from dsx_core.errors import edits, nearest
 from pydantic import BaseModel, ValidationError
 
 from ..errors import Problem, shorten
 from .describe import type_text
-from .names import edits, nearest
 from .normal import SECOND_NAMES
 
 __all__ = [

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from dsx_core import nearest
+
 from .devices import DEVICES, NETWORKS
 from .errors import MachineError
 
@@ -277,9 +279,7 @@ def _look_up(name: str, table: Any, what: str) -> Any:
     folded = {key.lower(): value for key, value in table.items()}
     if name.lower() in folded:
         return folded[name.lower()]
-    import difflib  # lazy import: only for this message
-
-    near = difflib.get_close_matches(name.lower(), folded, n=1)
+    near = nearest(name.lower(), folded)
     written = {key.lower(): key for key in table}
     hint = f"; did you mean {written[near[0]]}?" if near else "."
     raise MachineError(
