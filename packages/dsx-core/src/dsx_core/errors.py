@@ -1,7 +1,8 @@
 """Errors with a stable code, and the nearest known name for a mistyped one.
 
-A code (`DSX` and three digits) stands at the end of the text of an error or a warning. Under it docs/reference/errors.md says
-what happened and what to do. A code never changes its meaning, so people can search for it.
+A code (`DSX` and three digits) stands at the end of the text of an error or a warning. Under it
+docs/reference/errors.md says what happened and what to do. A code never changes its meaning, so people can search for
+it.
 """
 
 from __future__ import annotations
