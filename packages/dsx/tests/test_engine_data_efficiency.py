@@ -264,9 +264,8 @@ def test_token_batches_scale_the_learning_rate_and_count_samples(tmp_path, metho
         assert engine.last_step.samples == len(batch) and engine.get_lr() == [0.1]
     assert engine.module.seen == [[3, 3, 4], [9, 1], [1, 1, 1]]
     assert rates == pytest.approx(expected) and engine.global_samples == 8
-    engine.backward(engine(data))
     with pytest.raises(EngineError, match="used no batch of the engine's loader"):
-        engine.step()
+        engine.backward(engine(data))
 
 
 class Means(nn.Module):
@@ -289,7 +288,7 @@ def sequences(count=24):
     return made
 
 
-def weighted(rank, world, folder, stage, precision, by="tokens", steps=3):
+def weighted(rank, world, folder, stage, precision, by="tokens", steps=3, fetch="before forward"):
     """Weights after some updates, and the samples of each; two micro-batches for each rank and update."""
     torch.manual_seed(0)
     section = sampling(dynamic_batching={
@@ -297,17 +296,28 @@ def weighted(rank, world, folder, stage, precision, by="tokens", steps=3):
     })  # fmt: skip
     settings = {**config(**section, **precision), "gradient_accumulation_steps": 2, "gradient_clipping": 0.5,
                 "zero_optimization": {"stage": stage}}  # fmt: skip
-    data = sequences()
-    engine, _, loader, _ = dsx.initialize(model=Means(), training_data=data, collate_fn=list, config=settings)
-    samples = []
-    for batch in loader:
-        dtype = torch.bfloat16 if precision else torch.float32
-        engine.backward(engine([row.to(dtype) for row in batch]))
+    engine, _, loader, _ = dsx.initialize(model=Means(), training_data=sequences(), collate_fn=list, config=settings)
+    dtype = torch.bfloat16 if precision else torch.float32
+    samples, batches = [], iter(loader)
+    batch = next(batches)
+    while True:
+        loss = engine([row.to(dtype) for row in batch])
+        if fetch == "before backward":
+            batch = next(batches)
+        if fetch == "between two losses":
+            engine.backward(loss / 2, retain_graph=True)
+            batch = next(batches)
+            loss = loss / 2
+        engine.backward(loss)
+        if fetch == "before step":
+            batch = next(batches)
         engine.step()
         if len(samples) < engine.global_steps:
             samples.append(engine.last_step.samples)
             if len(samples) == steps:
                 break
+        if fetch == "before forward":
+            batch = next(batches)
     weights = {name: value.float().clone() for name, value in save_without_random_ltd(engine).items()}
     return weights, samples, [round(engine.last_step.outcome.grad_norm, 6)]
 
@@ -339,6 +349,19 @@ def test_losses_weigh_by_tokens_as_in_one_batch(tmp_path, world, stage):
         assert not torch.allclose(alike["layer.weight"], expected["layer.weight"], rtol=1e-3)
 
 
+@pytest.mark.parametrize("by", ["tokens", "samples", "none"])
+@pytest.mark.parametrize("fetch", ["before backward", "before step", "between two losses"])
+def test_the_next_batch_may_be_taken_at_any_point_after_the_forward(tmp_path, fetch, by):
+    lengths_of([torch.ones(len(row), dtype=torch.int64) for row in sequences()], tmp_path)
+    expected = run_ranks(weighted, 2, str(tmp_path), 1, {}, by, 2)
+    found = run_ranks(weighted, 2, str(tmp_path), 1, {}, by, 2, fetch)
+    for rank in range(2):
+        torch.testing.assert_close(found[rank][0], expected[rank][0])
+        assert found[rank][1:] == expected[rank][1:]
+    if by == "tokens":
+        torch.testing.assert_close(found[0][0], one_batch(tmp_path, 2, steps=2)[0], rtol=1e-5, atol=1e-6)
+
+
 def test_weights_hold_with_a_loss_scale_and_in_half_precision(tmp_path):
     lengths_of([torch.ones(len(row), dtype=torch.int64) for row in sequences()], tmp_path)
     expected, _ = one_batch(tmp_path, 1, steps=2)
@@ -359,6 +382,9 @@ def test_a_loss_whose_batch_is_not_known_is_refused(tmp_path):
     engine.forget_micro_batches()
     engine.backward(engine(next(batches)))
     engine.step()
+    with pytest.raises(EngineError, match=r"not with engine\.module\(batch\)"):
+        engine.backward(engine.module(next(batches)))
+    engine.forget_micro_batches()
     with pytest.raises(EngineError, match=r"call engine\.backward\(loss\)"):
         engine(next(batches)).backward()
 

@@ -19,6 +19,12 @@ from .inputs import Arguments
 from .report import Counters, StepReport
 
 
+_FROM_THE_LOADER = (
+    "this update used no batch of the engine's loader; pass training_data to dsx.initialize, or make the loader with"
+    " engine.deepspeed_io, and compute the loss with engine(batch), not with engine.module(batch)"
+)
+
+
 class Batches(Protocol):
     """The size of an update, and the weights and learning rates that depend on it."""
 
@@ -29,6 +35,8 @@ class Batches(Protocol):
 
     def note(self, size: Any) -> None: ...
 
+    def before_forward(self) -> None: ...
+
     def weight(self) -> float: ...
 
     def gradient_scale(self) -> float: ...
@@ -37,6 +45,8 @@ class Batches(Protocol):
 
     def rates(self) -> AbstractContextManager[object]: ...
 
+    def forget(self) -> None: ...
+
 
 class FixedBatches:
     """Every update has the configured number of samples."""
@@ -44,6 +54,9 @@ class FixedBatches:
     known_before = True
 
     def note(self, size: Any) -> None:
+        """Does nothing: the size is fixed."""
+
+    def before_forward(self) -> None:
         """Does nothing: the size is fixed."""
 
     def weight(self) -> float:
@@ -62,6 +75,9 @@ class FixedBatches:
         """A context that changes no learning rate."""
         return nullcontext()
 
+    def forget(self) -> None:
+        """Does nothing: nothing is counted."""
+
 
 class TokenBatches:
     """Updates whose micro-batches differ in size: weights their losses, counts samples, scales the learning rates.
@@ -70,6 +86,9 @@ class TokenBatches:
     The gradient of the update is the sum of n / N times the gradients of the micro-batches. This is the gradient of one
     batch of all of them, if a loss is a mean over tokens (samples). N is known only at the end. So each loss gets the
     weight n / unit, and the mean of the gradients is divided by N / (unit x micro-batches x ranks).
+
+    A batch that the loader has returned waits until a loss is made of it. A loss is made of the batch that waited when
+    the forward began. A loop may therefore take the next batch whenever it likes: between forward, backward and step.
 
     Args:
         base: samples of the update for which the learning rate was chosen.
@@ -90,32 +109,54 @@ class TokenBatches:
         self._by, self._unit, self._parts = by, unit, parts
         # A backward that does not go through the engine would add gradients without their weight.
         self.needs_engine_backward = by != "none"
-        self._samples = self._sum = self._new = 0
+        self._waiting: list[Any] = []
+        """Sizes of the batches that no loss has used yet."""
+        self._at_forward = 0
+        """How many of them waited when the last forward began."""
+        self._clear()
+
+    def _clear(self) -> None:
+        self._samples = self._sum = 0
         self._weight = 1.0
 
     def note(self, size: Any) -> None:
         """The loader is about to return a micro-batch of this size (`dsx_data.BatchSize`)."""
-        self._samples += size.samples
-        if self._by != "none":
-            own, both = (getattr(size, f"{whose}_{self._by}") for whose in ("own", "sum"))
-            self._sum += both
-            self._weight = own / self._unit
-            self._new += 1
+        self._waiting.append(size)
+
+    def before_forward(self) -> None:
+        """A forward is about to run on the batch that was taken last."""
+        self._at_forward = len(self._waiting)
 
     def weight(self) -> float:
-        """The weight of the loss whose backward comes next, from the batch that was taken last.
+        """The weight of the loss whose backward comes next. A second loss of the same batch gets the same weight.
 
         Raises:
-            EngineError: several batches were taken since the last backward, so the batch of this loss is not known.
+            EngineError: the batch of this loss is not known: several were taken between the last backward and the
+                forward, or the update has had no forward on a batch of the loader.
         """
-        if self._new > 1:
-            raise EngineError(
-                f"dynamic_batching: {self._new} batches were taken from the loader since the last backward, so the"
-                " weight of this loss is not known; take one batch, call engine.backward, then take the next, or set"
-                ' data_efficiency.data_sampling.dynamic_batching.loss_weighting to "none"'
-            )
-        self._new = 0
+        if self._by != "none":
+            if self._at_forward > 1:
+                raise EngineError(
+                    f"dynamic_batching: {self._at_forward} batches were taken from the loader since the last backward"
+                    " and before this forward, so the weight of this loss is not known; call the engine with a batch"
+                    " before you take the next one, or set"
+                    ' data_efficiency.data_sampling.dynamic_batching.loss_weighting to "none"'
+                )
+            if not self._at_forward and not self._sum:
+                raise EngineError(f"dynamic_batching: the batch of this loss is not known; {_FROM_THE_LOADER}")
+        self._use_batches()
         return self._weight
+
+    def _use_batches(self) -> None:
+        """Add the batches of the last forward to the update."""
+        for size in self._waiting[: self._at_forward]:
+            self._samples += size.samples
+            if self._by != "none":
+                own, both = (getattr(size, f"{whose}_{self._by}") for whose in ("own", "sum"))
+                self._sum += both
+                self._weight = own / self._unit
+        del self._waiting[: self._at_forward]
+        self._at_forward = 0
 
     def gradient_scale(self) -> float:
         """The factor by which the mean of the weighted gradients is too large."""
@@ -124,18 +165,22 @@ class TokenBatches:
     def samples(self, configured: int) -> int:
         """The samples of the update that has just ended; counting starts again."""
         samples = self._samples
-        self._samples = self._sum = self._new = 0
-        self._weight = 1.0
+        self._clear()
         return samples
+
+    def forget(self) -> None:
+        """Forget the running update, and the batches that were taken for it."""
+        self._clear()
+        self._waiting.clear()
+        self._at_forward = 0
 
     @contextmanager
     def rates(self) -> Iterator[None]:
         """Inside the context the learning rates are those for an update of this size; afterwards the scheduler's."""
+        if self._by == "none":  # a direct `loss.backward()` is allowed, and does not come to `weight`
+            self._use_batches()
         if not self._samples:
-            raise EngineError(
-                "dynamic_batching: this update used no batch of the engine's loader, so its size is not known; pass"
-                " training_data to dsx.initialize, or make the loader with engine.deepspeed_io"
-            )
+            raise EngineError(f"dynamic_batching: the size of this update is not known; {_FROM_THE_LOADER}")
         factor = self._factor(self._samples, self._base)
         groups = self._groups()
         before = [group["lr"] for group in groups]

@@ -58,7 +58,11 @@ class Engine(EngineCheckpoints, WeightsMixin, EngineByHand, EngineData, EngineSw
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on a micro-batch and return its result; inputs are cast as the precision requires."""
         parts = self._living()
-        parts.gate.begin_update() if torch.is_grad_enabled() else parts.gate.at_rest()
+        if torch.is_grad_enabled():
+            parts.gate.begin_update()
+            parts.batches.before_forward()
+        else:
+            parts.gate.at_rest()
         args, kwargs = parts.inputs(args, kwargs)
         for hook in parts.hooks:
             hook.before_forward(args, kwargs)
@@ -231,7 +235,7 @@ class Engine(EngineCheckpoints, WeightsMixin, EngineByHand, EngineData, EngineSw
         parts.gate.abandon_update()
         parts.accumulation.restart()
         self._losses.take()
-        parts.batches.samples(0)
+        parts.batches.forget()
         self.zero_grad()
 
     # - Data
