@@ -14,6 +14,7 @@ from typing import Any
 import dsx_comm
 import torch
 from dsx_comm import RankSet
+from dsx_comm.fingerprint import fingerprint
 from torch import nn
 
 from .access import OWNERS, safe_set_full_fp32_param
@@ -26,32 +27,11 @@ from .params.restored import current_parameter
 
 __all__ = ["GatheredParameters", "UnownedEditError"]
 
-_CHUNK = 1 << 16
-_STEP, _MIX = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64  # as signed words
-
 
 class UnownedEditError(ZeroStateError):
     """Parameters were changed inside ``GatheredParameters`` without a ``modifier_rank``."""
 
     code = "DSX307"
-
-
-def fingerprint(tensor: torch.Tensor) -> int:
-    """A number that changes when any bit of the tensor does, or their order."""
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    whole = data.numel() // 8 * 8
-    words, rest = data[:whole], data[whole:].to(torch.int64)
-    words = (words if words.storage_offset() % 8 == 0 else words.clone()).view(torch.int64)
-    total = 0
-    for part in (*words.split(_CHUNK), rest):
-        # SplitMix64 without its last round (Steele, Lea, Flood 2014): no two words at a place give one number, and
-        # their sum does not cancel for values that end in zeros, as those of 16-bit floats and of small whole numbers
-        # do.
-        mixed = torch.arange(part.numel(), dtype=torch.int64, device=data.device).mul_(_STEP).add_(part)
-        mixed.bitwise_xor_((mixed >> 30).bitwise_and_(2**34 - 1)).mul_(_MIX)
-        mixed.bitwise_xor_((mixed >> 27).bitwise_and_(2**37 - 1))
-        total = (total * 31 + int(mixed.sum().item())) % 2**64
-    return total
 
 
 class GatheredParameters:

@@ -5,9 +5,10 @@ They work in two surroundings. In a plain loop the optimizer communicates by its
 gradients during backward, the engine calls `expect_averaged_gradients()` once and asks `takes_local_gradients` before
 each reduction: True means that it must leave the gradients of this step alone.
 
-All ranks must do the same steps with the same parameters. A parameter without a gradient counts as having zeros; one
-that was frozen (`requires_grad_(False)`) stays as it is. States are float32 whatever the parameters' dtype; 16-bit
-parameters are updated in their own dtype (masters are an engine's business).
+All ranks must do the same steps with the same parameters; in a plain loop the first step compares the parameters. A
+parameter without a gradient counts as having zeros; one that was frozen (`requires_grad_(False)`) stays as it is.
+States are float32 whatever the parameters' dtype; 16-bit parameters are updated in their own dtype (masters are an
+engine's business).
 
 Elements whose variance is exactly zero have never had a gradient. Their share of a message is noise of the size of the
 scale, which Adam would divide by eps; they are left alone until an exact step moves their variance.
@@ -29,7 +30,7 @@ from .amp import found_overflow, unscale
 from .arena import Arena
 from .arithmetic import Hyper, descend, roots, with_variance_floor
 from .average import average_exactly, exact_bytes
-from .checks import check_backend, check_floor, check_group, masks_of, say_unused_backend
+from .checks import check_backend, check_floor, check_group, check_start, masks_of, say_unused_backend
 from .engine_switch import EngineSwitch
 from .gate import Compression, Gate, check_compression
 from .report import StepTraffic
@@ -122,6 +123,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """Update the parameters (collective: every rank of the group). Returns what `closure` returned.
 
         Under torch.amp.GradScaler an overflow on one rank skips the step on all.
+
+        Raises:
+            CommError: in the first step of a plain loop, on all ranks: the ranks have different parameters.
         """
         loss = None
         if closure is not None:
@@ -182,6 +186,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 f"{self.clock.variance_steps}; "
                 "add parameters before, load a checkpoint that has them, or start again"
             )
+        if fresh and self._world_size() > 1 and not self._averaged_elsewhere:
+            check_start(fresh, self._process_group)
         for parameter in fresh:
             self.state[parameter].update(self.state_template(parameter))
         for parameter in self._compressed():

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ..errors import CommArgumentError
+from ..collectives import all_gather
+from ..errors import CommArgumentError, CommError, with_code
+from ..fingerprint import fingerprint
 from ..groups import get_rank, get_world_size, is_initialized, member
 
 _log = logging.getLogger(__name__)
@@ -138,3 +141,38 @@ def say_unused_backend(name: str, group: Any, device_type: str) -> None:
         _log.warning(
             "comm_backend_name %r is not used: messages go over the process group's backend, %s", name, backend
         )
+
+
+def check_start(parameters: Sequence[torch.Tensor], group: Any) -> None:
+    """Compare parameters before their first step with those of the other ranks. Collective; 16 bytes per parameter.
+
+    Ranks that start apart stay apart, because a step gives all of them the same change. Gradients are compared too:
+    where all ranks have the same, something has averaged them already, and the optimizer saves no communication.
+
+    Raises:
+        CommError: the ranks have different values; on all ranks.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None and not p.grad.is_sparse]
+    numbers = [*map(fingerprint, parameters), *map(fingerprint, gradients)]
+    numbers += [0] * (2 * len(parameters) - len(numbers))  # ranks may have different numbers of gradients
+    mine = torch.tensor(numbers, dtype=torch.int64, device=parameters[0].device)
+    gathered = [torch.empty_like(mine) for _ in range(get_world_size(group))]
+    all_gather(gathered, mine, group)
+    differ = (torch.stack(gathered) != gathered[0]).cpu()
+    apart = differ[:, : len(parameters)]
+    if apart.any():
+        index = int(apart.any(dim=0).nonzero()[0])
+        ranks = ", ".join(str(int(rank)) for rank in apart[:, index].nonzero())
+        raise CommError(
+            f"the ranks start with different parameters: {int(apart.any(dim=0).sum())} of {len(parameters)} differ (the"
+            f" first is number {index}, of shape {tuple(parameters[index].shape)}, other on rank {ranks} than on rank"
+            " 0), and no step would ever make them equal. Before training give all ranks those of rank 0: `for tensor"
+            " in model.state_dict().values(): dsx_comm.broadcast(tensor, 0)`"
+        )
+    if any(g.any() for g in gradients) and not differ.any() and get_rank(group) == 0:
+        text = (
+            "1-bit optimizer: all %d ranks have the same gradients in the first step. Either DistributedDataParallel"
+            " has averaged them (leave it out: the optimizer averages by itself, and sends less), or all ranks train on"
+            " the same samples"
+        )
+        _log.warning(with_code(text, "DSX253"), get_world_size(group))

@@ -18,7 +18,6 @@ from .errors import EngineArgumentError, EngineError
 from .inputs import Arguments
 from .report import Counters, StepReport
 
-
 _FROM_THE_LOADER = (
     "this update used no batch of the engine's loader; pass training_data to dsx.initialize, or make the loader with"
     " engine.deepspeed_io, and compute the loss with engine(batch), not with engine.module(batch)"
