@@ -9,6 +9,7 @@ from dsx_data import (
     DataArgumentError,
     LayerDrop,
     ProgressiveLayerDrop,
+    RandomLTDScheduler,
     convert_to_layer_drop,
     convert_to_random_ltd,
     find_layer_drop,
@@ -52,9 +53,41 @@ def test_the_schedule_is_the_formula(theta, gamma):
         expected = (1 - theta) * math.exp(-gamma * step) + theta
         assert schedule.get_theta() == pytest.approx(expected, abs=1e-12)
         for layer in range(12):
-            assert drop.keep_probability(layer) == pytest.approx(1 - (layer + 1) / 12 * (1 - expected))
+            assert drop.keep_probability(layer) == pytest.approx(1 - layer / 12 * (1 - expected))
     with pytest.raises(DataArgumentError, match=r"theta 1\.5"):
         ProgressiveLayerDrop(1.5)
+
+
+def test_keep_probabilities_are_those_of_the_papers_algorithm():
+    """Algorithm 1 of Zhang and He 2020: p begins at 1 and falls by (1 - theta) / L behind each layer."""
+    drop = LayerDrop(ProgressiveLayerDrop(0.5, 0.01), 5)
+    drop.update_state(70)
+    theta, p = drop.schedule.get_theta(), 1.0
+    for layer in range(5):
+        assert drop.keep_probability(layer) == pytest.approx(p)
+        p -= (1 - theta) / 5
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_the_schedule_may_be_advanced_instead_of_the_layers(copied):
+    layers, schedule = stack(), ProgressiveLayerDrop(0.2, 1.0)
+    drop = convert_to_layer_drop(layers, Layer, schedule=schedule)
+    if copied:
+        layers = copy.deepcopy(layers)
+        drop = find_layer_drop(layers)
+        schedule = drop.schedule
+    other = LayerDrop(ProgressiveLayerDrop(0.2, 1.0), 6)
+    x = torch.randn(3, 6, dtype=torch.float64)
+    run(layers, x)  # all run: a layer that is skipped first would run once, to see what it returns
+    for step in range(1, 12):
+        schedule.update_state(step)
+        other.update_state(step)
+        before = [layer.runs for layer in layers]
+        run(layers, x)
+        assert [layer.runs > runs for layer, runs in zip(layers, before)] == [other.keeps(i) for i in range(6)]
+    drop.use_schedule(ProgressiveLayerDrop(1.0))
+    schedule.update_state(13)
+    assert drop.step == 11 and all(drop.keeps(i) for i in range(6)), "it follows the new schedule"
 
 
 def test_layers_are_kept_with_their_probability():
@@ -97,8 +130,8 @@ def test_a_kept_layer_is_rescaled_and_a_dropped_one_does_nothing(tuples):
     assert {type(layer) for layer in layers} == {Layer}
 
 
-def test_the_mean_over_many_steps_is_the_full_model_for_one_layer():
-    layers = stack(1)
+def test_the_mean_over_many_steps_is_the_full_model():
+    layers = stack(2)  # the first always runs, so that the second has one input
     x = torch.randn(1, 6, dtype=torch.float64)
     full = run(copy.deepcopy(layers), x)
     drop = convert_to_layer_drop(layers, Layer, schedule=ProgressiveLayerDrop(0.5, 1.0))
@@ -153,7 +186,7 @@ def test_it_goes_together_with_random_ltd_and_is_removed_in_turn():
     kinds = type(layers[0])
     ltd = {"total_layer_num": 2, "random_ltd_layer_id": [0], "random_ltd_schedule": {
         "min_value": 2, "max_value": 4, "schedule_config": {"require_steps": 9, "seq_per_step": 1}}}  # fmt: skip
-    convert_to_random_ltd(layers, Layer, config=ltd)
+    convert_to_random_ltd(layers, Layer, config=RandomLTDScheduler(ltd))
     convert_to_layer_drop(layers, Layer, schedule=ProgressiveLayerDrop(1.0))
     x = torch.randn(1, 4, 6, dtype=torch.float64)
     assert ((run(layers[:1], x) != x).any(-1).sum() == 2) and run(layers, x).shape == x.shape

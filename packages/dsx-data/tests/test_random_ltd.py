@@ -19,6 +19,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 
+def schedule(*arguments, **changes):
+    return RandomLTDScheduler(section(*arguments, **changes))
+
+
 def section(layers=3, ids=(1,), low=8, high=16, steps=10, per_step=4, **changes):
     return {
         "total_layer_num": layers, "random_ltd_layer_num": len(ids), "random_ltd_layer_id": list(ids),
@@ -82,7 +86,7 @@ def test_a_dropping_layer_is_the_layer_on_the_kept_tokens(backend, kind, batch_f
     plain = copy.deepcopy(layer)
     order = "batch_seq_dim" if batch_first else "seq_batch_dim"
     model = nn.ModuleList([layer])
-    convert_to_random_ltd(model, Attention, config=section(1, (0,), hidden_state_order=order))
+    convert_to_random_ltd(model, Attention, config=schedule(1, (0,), hidden_state_order=order))
     x = torch.randn(2, 16, 8, dtype=torch.float64)
     positions = torch.arange(16)[None].double()
     mask = masks(2, 16)[kind]
@@ -136,7 +140,7 @@ def test_nothing_is_dropped_in_evaluation_at_full_length_and_in_other_layers():
 def test_recomputation_draws_the_same_tokens():
     torch.manual_seed(0)
     model = Attention()
-    convert_to_random_ltd(nn.ModuleList([model]), Attention, config=section(1, (0,)))
+    convert_to_random_ltd(nn.ModuleList([model]), Attention, config=schedule(1, (0,)))
     x = torch.randn(2, 16, 8, requires_grad=True)
 
     def grad(wrap):
@@ -153,7 +157,7 @@ def test_recomputation_draws_the_same_tokens():
 def test_names_and_copies_are_those_of_the_plain_model():
     model = nn.Sequential(*(Attention() for _ in range(3)))
     names = list(model.state_dict())
-    convert_to_random_ltd(model, Attention, config=section())
+    convert_to_random_ltd(model, Attention, config=schedule())
     assert list(model.state_dict()) == names == list(save_without_random_ltd(model))
     assert all(isinstance(layer, Attention) and type(layer).__name__ == "Attention" for layer in model)
     x = torch.randn(1, 16, 8)
@@ -196,7 +200,7 @@ def test_hugging_face_models_by_rule(kind, attention):
     model = hugging_face(kind, attention)
     layers = find_layers(model)
     assert len(layers) == 3
-    convert_to_random_ltd(model, config=section(ids=(1, 2)))
+    convert_to_random_ltd(model, config=schedule(ids=(1, 2)))
     seen = []
     for layer in layers:
         linear = next(
@@ -223,7 +227,7 @@ def test_causal_models_do_not_look_ahead_while_they_drop():
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    convert_to_random_ltd(model, config=section(ids=(0, 1, 2)))
+    convert_to_random_ltd(model, config=schedule(ids=(0, 1, 2)))
     ids = torch.randint(0, 40, (1, 16))
     other = ids.clone()
     other[0, 10] = (ids[0, 10] + 1) % 40
@@ -235,17 +239,69 @@ def test_causal_models_do_not_look_ahead_while_they_drop():
 
 
 def test_the_schedule_is_the_formula_and_goes_on():
-    schedule = RandomLTDScheduler(section(6, (1, 3), low=10, high=101, steps=7, per_step=8), global_batch_size=4)
+    made = RandomLTDScheduler(section(6, (1, 3), low=10, high=101, steps=7, per_step=8), global_batch_size=4)
     total = 0
     for step in range(1, 12):
-        kept = schedule.get_current_seq()
+        kept = made.get_current_seq()
         total += 4 * (kept * 2 + 101 * 4)
         expected = 10 + 91 * step // 7
-        assert schedule.update_seq(step) == max(10, min(expected - expected % 8, 101))
-    assert schedule.consumed_layer_tokens == total == schedule.get_total_layer_tokens(11)
+        assert made.update_seq(step) == max(10, min(expected - expected % 8, 101))
+    assert made.consumed_layer_tokens == total == made.get_total_layer_tokens(11)
     other = RandomLTDScheduler(section(6, (1, 3), low=10, high=101, steps=7, per_step=8))
-    other.load_state_dict(schedule.state_dict())
-    assert (other.get_current_seq(), other.consumed_layer_tokens) == (schedule.get_current_seq(), total)
+    other.load_state_dict(made.state_dict())
+    assert (other.get_current_seq(), other.consumed_layer_tokens) == (made.get_current_seq(), total)
+
+
+def test_a_step_is_counted_once_and_the_state_has_the_published_names():
+    made = RandomLTDScheduler(section(6, (1, 3)), global_batch_size=4)
+    assert made.state["current_steps"] == -1 and made.state["current_value"] == 8
+    made.update_seq(5)
+    made.update_seq(5)
+    assert made.state == {
+        "min_value": 8, "max_value": 16, "current_value": 12, "current_steps": 5, "schedule_type": "fixed_linear",
+        "consumed_layer_tokens": 4 * (2 * 8 + 4 * 16), "schedule_config": {"require_steps": 10, "seq_per_step": 4},
+    }  # fmt: skip
+    assert (made.model_layer_num, made.random_ltd_layer_num, made.get_random_ltd_layer_num()) == (6, 2, 2)
+    with pytest.raises(TypeError):
+        made.state["current_value"] = 16  # a write that would do nothing
+    other = RandomLTDScheduler(section(6, (1, 3)), global_batch_size=4)
+    other.load_state_dict(made.state_dict())
+    assert other.state == made.state
+    other.load_state_dict({"current_seq": 12, "consumed_layer_tokens": 5})  # of an earlier version
+    assert other.state["current_value"] == 12 and other.state["consumed_layer_tokens"] == 5
+
+
+def test_layers_follow_the_schedule_that_the_caller_advances():
+    model, made = nn.Sequential(*(Attention() for _ in range(3))), schedule(ids=(0, 2))
+    convert_to_random_ltd(model, Attention, config=made)
+    kept = []
+    model[0].qkv.register_forward_hook(lambda _, args, __: kept.append(args[0].shape[1]))
+    for step in range(1, 13):
+        model(torch.randn(1, 16, 8))
+        made.update_seq(step)
+    assert kept == [made.get_seq(step) for step in range(12)] and kept[0] == 8 and kept[-1] == 16
+
+
+def test_a_section_whose_schedule_nothing_would_advance_is_refused():
+    model = nn.Sequential(*(Attention() for _ in range(3)))
+    with pytest.raises(DataArgumentError, match=r"got a dict, expected a RandomLTDScheduler[\s\S]*update_seq\(steps\)"):
+        convert_to_random_ltd(model, Attention, config=section())
+    assert {type(layer) for layer in model} == {Attention}
+
+
+def test_layers_without_a_mask():
+    class Mixer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, hidden):
+            return hidden + self.linear(hidden)
+
+    model = nn.Sequential(Mixer(), Mixer(), Mixer())
+    convert_to_random_ltd(model, Mixer, config=schedule(model_mask_name=None))
+    x = torch.randn(2, 16, 8)
+    assert ((model[1](x) != x).any(-1).sum(1) == 8).all()
 
 
 @pytest.mark.parametrize(
@@ -261,21 +317,21 @@ def test_the_schedule_is_the_formula_and_goes_on():
 )
 def test_mistakes_in_the_section_are_named(changes, text):
     with pytest.raises(DataArgumentError, match=text):
-        convert_to_random_ltd(nn.Sequential(*(Attention() for _ in range(3))), Attention, config=section(**changes))
+        convert_to_random_ltd(nn.Sequential(*(Attention() for _ in range(3))), Attention, config=schedule(**changes))
 
 
 def test_mistakes_of_use_are_named():
     model = nn.Sequential(Attention(), Attention())
     with pytest.raises(DataArgumentError, match="total_layer_num: got 3, expected 2"):
-        convert_to_random_ltd(model, Attention, config=section())
+        convert_to_random_ltd(model, Attention, config=schedule())
     with pytest.raises(DataArgumentError, match="pass the class of the layers"):
-        convert_to_random_ltd(model, config=section(2))
+        convert_to_random_ltd(model, config=schedule(2))
     with pytest.raises(DataArgumentError, match="has no module of it"):
-        convert_to_random_ltd(model, nn.LSTM, config=section(2))
+        convert_to_random_ltd(model, nn.LSTM, config=schedule(2))
     convert_to_random_ltd(model, Attention)
     with pytest.raises(DataArgumentError, match="this layer has no schedule"):
         model(torch.randn(1, 16, 8))
-    convert_to_random_ltd(model, Attention, config=section(2))
+    convert_to_random_ltd(model, Attention, config=schedule(2))
     with pytest.raises(DataArgumentError, match="got an attention mask of str"):
         model[1](torch.randn(1, 16, 8), "flex")
     patched = Attention()

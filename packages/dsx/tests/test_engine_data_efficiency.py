@@ -10,6 +10,7 @@ from dsx.data import (
     CurriculumSampler,
     DataAnalyzer,
     ProgressiveLayerDrop,
+    RandomLTDScheduler,
     SequenceLength,
     convert_to_layer_drop,
     convert_to_random_ltd,
@@ -197,6 +198,32 @@ def test_tokens_are_dropped_and_counted():
     assert list(save_without_random_ltd(engine)) == list(Model().state_dict())
     with pytest.raises(ValueError, match="total_layer_num: got 4, expected 3"):
         convert_to_random_ltd(engine_of(Model(3), **routing()), Block)
+
+
+def test_layers_with_a_schedule_that_the_engine_would_not_advance_are_refused():
+    def converted():
+        model = Model()
+        convert_to_random_ltd(model, Block, config=RandomLTDScheduler(TOKENS))
+        return model
+
+    with pytest.raises(ValueError, match="the layers have got a schedule of their own"):
+        engine_of(converted(), **routing())
+    train(engine_of(converted()), 1)  # the caller advances it, no engine does
+    with pytest.raises(ValueError, match="the layers have got a schedule of their own"):
+        convert_to_random_ltd(engine_of(**routing()), Block, config=RandomLTDScheduler(TOKENS))
+
+
+def test_layers_of_an_earlier_engine_follow_the_next_one():
+    torch.manual_seed(0)
+    model, section = prepared("tokens")
+    first = engine_of(model, **section)
+    train(first, 4)
+    first.destroy()
+    second = engine_of(model, **section)
+    widths = []
+    model.layers[1].mix.register_forward_hook(lambda _, args, __: widths.append(args[0].shape[1]))
+    train(second, 4)
+    assert widths == [4, 4, 8, 8]
 
 
 @pytest.mark.parametrize("before, after", [(0, 3), (3, 0)])

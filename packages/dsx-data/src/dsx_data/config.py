@@ -161,8 +161,9 @@ class RandomLtd(_Toggle):
     random_ltd_layer_id: list[int] | None = Field(
         None, description="numbers of the layers that drop tokens; the first layer is 0"
     )
-    model_mask_name: str = Field(
-        "attention_mask", description="name of the layers' argument that holds the attention mask"
+    model_mask_name: str | None = Field(
+        "attention_mask",
+        description="name of the layers' argument that holds the attention mask; null for layers without a mask",
     )
     model_type: Literal["decoder", "encoder"] = Field("decoder", description="kind of model; it makes no difference")
     hidden_state_order: Literal["batch_seq_dim", "seq_batch_dim"] = Field(

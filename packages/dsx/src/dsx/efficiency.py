@@ -97,7 +97,7 @@ def _convert_tokens(model: nn.Module, config: Config, data: ModuleType, undo: li
         return None
     schedule = data.RandomLTDScheduler(routing.random_ltd, global_batch_size=config.batch.train)
     drop = data.TokenDrop.from_config(routing.random_ltd, schedule)
-    if hasattr(model, "_no_split_modules") and not data.bind_token_drop(model, drop):
+    if not data.bind_token_drop(model, drop) and hasattr(model, "_no_split_modules"):
         data.convert_to_random_ltd(model, config=drop)
         undo.append(lambda: data.remove_random_ltd(model))
     logger.info("random_ltd: layers %s keep %d tokens at first", schedule.layer_ids, schedule.current_seq)

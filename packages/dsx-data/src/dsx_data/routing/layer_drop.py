@@ -3,7 +3,9 @@
 Deep layers are skipped more often than early ones, and all layers more often as training goes on.
 
     theta(t) = (1 - theta_bar) * exp(-gamma * t) + theta_bar          t: optimizer steps so far
-    p_i      = 1 - (i / L) * (1 - theta(t))                           keep probability of layer i of L, from 1
+    p_i      = 1 - (i / L) * (1 - theta(t))                           keep probability of layer i of L, from 0
+
+So the first layer always runs. These are the numbers of the paper's algorithm and of the published BERT code.
 
 A layer that is kept divides its change of the hidden states by p_i: its result is h + (layer(h) - h) / p_i. So the
 expected activations are those of evaluation, where every layer runs.
@@ -32,7 +34,7 @@ __all__ = ["LayerDrop", "ProgressiveLayerDrop", "convert_to_layer_drop", "find_l
 
 
 class ProgressiveLayerDrop:
-    """The schedule theta(t).
+    """The schedule theta(t). Layers that were converted with it follow it.
 
     Args:
         theta: limit of theta(t), 0 to 1; 1 drops nothing.
@@ -46,6 +48,7 @@ class ProgressiveLayerDrop:
             )
         self.theta, self.gamma = theta, gamma
         self.current_theta = 1.0
+        self._followers: list[LayerDrop] = []
 
     def theta_at(self, global_step: int) -> float:
         """theta after `global_step` optimizer steps."""
@@ -62,6 +65,8 @@ class ProgressiveLayerDrop:
     def update_state(self, global_step: int) -> None:
         """Set theta for the step after `global_step` steps."""
         self.current_theta = self.theta_at(global_step)
+        for drop in self._followers:
+            drop.decide(global_step)
 
 
 class LayerDrop:
@@ -76,7 +81,8 @@ class LayerDrop:
 
     def __init__(self, schedule: ProgressiveLayerDrop, layers: int, *, seed: int = 1234, rescale: bool = True) -> None:
         self.schedule, self.layers, self.seed, self.rescale = schedule, layers, seed, rescale
-        self.update_state(0)
+        self.step = 0
+        self.use_schedule(schedule)
 
     def keep_probability(self, layer: int) -> float:
         """The keep probability of layer `layer` (0 is the first) at the current step."""
@@ -87,17 +93,25 @@ class LayerDrop:
         return self._kept[layer]
 
     def update_state(self, global_step: int) -> None:
-        """Set the state for the step after `global_step` optimizer steps. Call it after each optimizer step."""
-        self.step = global_step
+        """Set the state for the step after `global_step` optimizer steps. Call it after each optimizer step, here or on
+        the schedule.
+        """
         self.schedule.update_state(global_step)
+
+    def decide(self, global_step: int) -> None:
+        """Choose the layers that run after `global_step` steps; the schedule calls it when its step changes."""
+        self.step = global_step
         theta = self.schedule.get_theta()
         # This is decided once per step: a compiler can trace a forward that only looks the result up.
-        self._probabilities = [1.0 - (layer + 1) / self.layers * (1.0 - theta) for layer in range(self.layers)]
+        self._probabilities = [1.0 - layer / self.layers * (1.0 - theta) for layer in range(self.layers)]
         self._kept = [uniform(self.seed, global_step, layer) < p for layer, p in enumerate(self._probabilities)]
 
     def use_schedule(self, schedule: ProgressiveLayerDrop) -> None:
         """Use another schedule from the current step on."""
+        if self in self.schedule._followers:
+            self.schedule._followers.remove(self)
         self.schedule = schedule
+        schedule._followers.append(self)
         self.update_state(self.step)
 
     def state_dict(self) -> dict[str, Any]:
@@ -161,8 +175,8 @@ def convert_to_layer_drop(
         schedule, seed, rescale: see `LayerDrop`.
 
     Returns:
-        The object that the layers share. Call its `update_state(steps)` after each optimizer step; an engine of
-        `dsx.initialize` does that itself.
+        The object that the layers share. Call its `update_state(steps)`, or that of `schedule`, after each optimizer
+        step; an engine of `dsx.initialize` does that itself.
 
     Raises:
         DataArgumentError: no layers were given or found.

@@ -12,6 +12,7 @@ The formulas are those of DeepSpeed's random-LTD.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from ..errors import DataArgumentError
@@ -20,7 +21,7 @@ __all__ = ["RandomLTDScheduler"]
 
 
 class RandomLTDScheduler:
-    """The schedule of kept tokens.
+    """The schedule of kept tokens. `convert_to_random_ltd(..., config=schedule)` gives it to the layers of a model.
 
     Args:
         config: the `random_ltd` section: a mapping, or an object with attributes.
@@ -31,6 +32,7 @@ class RandomLTDScheduler:
     """
 
     def __init__(self, config: Any, *, global_batch_size: int | None = None) -> None:
+        self.config = config
         schedule = _get(config, "random_ltd_schedule")
         steps = _get(schedule, "schedule_config")
         kind = _get(schedule, "schedule_type") or "fixed_linear"
@@ -46,6 +48,31 @@ class RandomLTDScheduler:
         self.batch_size = global_batch_size or _get(config, "global_batch_size") or 1
         self.current_seq = self.min_value
         self.consumed_layer_tokens = 0
+        self.current_step = -1  # as in DeepSpeed: no step has ended
+
+    @property
+    def model_layer_num(self) -> int:
+        """Number of layers of the model; DeepSpeed's name of `total_layers`."""
+        return self.total_layers
+
+    @property
+    def random_ltd_layer_num(self) -> int:
+        """Number of layers that drop tokens."""
+        return len(self.layer_ids)
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """The state under DeepSpeed's names, for reading: "min_value", "max_value", "current_value", "current_steps",
+        "consumed_layer_tokens", "schedule_type" and "schedule_config".
+        """
+        return MappingProxyType({
+            "min_value": self.min_value, "max_value": self.max_value, "current_value": self.current_seq,
+            "current_steps": self.current_step, "consumed_layer_tokens": self.consumed_layer_tokens,
+            "schedule_type": "fixed_linear",
+            "schedule_config": MappingProxyType(
+                {"require_steps": self.require_steps, "seq_per_step": self.seq_per_step}
+            ),
+        })  # fmt: skip
 
     def _check(self, count: int | None) -> None:
         if self.min_value > self.max_value:
@@ -79,8 +106,13 @@ class RandomLTDScheduler:
         return len(self.layer_ids)
 
     def update_seq(self, global_steps: int) -> int:
-        """End a step: count its layer tokens, and set and return the tokens kept at the next step, `global_steps`."""
-        self.consumed_layer_tokens += self.layer_tokens(self.current_seq)
+        """End a step: count its layer tokens, and set and return the tokens kept at the next step, `global_steps`.
+
+        A second call with the same number counts nothing.
+        """
+        if global_steps != self.current_step:
+            self.consumed_layer_tokens += self.layer_tokens(self.current_seq)
+        self.current_step = global_steps
         self.current_seq = self.get_seq(global_steps)
         return self.current_seq
 
@@ -94,13 +126,17 @@ class RandomLTDScheduler:
         return sum(self.layer_tokens(self.get_seq(step)) for step in range(train_iters))
 
     def state_dict(self) -> dict[str, Any]:
-        """The tokens that are kept now, and the layer tokens counted so far."""
-        return {"current_seq": self.current_seq, "consumed_layer_tokens": self.consumed_layer_tokens}
+        """The tokens that are kept now, the layer tokens counted so far, and the number of the last step."""
+        return {
+            "current_seq": self.current_seq, "consumed_layer_tokens": self.consumed_layer_tokens,
+            "current_step": self.current_step,
+        }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state."""
         self.current_seq = int(state["current_seq"])
         self.consumed_layer_tokens = int(state["consumed_layer_tokens"])
+        self.current_step = int(state.get("current_step", -1))
 
 
 def _get(config: Any, key: str) -> Any:

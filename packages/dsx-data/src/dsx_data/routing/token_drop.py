@@ -37,14 +37,16 @@ class TokenDrop:
 
     Args:
         schedule: gives the number of tokens that are kept.
-        mask_name: argument of the layers that holds the attention mask.
+        mask_name: argument of the layers that holds the attention mask; None: they have none.
         batch_first: hidden states are [batch, tokens, hidden]; else [tokens, batch, hidden].
     """
 
     def __init__(
-        self, schedule: RandomLTDScheduler, *, mask_name: str = "attention_mask", batch_first: bool = True
+        self, schedule: RandomLTDScheduler, *, mask_name: str | None = "attention_mask", batch_first: bool = True
     ) -> None:
         self.schedule, self.mask_name, self.batch_first = schedule, mask_name, batch_first
+        self.is_of_engine = False
+        """Whether an engine advances the schedule."""
 
     @staticmethod
     def from_config(config: Any, schedule: RandomLTDScheduler | None = None) -> TokenDrop:
@@ -83,8 +85,8 @@ class _DropsTokens(Behaviour):
             return super().forward(*args, **kwargs)
         if drop is None:
             raise DataArgumentError(
-                "random-LTD: this layer has no schedule; pass config=... to convert_to_random_ltd, or train it with an"
-                " engine whose data_efficiency.data_routing.random_ltd is enabled"
+                "random-LTD: this layer has no schedule; pass config=RandomLTDScheduler(...) to convert_to_random_ltd,"
+                " or train it with an engine whose data_efficiency.data_routing.random_ltd is enabled"
             )
         if self._ltd_number not in drop.schedule.layer_ids:
             return super().forward(*args, **kwargs)
@@ -95,7 +97,8 @@ class _DropsTokens(Behaviour):
             return super().forward(*args, **kwargs)
         indices = draw_indices(batch, tokens, kept, hidden.device)
         call.set_hidden(gather_tokens(hidden, indices, drop.batch_first))
-        call.set(drop.mask_name, gather_mask(call.get(drop.mask_name), indices, tokens))
+        if drop.mask_name is not None:
+            call.set(drop.mask_name, gather_mask(call.get(drop.mask_name), indices, tokens))
         for name in _PER_TOKEN:
             call.set(name, gather_entries(call.get(name), indices, tokens))
         for name in _CACHES:
@@ -109,20 +112,28 @@ class _DropsTokens(Behaviour):
 def convert_to_random_ltd(model: Any, layer_class: type[nn.Module] | None = None, *, config: Any = None) -> Any:
     """Change the layers of a model in place so that they drop tokens in training. Returns `model`.
 
+    Without an engine, make the schedule and call its `update_seq(steps)` after each optimizer step:
+
+        schedule = RandomLTDScheduler(section)
+        convert_to_random_ltd(model, Layer, config=schedule)
+
     Args:
         model: a module, or an engine of `dsx.initialize` whose configuration switches random-LTD on.
         layer_class: class of the layers; None: `find_layers` finds them in Hugging Face models.
-        config: the `random_ltd` section or a `TokenDrop`; None: that of the engine, which gives it to the layers at its
-            next forward pass.
+        config: the schedule, a `RandomLTDScheduler`, or a `TokenDrop`; None: that of the engine, which gives it to the
+            layers at its next forward pass.
 
     Raises:
-        DataArgumentError: no layers are found, or their number is not `total_layer_num`.
+        DataArgumentError: no layers are found, their number is not `total_layer_num`, or `config` is a section: nothing
+            would advance its schedule.
     """
     engine_drop = getattr(model, "random_ltd", None)
     module = model.module if engine_drop is not None else model
     layers = find_layers(module, layer_class)
-    drop = config if isinstance(config, TokenDrop) or config is None else TokenDrop.from_config(config)
-    if drop is None and isinstance(engine_drop, TokenDrop):
+    drop = _given_drop(config)
+    if isinstance(engine_drop, TokenDrop):
+        if drop not in (None, engine_drop):
+            raise DataArgumentError(_SECOND_SCHEDULE)
         drop = engine_drop
     if drop is not None:
         _check_count(layers, drop)
@@ -136,16 +147,20 @@ def convert_to_random_ltd(model: Any, layer_class: type[nn.Module] | None = None
 
 
 def bind_token_drop(model: nn.Module, drop: TokenDrop) -> int:
-    """Give `drop` to the converted layers of a model if one of them has no schedule.
+    """Give `drop`, of an engine, to the converted layers of a model. Layers of an earlier engine get it too.
 
     Returns:
         The number of converted layers.
 
     Raises:
-        DataArgumentError: the number of converted layers is not `total_layer_num`.
+        DataArgumentError: the number of converted layers is not `total_layer_num`, or they have a schedule of the
+            caller's own, which the engine would not advance.
     """
+    drop.is_of_engine = True
     layers = [module for module in model.modules() if isinstance(module, _DropsTokens)]
-    if any(layer._token_drop is None for layer in layers):
+    if any(layer._token_drop is not None and not layer._token_drop.is_of_engine for layer in layers):
+        raise DataArgumentError(_SECOND_SCHEDULE)
+    if any(layer._token_drop is not drop for layer in layers):
         _check_count(layers, drop)
         for layer in layers:
             layer.__dict__["_token_drop"] = drop
@@ -169,6 +184,27 @@ def save_without_random_ltd(model: Any) -> dict[str, torch.Tensor]:
     gather: Any = getattr(model, "module_state_dict", None)
     found: dict[str, torch.Tensor] = gather() if callable(gather) else model.state_dict()  # type: ignore[assignment]
     return found
+
+
+_SECOND_SCHEDULE = (
+    "random-LTD: the layers have got a schedule of their own, and the engine advances that of its configuration; call"
+    " convert_to_random_ltd(engine, LayerClass) without config, or set data_efficiency.data_routing.random_ltd.enabled"
+    " to false and advance the schedule yourself"
+)
+
+
+def _given_drop(config: Any) -> TokenDrop | None:
+    """The `TokenDrop` that the caller's `config` stands for."""
+    if config is None or isinstance(config, TokenDrop):
+        return config
+    if isinstance(config, RandomLTDScheduler):
+        return TokenDrop.from_config(config.config, config)
+    raise DataArgumentError(
+        f"config: got a {type(config).__name__}, expected a RandomLTDScheduler, because nothing would advance the"
+        " schedule of a section and its layers would keep min_value tokens for ever; write schedule ="
+        " RandomLTDScheduler(section), convert_to_random_ltd(model, LayerClass, config=schedule), and call"
+        " schedule.update_seq(steps) after each optimizer step"
+    )
 
 
 def _check_count(layers: Any, drop: TokenDrop) -> None:
