@@ -16,7 +16,7 @@ def test_linear_and_root_are_the_formula(seed):
     draw = random.Random(seed)
     low = draw.randrange(0, 200)
     high, total, step = low + draw.randrange(0, 2000), draw.randrange(1, 300), draw.randrange(1, 70)
-    degree = draw.randrange(1, 5)
+    degree = draw.choice([1, 2, 3, 4, 1.5, 0.5])
     linear = CurriculumScheduler(config("fixed_linear", low, high, total_curriculum_step=total, difficulty_step=step))
     root = CurriculumScheduler(
         config("fixed_root", low, high, total_curriculum_step=total, difficulty_step=step, root_degree=degree)
@@ -58,7 +58,13 @@ def test_state_goes_on():
     [
         (config("fixed_linear", 9, 3, total_curriculum_step=1, difficulty_step=1), "max_difficulty: got 3"),
         (config("fixed_linear", 1, 3, difficulty_step=1), "total_curriculum_step: got None"),
-        (config("fixed_root", 1, 3, total_curriculum_step=1, difficulty_step=1), "root_degree: got None"),
+        *(
+            (
+                config("fixed_root", 1, 3, total_curriculum_step=1, difficulty_step=1, root_degree=degree),
+                f"root_degree: got {degree}, expected a number above 0",
+            )
+            for degree in (None, 0, -1.5, float("nan"), float("inf"), True)
+        ),
         (
             config("fixed_discrete", 1, 3, difficulty=[1, 2, 3], max_step=[5]),
             "max_step: got \\[5\\], expected a list of 2",

@@ -34,6 +34,20 @@ def test_defaults_are_the_published_ones():
             DataEfficiency(**wrong)
 
 
+def test_values_of_deepspeeds_files_that_json_writes_in_other_ways():
+    for method in ("none", "NONE", "None", None):
+        sampling = {"dynamic_batching": {"lr_scaling_method": method}}
+        assert DataEfficiency(data_sampling=sampling).data_sampling.dynamic_batching.lr_scaling_method == "none"
+    ltd = {"random_ltd": {"model_mask_name": None}}
+    assert DataEfficiency(data_routing=ltd).data_routing.random_ltd.model_mask_name is None
+    for degree in (1.5, 2, 0.5):
+        section = CurriculumLearning(schedule_config={"root_degree": degree})
+        assert section.schedule_config.root_degree == degree
+    for degree in (0, -1, float("nan"), float("inf"), True, "2"):
+        with pytest.raises(ValidationError):
+            CurriculumLearning(schedule_config={"root_degree": degree})
+
+
 def test_sections_that_are_off_have_nothing_missing():
     assert not found()
     inside = {"data_sampling": {"enabled": True, "curriculum_learning": {"enabled": True}}}

@@ -122,6 +122,7 @@ def test_the_loader_says_how_many_samples_all_ranks_take():
 
 
 def test_learning_rates_follow_the_batch():
+    assert lr_factor(8, 32, "NONE") == lr_factor(8, 32, None) == 1.0, "DeepSpeed's scale_lr takes both for none"
     assert lr_factor(8, 32, "linear") == 0.25 and lr_factor(8, 32, "sqrt") == 0.5 and lr_factor(8, 32, "none") == 1.0
     with pytest.raises(DataArgumentError, match="expected 'linear'"):
         lr_factor(8, 32, "cubic")

@@ -46,6 +46,12 @@ _Int = Annotated[int, BeforeValidator(_whole)]
 _Size = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
 _Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
 _Real = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+_Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+
+
+def _none_in_any_case(value: Any) -> Any:
+    """DeepSpeed takes null and "NONE" for "none"."""
+    return "none" if value is None or (isinstance(value, str) and value.lower() == "none") else value
 
 
 def _nested(model: Any, description: str) -> Any:
@@ -59,7 +65,9 @@ class CurriculumSchedule(_Section):
         None, description="number of steps from the least to the greatest difficulty"
     )
     difficulty_step: _Count | None = Field(None, description="the difficulty is rounded down to a multiple of this")
-    root_degree: _Count | None = Field(None, description="degree of the root (fixed_root)")
+    root_degree: _Positive | None = Field(
+        None, description="degree of the root (fixed_root), any number above 0; 2 is the square root"
+    )
     difficulty: list[int] | None = Field(None, description="the difficulties, in order (fixed_discrete)")
     max_step: list[int] | None = Field(
         None, description="last step of each difficulty but the last one (fixed_discrete)"
@@ -99,7 +107,7 @@ class DynamicBatching(_Toggle):
     """Batches by number of tokens instead of samples."""
 
     metrics_path: str | None = Field(None, description="folder of an analysis with the metric seqlen, or its index")
-    lr_scaling_method: Literal["linear", "sqrt", "none"] = Field(
+    lr_scaling_method: Annotated[Literal["linear", "sqrt", "none"] | None, BeforeValidator(_none_in_any_case)] = Field(
         "linear", description="how the learning rate follows the number of samples of an update"
     )
     loss_weighting: Literal["tokens", "samples", "none"] = Field(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 from ..errors import DataArgumentError
 
 __all__ = ["lr_factor"]
 
 
-def lr_factor(batch_size: int, base_batch_size: int, method: Literal["linear", "sqrt", "none"]) -> float:
+def lr_factor(batch_size: int, base_batch_size: int, method: str | None) -> float:
     """The factor by which to multiply the learning rate for an update of `batch_size` samples.
 
     "linear" is the linear scaling rule (Goyal et al. 2017), "sqrt" the square root rule (Krizhevsky 2014).
@@ -18,7 +17,7 @@ def lr_factor(batch_size: int, base_batch_size: int, method: Literal["linear", "
     Args:
         batch_size: samples of this update, over all ranks.
         base_batch_size: samples of an update for which the rate was chosen.
-        method: "linear": batch_size / base_batch_size; "sqrt": the square root of that; "none": 1.
+        method: "linear": batch_size / base_batch_size; "sqrt": its square root; "none", in any case, or None: 1.
 
     Raises:
         DataArgumentError: a size is below 1, or the method is unknown.
@@ -27,11 +26,11 @@ def lr_factor(batch_size: int, base_batch_size: int, method: Literal["linear", "
         raise DataArgumentError(
             f"lr_factor: got batches of {batch_size} and {base_batch_size} samples, expected at least 1"
         )
-    if method == "none":
+    if method is None or method.lower() == "none":
         return 1.0
     share = batch_size / base_batch_size
     if method == "linear":
         return share
     if method == "sqrt":
         return math.sqrt(share)
-    raise DataArgumentError(f"lr_scaling_method: got {method!r}, expected 'linear', 'sqrt' or 'none'")
+    raise DataArgumentError(f"lr_scaling_method: got {method!r}, expected 'linear', 'sqrt', 'none' or None")

@@ -101,14 +101,16 @@ class CurriculumScheduler:
             return self._discrete(_get(numbers, "difficulty"), _get(numbers, "max_step"))
         total = self._number(numbers, "total_curriculum_step", least=1, within="schedule_config.")
         step = self._number(numbers, "difficulty_step", least=1, within="schedule_config.")
-        degree = (
-            self._number(numbers, "root_degree", least=1, within="schedule_config.")
-            if self.schedule_type == "fixed_root"
-            else 1
-        )
+        degree = self._degree(_get(numbers, "root_degree")) if self.schedule_type == "fixed_root" else 1.0
         return lambda t: self._root(t, total, step, degree)
 
-    def _root(self, t: int, total: int, step: int, degree: int) -> int:
+    def _degree(self, value: Any) -> float:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not 0 < value < math.inf:
+            raise self._error("schedule_config.root_degree", value, "a number above 0")
+        return float(value)
+
+    def _root(self, t: int, total: int, step: int, degree: float) -> int:
         share = (t / total) ** (1.0 / degree)
         found = math.floor(share * (self.maximum - self.minimum) + self.minimum)
         return max(self.minimum, min(found - found % step, self.maximum))
