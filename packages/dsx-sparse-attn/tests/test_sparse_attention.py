@@ -92,8 +92,8 @@ def test_masks_and_position_biases(problem, kind, seq, backend):
 def test_rows_without_keys_are_zero_and_pass_no_gradient(problem, backend):
     p = problem(batch=2, seq=96, block=32, dtype=torch.float32)
     p.layout[:, 1] = 0  # no block at all
-    hidden = torch.ones(2, 96, dtype=torch.bool)
-    hidden[1] = False  # nothing to see in the second sample
+    hidden = torch.zeros(2, 96, dtype=torch.bool)
+    hidden[1] = True  # nothing to see in the second sample
     p.options["key_padding_mask"] = hidden
     out, dq, dk, dv = p.run(backend)
     assert out[0, :, 32:64].eq(0).all() and out[1].eq(0).all() and dq[1].eq(0).all() and dv[1].eq(0).all()

@@ -54,10 +54,11 @@ def block_sparse_attention(
         k, v: [batch, kv_heads, seq, dim]; heads is a multiple of kv_heads (grouped queries).
         layout: [heads or 1, blocks, blocks], nonzero where a block is computed: a `Layout`, or a plain tensor.
         scale: factor on the scores; default 1 / sqrt(dim).
-        key_padding_mask: [batch, seq]. Bool: True is seen. Floats: added to the scores ("add"). Any numbers: 0 hides
-            ("mul").
-        attn_mask: [seq, seq], or 4 dimensions that broadcast to [batch, heads, seq, seq]; same kinds as above, default
-            "mul".
+        key_padding_mask: [batch, seq]. Bool: True hides a key, as in `torch.nn.MultiheadAttention`. Floats that are
+            added to the scores ("add"; refused if all are 0 or 1), or numbers of which 0 hides ("mul"; refused if one
+            is negative). Values are not checked in compiled code.
+        attn_mask: [seq, seq], or 4 dimensions that broadcast to [batch, heads, seq, seq]. Bool: True is seen, as in
+            `scaled_dot_product_attention`. Numbers as above; the default is "mul".
         rpe: relative position bias added to the scores, [seq, seq], [heads, seq, seq] or 4-D as above; gets a gradient.
         causal: a query sees no later key, also inside blocks.
         dropout_p: probability of dropping a weight, in [0, 1).
@@ -256,7 +257,7 @@ def _key_bias(q: Tensor, options: Options, dtype: torch.dtype) -> Tensor | None:
     _check_mask("key_padding_mask", mask, options.key_padding_mask_mode, q)
     if mask.shape != (q.shape[0], q.shape[2]):
         raise ArgumentError(f"got a key_padding_mask of shape {tuple(mask.shape)}, expected {(q.shape[0], q.shape[2])}")
-    return additive(mask, options.key_padding_mask_mode, dtype)
+    return additive(mask, options.key_padding_mask_mode, dtype, true_hides=True)
 
 
 def _seed(q: Tensor, options: Options) -> Tensor | None:

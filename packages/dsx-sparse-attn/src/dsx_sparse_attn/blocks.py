@@ -165,10 +165,10 @@ class Softmax(_BlockOperator):
             x: [batch, nnz, block, block].
             rpe: [heads, rows, columns] or with a batch in front (1 or batch); gets a gradient.
             key_padding_mask: [batch, columns]; attn_mask: [rows, columns]. "add" (the default of both in this operator,
-                as scripts expect) adds floats, "mul" hides where a mask is 0; a bool mask hides where it is False.
+                as scripts expect) adds floats, "mul" hides where a mask is 0. Bool: as in `block_sparse_attention`.
 
         Raises:
-            ArgumentError: a shape or mode does not fit.
+            ArgumentError: a shape or mode does not fit, or a mask's numbers do not fit its mode.
         """
         self.check_sparse("x", x)
         heads, rows, cols = self.lists(x.device)
@@ -212,4 +212,4 @@ class Softmax(_BlockOperator):
         return x.reshape(x.shape[0], self.heads, self.block_rows, n, self.block_cols, n).transpose(3, 4)
 
     def _key_bias(self, mask: Tensor, mode: str, dtype: torch.dtype) -> Tensor:
-        return additive(mask, mode, dtype).reshape(mask.shape[0], self.block_cols, self.block)
+        return additive(mask, mode, dtype, true_hides=True).reshape(mask.shape[0], self.block_cols, self.block)

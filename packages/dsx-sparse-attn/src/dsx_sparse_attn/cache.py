@@ -1,4 +1,4 @@
-"""A cache of values made from a layout: its copy on a device, lists of tiles, block masks.
+"""A cache of values made from a layout: its copy on a device, lists of tiles, block masks; and facts about a mask.
 
 A layout is used in every layer and step, and the values that kernels need of it (moved, sorted) stay the same. The
 cache refers to layouts weakly: values are freed with the layout tensor. If a layout was written to, its values are made

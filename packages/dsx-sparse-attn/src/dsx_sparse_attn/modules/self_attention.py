@@ -203,10 +203,13 @@ def masks_by_shape(mask: Tensor | None, batch: int, seq: int) -> dict[str, Any]:
     """The option of `block_sparse_attention` for a mask of this shape; see `SparseSelfAttention.attend`."""
     if mask is None:
         return {}
+    keys = None
     if mask.dim() == 2:
-        return {"key_padding_mask": mask}
+        keys = mask
     if mask.dim() == 4 and mask.shape[1] == 1 and mask.shape[2] == 1:
-        return {"key_padding_mask": mask[:, 0, 0].expand(batch, -1)}
+        keys = mask[:, 0, 0].expand(batch, -1)
+    if keys is not None:  # True is seen here, and hides in a bool key_padding_mask
+        return {"key_padding_mask": ~keys if keys.dtype == torch.bool else keys}
     if mask.dim() == 4 and mask.shape[-2:] == (seq, seq):
         return {"attn_mask": mask}
     raise ArgumentError(
