@@ -61,10 +61,13 @@ def test_gradients_with_a_graph_give_the_same_and_the_loss_can_still_be_differen
     loss = loss_of(model, x, y)
     first = Eigenvalue(layer_name="layers", layer_num=2, tol=1e-5, max_iter=500)
     relative = first.compute_from_loss(loss, model)
-    loss.backward(create_graph=True)
+    (loss * 1024).backward(create_graph=True)
     second = Eigenvalue(layer_name="layers", layer_num=2, tol=1e-5, max_iter=500)
-    assert second.compute_eigenvalue(model, scale=2.0) == pytest.approx(relative, rel=1e-3)
-    assert second.latest == pytest.approx([2 * value for value in first.latest], rel=1e-3)
+    assert second.compute_eigenvalue(model, scale=1024.0) == pytest.approx(relative, rel=1e-3)
+    assert second.latest == pytest.approx(first.latest, rel=1e-3), "the values are those of the loss without its scale"
+    for scale in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(CurvatureError, match="a positive number"):
+            second.compute_eigenvalue(model, scale=scale)
 
 
 def test_a_block_without_curvature_counts_one():

@@ -16,6 +16,7 @@ Left out: parameters that are partitioned between uses. Gather them first, as `d
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -116,14 +117,16 @@ class Eigenvalue:
         Args:
             module: the model.
             device: ignored; everything stays where the parameters are.
-            scale: factor on the values, for gradients of a scaled loss.
+            scale: the loss scale that the gradients contain; the values are divided by it.
 
         Returns:
             |value| / largest |value| for each block; 1 for blocks without curvature.
 
         Raises:
-            CurvatureError: a gradient is missing or has no graph.
+            CurvatureError: a gradient is missing or has no graph, or `scale` is not a positive number.
         """
+        if not 0 < scale < math.inf:
+            raise CurvatureError(f"Eigenvalue: got scale={scale}, expected the loss scale, a positive number")
         blocks = self.blocks(module)
         for place, parameters in enumerate(blocks):
             if any(p.grad is None or p.grad.grad_fn is None for p in parameters):
@@ -132,7 +135,7 @@ class Eigenvalue:
                     "loss.backward(create_graph=True) first, or use compute_from_loss"
                 )
         gradients = [[p.grad for p in parameters if p.grad is not None] for parameters in blocks]
-        return self._relative([self._value(i, g, p, None) * scale for i, (g, p) in enumerate(zip(gradients, blocks))])
+        return self._relative([self._value(i, g, p, None) / scale for i, (g, p) in enumerate(zip(gradients, blocks))])
 
     def compute_from_loss(
         self, loss: torch.Tensor, module: nn.Module, mean: Callable[[torch.Tensor], Any] | None = None
