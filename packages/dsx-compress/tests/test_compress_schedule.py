@@ -195,6 +195,27 @@ def test_snip_keeps_what_the_loss_needs():
     assert torch.equal(technique.kept(), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_snip_scores_do_not_depend_on_the_loss_scale(dtype):
+    """The scale grows by a factor of 2^12 in the middle; products of scaled numbers leave the range of float16."""
+    scores = []
+    for scales in ([1.0] * 4, [16.0, 16.0, 2.0**16, 2.0**16]):
+        config = snip(schedule_offset=0, schedule_offset_end=9, schedule_offset_stride=9)
+        model, _ = prepared(config)
+        current = [1.0]
+        scheduler = compression_scheduler(model, config, loss_scale=lambda current=current: current[0])
+        technique = next(p.technique for p in techniques_of(model) if p.name == "layers.0.up")
+        for step, current[0] in enumerate(scales):
+            weight = torch.full(technique.kept().shape, 2.0 + step, dtype=dtype, requires_grad=True)
+            technique(weight).backward(torch.full_like(weight, 2.0**-3 * current[0]))
+            scheduler.step()
+        scores.append(technique.pending_score().clone())
+        assert copy.deepcopy(technique).loss_scale() == 1.0, "a copy does not take the scaler along"
+    expected = sum((2.0 + step) * 2.0**-3 * 0.9 ** (4 - step) for step in range(4))
+    torch.testing.assert_close(scores[0], torch.full_like(scores[0], expected))
+    torch.testing.assert_close(scores[1], scores[0])
+
+
 def test_snip_without_gradients_says_so():
     _, scheduler = prepared(snip(schedule_offset=0, schedule_offset_end=1, schedule_offset_stride=1))
     with pytest.raises(CompressionError, match="has seen no gradient"):

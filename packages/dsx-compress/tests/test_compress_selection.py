@@ -5,7 +5,14 @@ import json
 import pytest
 import torch
 from compress_zoo import TinyBert, TinyNet, method
-from dsx_compress import CompressionConfigError, CompressionError, init_compression, load_config
+from dsx_compress import (
+    CompressionConfigError,
+    CompressionError,
+    compression_scheduler,
+    fake_quantize,
+    init_compression,
+    load_config,
+)
 from dsx_compress.apply import techniques_of
 from torch import nn
 
@@ -209,3 +216,35 @@ def test_parameters_stay_the_same_objects():
     before = {id(p) for p in model.parameters()}
     init_compression(model, method("weight_quantization", QUANTIZE, g={}))
     assert {id(p) for p in model.parameters()} == before
+
+
+@pytest.mark.parametrize(
+    "bits, kind",
+    [(8, "symmetric"), (4, "symmetric"), (2, "symmetric"), (1, "symmetric"), (8, "asymmetric"), (4, "asymmetric")],
+)
+def test_an_embedding_has_one_scale_per_row(bits, kind):
+    """Whatever `quantize_groups` says, as in DeepSpeed: each row is quantised as if it were the whole table."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"table": nn.Embedding(6, 8), "linear": nn.Linear(8, 6)})
+    with torch.no_grad():
+        model["table"].weight[2] *= 100
+    plain = {name: layer.weight.detach().clone() for name, layer in model.items()}
+    shared = {"quantize_groups": 4, "quantization_type": kind, "quantize_weight_in_forward": True}
+    groups = {"start_bits": bits, "target_bits": bits}
+    config = method("weight_quantization", shared, g=groups)
+    init_compression(model, config)
+    compression_scheduler(model, config)
+    rows = torch.cat([fake_quantize(row, bits, 1, kind) for row in plain["table"]]).view(6, 8)
+    torch.testing.assert_close(model["table"].weight.detach(), rows)
+    torch.testing.assert_close(model["linear"].weight.detach(), fake_quantize(plain["linear"], bits, 4, kind))
+
+
+def test_a_head_tied_to_an_embedding_has_its_scales():
+    model = TinyBert(1)
+    model.head.weight = model.embedding.weight
+    config = method("weight_quantization", {"quantize_groups": 2, "quantize_weight_in_forward": True}, g={})
+    init_compression(model, config)
+    compression_scheduler(model, config)
+    assert torch.equal(model.head.weight, model.embedding.weight)
+    stored = model.embedding.parametrizations.weight.original
+    assert torch.equal(model.head.weight, fake_quantize(stored, 8, len(stored)))

@@ -240,3 +240,20 @@ def test_the_module_has_the_names_of_the_package():
     assert set(dsx.compress.__all__) == set(dsx_compress.__all__)
     engine = build(0, compression_training=compression())
     assert len(compression_report(engine.module).rows) == 8
+
+
+def test_scores_of_snip_do_not_depend_on_the_loss_scale():
+    """The scale doubles after each update; the scores are those of training without a scale."""
+    method = {"enabled": True, "method": "snip_momentum", "schedule_offset": 0, "schedule_offset_end": 20}
+    section = {"sparse_pruning": {"shared_parameters": {**method, "schedule_offset_stride": 20, "dense_ratio": 0.5}}}
+    scores = []
+    for power, window in ((0, 1000), (4, 1)):
+        fp16 = {"enabled": True, "initial_scale_power": power, "loss_scale_window": window, "auto_cast": True}
+        engine = build(compression_training=section, fp16=fp16)
+        first = engine.loss_scale()
+        steps(engine, 4)
+        assert (engine.loss_scale() > first) == (window == 1)
+        scores.append(torch.cat([
+            p.technique.pending_score().flatten() for p in techniques_of(engine.module)
+        ]))  # fmt: skip
+    torch.testing.assert_close(scores[1], scores[0], rtol=2e-2, atol=1e-5)

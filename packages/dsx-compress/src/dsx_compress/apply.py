@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 from .bits import BitSchedule
 from .config import CompressionTraining, load_config
 from .errors import CompressionError
-from .layers import LayerKind, Match, class_name, kind_of, match_modules
+from .layers import LayerKind, Match, class_name, holds_embedding, kind_of, match_modules
 from .students import student_initialization
 from .techniques import (
     ActivationQuantizer,
@@ -232,14 +232,17 @@ def _quantized_weight(
     planned = []
     for tensor in kind.tensors:
         count = getattr(layer, tensor).numel()
-        if count % shared.quantize_groups:
+        # As in DeepSpeed an embedding has one scale per row. So has a head that is tied to it: the two stay tied.
+        rows = holds_embedding(model, getattr(layer, tensor))
+        groups = len(getattr(layer, tensor)) if rows else shared.quantize_groups
+        if count % groups:
             raise CompressionError(
                 "compression_training.weight_quantization.shared_parameters.quantize_groups:"
                 f" {shared.quantize_groups} does not divide the {count} weights of {match.name}.{tensor}; choose a"
                 " divisor, or narrower patterns"
             )
         technique = WeightQuantizer(
-            match.group, match.name, shared.schedule_offset, shared.quantize_groups, shared.quantization_type,
+            match.group, match.name, shared.schedule_offset, groups, shared.quantization_type,
             shared.rounding, BitSchedule(params.start_bits, params.target_bits, params.quantization_period),
             mixed.quantize_change_ratio if mixed.enabled else 0.0,
         )  # fmt: skip

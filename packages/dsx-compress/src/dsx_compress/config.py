@@ -149,7 +149,10 @@ class WeightQuantizationShared(_Toggle):
 
     quantizer_kernel: bool = Field(False, description="accepted for old files; the arithmetic has one implementation")
     schedule_offset: _Size = Field(0, description="number of steps after which it begins")
-    quantize_groups: _Count = Field(1, description="number of equal groups of a tensor; each group has its own scale")
+    quantize_groups: _Count = Field(
+        1,
+        description="number of equal groups of a tensor; each group has its own scale; embeddings have one per row",
+    )
     quantize_verbose: bool = Field(False, description="log every change of the number of bits")
     quantization_type: Literal["symmetric", "asymmetric"] = Field("symmetric", description="kind of quantiser")
     rounding: Literal["nearest", "stochastic"] = Field("nearest", description="how codes are rounded")

@@ -54,11 +54,12 @@ _BY_NAME = {
     "RowParallelLinear": LayerKind("RowParallelLinear", sliced="inputs"),
     "VocabParallelEmbedding": LayerKind("VocabParallelEmbedding", outputs=1, inputs=None),
 }
+_EMBEDDINGS = ("Embedding", "VocabParallelEmbedding")
 _LINEARS = ("Linear", "Conv1D", "ColumnParallelLinear", "RowParallelLinear")
 _PACKED_QKV = LayerKind("MultiheadAttention", tensors=("in_proj_weight",))
 _SEPARATE_QKV = LayerKind("MultiheadAttention", tensors=("q_proj_weight", "k_proj_weight", "v_proj_weight"))
 _KINDS = {
-    "weight_quantization": (*_LINEARS, "Conv2d", "Embedding", "VocabParallelEmbedding", "MultiheadAttention"),
+    "weight_quantization": (*_LINEARS, "Conv2d", *_EMBEDDINGS, "MultiheadAttention"),
     "activation_quantization": (*_LINEARS, "Conv2d"),
     "sparse_pruning": (*_LINEARS, "Conv2d", "MultiheadAttention"),
     "row_pruning": _LINEARS,
@@ -79,6 +80,12 @@ def kind_of(module: nn.Module) -> LayerKind | None:
         if cls.__name__ in _BY_NAME and getattr(module, "weight", None) is not None:
             return _as_stored(_BY_NAME[cls.__name__], module)
     return None
+
+
+def holds_embedding(model: nn.Module, weight: Any) -> bool:
+    """Whether `weight` is the table of an embedding of the model, also where it is tied to another layer."""
+    tables = (m for m in model.modules() if getattr(m, "weight", None) is weight)
+    return any(kind is not None and kind.name in _EMBEDDINGS for kind in map(kind_of, tables))
 
 
 def _as_stored(kind: LayerKind, module: nn.Module) -> LayerKind:

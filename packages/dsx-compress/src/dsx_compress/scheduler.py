@@ -40,12 +40,13 @@ def compression_scheduler(
     *,
     gather: Callable[[list[nn.Parameter]], AbstractContextManager[Any]] | None = None,
     mean: Callable[[torch.Tensor], Any] | None = None,
+    loss_scale: Callable[[], float] | None = None,
 ) -> CompressionScheduler:
     """Make the scheduler of a model that `init_compression` has prepared.
 
     Args:
         compression_config: the configuration of `init_compression`; its methods must be those of the model.
-        gather, mean: see `CompressionScheduler`.
+        gather, mean, loss_scale: see `CompressionScheduler`.
 
     Raises:
         CompressionError: the model has no techniques, or those of other methods.
@@ -58,7 +59,7 @@ def compression_scheduler(
             f"{sorted(found)}; pass the configuration of init_compression"
         )
     verbose = config.weight_quantization.shared_parameters.quantize_verbose
-    return CompressionScheduler(model, gather=gather, mean=mean, verbose=verbose)
+    return CompressionScheduler(model, gather=gather, mean=mean, loss_scale=loss_scale, verbose=verbose)
 
 
 class CompressionScheduler:
@@ -70,6 +71,8 @@ class CompressionScheduler:
             `dsx_zero.GatheredParameters` at ZeRO stage 3. It is used only in steps that make a mask from weights.
         mean: averages a tensor over the data-parallel ranks, in place; None: there is one rank. It is used for the
             scores of snip_momentum and for static ranges, which differ between ranks.
+        loss_scale: the scale that losses have now, such as `GradScaler.get_scale`; None: they have none. The scores of
+            snip_momentum are divided by it: otherwise a step at twice the scale would count twice.
         verbose: log every change of bits.
 
     Raises:
@@ -82,6 +85,7 @@ class CompressionScheduler:
         *,
         gather: Callable[[list[nn.Parameter]], AbstractContextManager[Any]] | None = None,
         mean: Callable[[torch.Tensor], Any] | None = None,
+        loss_scale: Callable[[], float] | None = None,
         verbose: bool = False,
     ) -> None:
         self._placed = list(techniques_of(model))
@@ -91,6 +95,9 @@ class CompressionScheduler:
         self._mean, self._verbose = mean, verbose
         self.training_steps = 0
         """Optimizer steps so far."""
+        for technique in (placed.technique for placed in self._placed):
+            if loss_scale is not None and isinstance(technique, SnipMask):
+                technique.loss_scale = loss_scale
         self._advance({})
 
     def step(self, eigenvalues: Mapping[str, float] | None = None) -> None:

@@ -11,6 +11,7 @@ learnable scores are parameters. So a state dict has all of them, and its names 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +26,10 @@ __all__ = [
     "ActivationQuantizer", "HeadMask", "Mask", "OutputMask", "SharedMask", "SnipMask", "SparseMask", "Technique",
     "WeightQuantizer",
 ]  # fmt: skip
+
+
+def _no_scale() -> float:
+    return 1.0
 
 
 class Technique(nn.Module):
@@ -85,7 +90,8 @@ class WeightQuantizer(Technique):
     weight, and the ratio falls from 1 to 0.
 
     Args:
-        groups, kind, rounding: arguments of the quantiser, see `quantizers.encode`.
+        groups, kind, rounding: arguments of the quantiser, see `quantizers.encode`. The groups of an
+            embedding, and of a layer tied to it, are its rows.
         schedule: the bits over training.
         change: how much the ratio falls with each step; 0: no mixture.
     """
@@ -278,8 +284,9 @@ class SnipMask(Technique):
     """Prunes blocks step by step: those with the smallest running score of |weight x gradient| (SNIP, Lee et al. 2019).
 
     While it is switched on, every backward pass adds |w dL/dw| to the score of each weight w; w is the value that the
-    layer used. After every step the score is multiplied by `momentum`. From `offset` to `end` the mask is recomputed
-    every `stride` steps with the sparsity of `masks.sparsity_at`; after that it does not change.
+    layer used, and L the loss without its scale (`loss_scale`). After every step the score is multiplied by `momentum`.
+    From `offset` to `end` the mask is recomputed every `stride` steps with the sparsity of `masks.sparsity_at`; after
+    that it does not change.
 
     Args:
         end: step at which the final sparsity is reached.
@@ -302,6 +309,8 @@ class SnipMask(Technique):
         self.register_buffer("mask", torch.ones(like.shape, dtype=torch.bool, device=like.device))
         self.register_buffer("score", torch.zeros(like.shape, dtype=torch.float32, device=like.device))
         self.observed = 0
+        self.loss_scale: Callable[[], float] = _no_scale
+        """The scale that losses have now. A scheduler that knows it sets it."""
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         if not self.enabled:
@@ -313,7 +322,7 @@ class SnipMask(Technique):
         return masked
 
     def _observe(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        size = (weight * gradient.detach()).abs().to(torch.float32)
+        size = (weight.to(torch.float32) * gradient.detach().to(torch.float32)).abs() / self.loss_scale()
         # The optimizer skips a step whose gradients overflowed; infinities and NaNs must not enter the scores either.
         self.get_buffer("score").add_(torch.where(torch.isfinite(size), size, 0.0))
         self.observed += 1
@@ -364,6 +373,10 @@ class SnipMask(Technique):
 
     def restore(self, progress: dict[str, Any]) -> None:
         self.observed = int(progress["observed"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The scale belongs to a run: a copy of the model does not take the run's scaler along.
+        return {**self.__dict__, "loss_scale": _no_scale}
 
 
 class ActivationQuantizer(Technique):

@@ -96,12 +96,14 @@ def build_scheduler(
     *,
     stage: int,
     mean: Callable[[Any], Any] | None,
+    loss_scale: Callable[[], float],
 ) -> Any:
     """The scheduler of a sharded model's techniques; None if the configuration asks for none.
 
     Args:
         stage: the ZeRO stage; at stage 3 masks are made from gathered weights.
         mean: averages a tensor over the data-parallel ranks in place; None with one rank.
+        loss_scale: the scale that losses have now.
 
     Raises:
         CompressionError: the model was prepared with other methods than the configuration has.
@@ -111,4 +113,4 @@ def build_scheduler(
         return None
     zero = part("dsx_zero")
     gather = (lambda parameters: zero.GatheredParameters(parameters)) if stage == 3 else None
-    return part("dsx_compress").compression_scheduler(model, asked, gather=gather, mean=mean)
+    return part("dsx_compress").compression_scheduler(model, asked, gather=gather, mean=mean, loss_scale=loss_scale)

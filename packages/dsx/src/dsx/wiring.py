@@ -377,7 +377,10 @@ def _parts(
         part("dsx_zero"),
     )  # fmt: skip
     watch = build_watch(watched) if trains else no_watch(watched)
-    compression = build_scheduler(model, config, part, stage=stage, mean=mean_over_ranks(part("dsx_comm"), topology))
+    compression = build_scheduler(
+        model, config, part, stage=stage, mean=mean_over_ranks(part("dsx_comm"), topology),
+        loss_scale=lambda: scaler.scale,
+    )  # fmt: skip
     if compression is not None:
         watch.observers.insert(0, CompressionSession(compression, watch.eigenvalues))
         if pipelining.is_pipeline(model):
