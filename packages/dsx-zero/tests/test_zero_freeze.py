@@ -109,3 +109,37 @@ def init_and_freeze(rank, world):
 
 def test_freezing_between_init_and_shard():
     run_ranks(init_and_freeze, 2)
+
+
+def freeze_on_one_rank(rank, world, stage, agreement):
+    """The step names the parameter on all ranks and changes nothing; frozen on all ranks, training goes on."""
+    model, optimizer = dsx_zero.shard(
+        tiny.MLP(depth=4),
+        adamw,
+        stage=stage,
+        config={"stage3_param_persistence_threshold": 0, "step_agreement": agreement},
+    )
+    name = next(name for name, _ in model.named_parameters())
+    for step in range(5):
+        if step == 3:
+            model.get_parameter(name).requires_grad_(rank != 1)
+        model.loss(*model.example(2, seed=10 * step + rank)).backward()
+        if step == 3:
+            before = {n: whole(p) for n, p in model.named_parameters()}
+            with pytest.raises(dsx_zero.ZeroStateError, match=rf"{name} \(requires_grad is False on rank 1\)"):
+                optimizer.step()
+            for n, p in model.named_parameters():
+                assert torch.equal(before[n], whole(p))
+            model.get_parameter(name).requires_grad_(False)
+            optimizer.zero_grad()
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.equal(before[name], whole(model.get_parameter(name)))
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_freezing_on_one_rank_only_is_refused(stage):
+    run_ranks(freeze_on_one_rank, 2, stage, "message")
+    if stage:
+        run_ranks(freeze_on_one_rank, 2, stage, "norm")

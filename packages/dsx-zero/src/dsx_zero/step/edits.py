@@ -1,4 +1,4 @@
-"""Edits of parameters between steps: they reach the masters, and they are the same on all ranks.
+"""Edits of parameters between steps reach the masters, and are the same on all ranks, as freezing is.
 
 A parameter is a normal tensor to its user (C1), so `torch.nn.init.zeros_(layer.weight)` or `weight.mul_(mask)` after
 sharding has to last. Where the master has its own memory, `Edits` copies the edit into the master; otherwise the master
@@ -8,9 +8,10 @@ something was written, the values are compared with the rounded master. Elements
 and the other elements of the master keep their low bits.
 
 An edit that differs between the ranks (`if rank == 0: ...`, random numbers of different seeds) would give a mixture of
-the ranks' values. `EditAgreement` finds it at the step, and names the parameter.
+the ranks' values. `EditAgreement` finds it at the step, and names the parameter. It also finds parameters that
+only some ranks have frozen.
 
-Partitioned parameters (stage 3) need neither: all ranks write to them together, and into the masters too.
+Edits of partitioned parameters (stage 3) need neither: all ranks write to them together, and into the masters too.
 """
 
 from __future__ import annotations
@@ -134,7 +135,8 @@ class Edits:
 
 
 class EditAgreement:
-    """Compares over the ranks what users wrote into the parameters of which every rank holds all elements.
+    """Compares over the ranks what users wrote into the parameters of which every rank holds all elements, and which
+    parameters they froze.
 
     One rank may have written where another did not, so that no rank alone knows when to compare. Therefore the
     comparison is part of the words that the ranks exchange in each step anyway. Parameters that only some of the
@@ -143,18 +145,17 @@ class EditAgreement:
 
     def __init__(self, groups: Iterable[FlatGroup], ranks: dsx_comm.RankSet) -> None:
         self._ranks = ranks
-        held = [
-            (group, name, parameter)
-            for group in groups
-            if not is_partitioned(group)
-            for name, parameter in zip(group.layout.names, group.parameters)
-            if parameter.numel()
-        ]
-        self._names = [name for _, name, _ in held]
-        self._parameters = [parameter for *_, parameter in held]
+        flat = list(groups)
+        named = [(group, name, p) for group in flat for name, p in zip(group.layout.names, group.parameters)]
+        held = [(name, p) for group, name, p in named if not is_partitioned(group) and p.numel()]
+        trained = [(name, p) for group, name, p in named if group.trainable]
+        self._names = [name for name, _ in held]
+        self._parameters = [parameter for _, parameter in held]
+        self._trained_names = [name for name, _ in trained]
+        self._trained = [parameter for _, parameter in trained]
         self._seen = _versions(self._parameters)
-        self._of_some = frozenset(name for group, name, _ in held if group.ranks.holders is not ranks.group)
-        self._holders = self._find_holders([group.ranks for group, *_ in held]) if self._of_some else []
+        self._of_some = frozenset(name for group, name, _ in named if group.ranks.holders is not ranks.group)
+        self._holders = self._find_holders([group.ranks for group in flat]) if self._of_some else []
 
     def _find_holders(self, sets: Sequence[dsx_comm.RankSet]) -> list[list[int]]:
         """Classes of ranks; the ranks of a class hold the same parameters (collective)."""
@@ -176,13 +177,17 @@ class EditAgreement:
         sums = torch.stack([_sum_of_bits(self._parameters[place]).cpu() for place in places]).tolist()
         return {self._names[place]: value for place, value in zip(places, sums)}
 
+    def _frozen(self) -> dict[str, int]:
+        """The names of the parameters that were laid out as trainable and are frozen now."""
+        return {name: 1 for name, p in zip(self._trained_names, self._trained) if not p.requires_grad}
+
     def word(self) -> int:
-        """A number that is the same on ranks that wrote the same; 0 where nothing was written."""
-        edited = sorted(self._edited().items())
+        """A number that is the same on ranks that wrote and froze the same; 0 where nothing was."""
+        changes = [*sorted(self._edited().items()), *sorted(self._frozen().items())]
         if not self._of_some:
-            return _hash(edited, 31)
-        of_all = [item for item in edited if item[0] not in self._of_some]
-        return _hash(of_all, 15) << 16 | _hash([item for item in edited if item[0] in self._of_some], 16)
+            return _hash(changes, 31)
+        of_all = [item for item in changes if item[0] not in self._of_some]
+        return _hash(of_all, 15) << 16 | _hash([item for item in changes if item[0] in self._of_some], 16)
 
     def of_all(self) -> str:
         """What was written into the parameters that all ranks hold, as a text; ranks that wrote the same give the same
@@ -191,31 +196,46 @@ class EditAgreement:
         return repr(sorted((name, value) for name, value in self._edited().items() if name not in self._of_some))
 
     def differ(self, words: Sequence[int]) -> bool:
-        """Whether the ranks' words say that ranks wrote different values into the same parameters."""
+        """Whether the ranks' words say that ranks changed the same parameters differently."""
         if not self._of_some:
             return len(set(words)) > 1
         of_some = any(len({words[rank] & 0xFFFF for rank in ranks}) > 1 for ranks in self._holders)
         return of_some or len({word >> 16 for word in words}) > 1
 
     def refuse(self) -> None:
-        """Raise an error that says where the ranks' edits differ. Collective.
+        """Raise an error that says where the ranks' changes differ. Collective.
 
         Raises:
             ZeroStateError: always, on every rank; names the parameters and the ranks. Nothing has been stepped.
         """
         by_rank: list[Any] = [None] * self._ranks.size
-        dsx_comm.all_gather_object(by_rank, self._edited(), group=self._ranks.group)
-        names = [name for name in self._names if self._differs(name, [edits.get(name) for edits in by_rank])]
-        shown = ", ".join(names[:_MAX_NAMED]) + (
-            f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-        )
-        writers = [str(rank) for rank, edits in enumerate(by_rank) if any(name in edits for name in names)]
+        dsx_comm.all_gather_object(by_rank, (self._edited(), self._frozen()), group=self._ranks.group)
+        frozen = self._differing(self._trained_names, [frozen for _, frozen in by_rank])
+        if frozen is not None:
+            names, ranks = frozen
+            raise ZeroStateError(
+                f"parameters are frozen on some ranks and trained on others: {names} (requires_grad is False on rank"
+                f" {ranks}). Such a parameter would get the gradients of some ranks only; call requires_grad_ with the"
+                " same value on every rank"
+            )
+        names, ranks = self._differing(self._names, [edits for edits, _ in by_rank]) or ("unknown", "unknown")
         raise ZeroStateError(
-            f"parameters were written since the last step, and not alike on all ranks: {shown} (written on rank"
-            f" {', '.join(writers)}). Every rank has to write the same values (the same seed, the same file), or write"
+            f"parameters were written since the last step, and not alike on all ranks: {names} (written on rank"
+            f" {ranks}). Every rank has to write the same values (the same seed, the same file), or write"
             " inside `with dsx_zero.GatheredParameters(parameters, modifier_rank=0):` on every rank, which gives rank"
             " 0's values to all"
         )
+
+    def _differing(self, names: Sequence[str], by_rank: Sequence[dict[str, int]]) -> tuple[str, str] | None:
+        """The parameters that ranks changed differently, and the ranks that changed them, as texts; None: there are
+        none.
+        """
+        found = [name for name in names if self._differs(name, [changes.get(name) for changes in by_rank])]
+        if not found:
+            return None
+        more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
+        ranks = [str(rank) for rank, changes in enumerate(by_rank) if any(name in changes for name in found)]
+        return ", ".join(found[:_MAX_NAMED]) + more, ", ".join(ranks)
 
     def _differs(self, name: str, values: Sequence[int | None]) -> bool:
         if name not in self._of_some:
