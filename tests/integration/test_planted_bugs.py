@@ -401,6 +401,29 @@ def clipping_by_torch_uses_the_own_shard() -> Any:
     return patch.object(access, "_norms_of", norms_of)
 
 
+def freeze_on_one_rank() -> Any:
+    """Rank 1 freezes a layer after the model was sharded."""
+    optimizer = module("dsx_zero.optimizer").ZeroOptimizer
+    right = optimizer.step
+
+    def step(self, *arguments, **options):
+        if torch.distributed.get_rank() == 1:
+            next(self.gradient_parameters()).requires_grad_(False)
+        return right(self, *arguments, **options)
+
+    return patch.object(optimizer, "step", step)
+
+
+def shard_inside_ddp() -> Any:
+    """The model that is sharded is wrapped by DistributedDataParallel already."""
+    right = module("dsx_zero").shard
+
+    def shard(model, *arguments, **options):
+        return right(nn.parallel.DistributedDataParallel(model), *arguments, **options)
+
+    return patch.object(module("dsx_zero"), "shard", shard)
+
+
 class HalfFrozen(Net):
     """A Net whose first layer is not trained."""
 
@@ -450,6 +473,8 @@ BUGS = [
     Bug("stage 3: a freed unit's memory is taken again but not refilled", freed_memory_not_refilled, zero(3)),
     Bug("stage 3: a unit is refilled with values of before the step", old_values_after_step, zero(3)),
     Bug("frozen parameters change", frozen_parameters_decay, zero(1), model=HalfFrozen),
+    Bug("a layer is frozen on one rank only", freeze_on_one_rank, zero(0)),
+    Bug("the model is wrapped by DistributedDataParallel too", shard_inside_ddp, zero(2)),
     Bug("graphs of before a step stay valid", graphs_of_before_a_step_stay_valid, zero(1)),
     Bug("a parameter that was replaced is not noticed", replaced_parameters_are_not_noticed, zero(2)),
     Bug("one rank trains with another rate", ranks_with_different_rates, zero(0)),

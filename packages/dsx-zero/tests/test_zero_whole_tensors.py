@@ -195,3 +195,39 @@ def refused(rank, world):
 
 def test_lbfgs_is_refused_with_the_reason():
     run_ranks(refused, 1)
+
+
+class OfSlices(nn.Module):
+    """A matrix and its bias of which each rank has a slice, and a whole matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.cut, self.whole = nn.Linear(4, 2), nn.Linear(2, 4)
+        self.cut.weight.tensor_model_parallel = self.cut.bias.tensor_model_parallel = True
+
+
+def muon_of_slices(rank, world, make, stage):
+    import dsx_comm
+    import dsx_ops
+    import dsx_zero
+
+    registry = dsx_comm.GroupRegistry(dsx_comm.ProcessTopology(("data", "model"), (1, 2)))
+    dsx_comm.parallel_groups.use(registry)
+    model = OfSlices()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    cut, others = [model.cut.weight], [model.cut.bias, *model.whole.parameters()]
+    element_wise = [{"params": cut, "use_muon": False}, {"params": others}]
+    for given, fails in ((model.parameters(), True), (element_wise, False)):
+        optimizer = dsx_ops.Muon(given) if make == "ours" else torch.optim.Muon([*cut, model.whole.weight])
+        if not fails:
+            dsx_zero.shard(model, dsx_ops.Muon(given), stage=stage)
+            continue
+        with pytest.raises(dsx_zero.ZeroOptimizerError, match=r"Muon needs whole tensors.*slice of cut\.weight:"):
+            dsx_zero.shard(model, optimizer, stage=stage)
+        for name, parameter in model.named_parameters():
+            assert type(parameter) is nn.Parameter and torch.equal(parameter, before[name])
+
+
+@pytest.mark.parametrize(("make", "stage"), [("ours", 0), ("ours", 1), ("ours", 3), ("torch", 2)])
+def test_slices_of_whole_tensors_are_refused(make, stage):
+    run_ranks(muon_of_slices, 2, make, stage)

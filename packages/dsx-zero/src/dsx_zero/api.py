@@ -17,7 +17,8 @@ from ._version import __version__
 from .access import OWNERS
 from .alike import agree, model_facts, optimizer_facts, telling
 from .building import Builder, Recipe, assemble, plan_facts
-from .errors import HAS_NO_EFFECT, ZeroConfigError, ZeroModelError, ZeroOptimizerError
+from .checks import check_given, check_marked_in_time, check_model, check_not_wrapped, check_values
+from .errors import HAS_NO_EFFECT, ZeroConfigError, ZeroOptimizerError
 from .grads.reduction import Reduction
 from .groups import AuxiliaryGroups
 from .homes.chosen import (
@@ -33,8 +34,6 @@ from .homes.stored import TensorStore
 from .homes.tiers import Placement, UnitPlacement
 from .locked_pages import ask_for_locked_pages
 from .optimizer import ZeroOptimizer
-from .params.init import InitParameter
-from .params.partitioned import PartitionedParameter
 from .params.restored import current_parameter, restore_model
 from .plan.leaves import fine_modules, named_leaves
 from .plan.rank_sets import choose_rank_sets, ranks_of_mesh
@@ -146,7 +145,8 @@ def shard(
         precision, reduction = precision or Precision(), reduction or Reduction()
         settings.check_combinations(mesh=mesh_shards > 0)
         _check_sparse(sparse_gradients, settings.stage)
-        _check_given(optimizer, stage=settings.stage)
+        check_given(optimizer, stage=settings.stage)
+        check_not_wrapped(model)
         given = placement is not None
         placement = placement or placement_of(settings, store)
         check_placement(placement, settings.stage)
@@ -154,6 +154,7 @@ def shard(
     sets = choose_rank_sets(process_group, mpu, ranks_of)
     data = sets.data
     groups = AuxiliaryGroups()
+    settings = _without_tiny_pieces(settings, model, data)
     plain = PlainTransports(precision.wire_dtype, settings.size("reduce_bucket_size"))
     own, transports = transports, transports or transports_of(settings, plain, groups)
     facts = {
@@ -166,8 +167,8 @@ def shard(
     release_model(model)
     holders: RanksOf = sets if ranks_of is None else ranks_of
     with telling(data.group):
-        _check_marked_in_time(model, holders)
-        _check_values(model)
+        check_marked_in_time(model, holders)
+        check_values(model)
 
     def choose(settings: ZeroConfig) -> RanksOf:
         return SecondaryRanks(
@@ -184,7 +185,7 @@ def shard(
         inner: Any = _NoOptimizer() if optimizer is None else _inner(model, optimizer, stage=settings.stage)
         held = frozenset(id(p) for group in inner.param_groups for p in group["params"])
         infos = find_parameters(model, held)
-        _check_model(model, infos)
+        check_model(model, infos)
         recipe = Recipe(
             model=model,
             settings=settings,
@@ -239,6 +240,32 @@ def _check_late_update(settings: ZeroConfig, inner: Any, placements: Sequence[Un
             f"got {late_update_after(settings)}, but {why}; expected null, or an element-wise optimizer whose state is"
             " in host memory",
         )
+
+
+_MOST_PIECES = 1 << 10
+_TINY_PIECE = 1 << 16
+"""Elements: a piece of this size or more is accepted, however many there are."""
+
+
+def _without_tiny_pieces(settings: ZeroConfig, model: nn.Module, data: dsx_comm.RankSet) -> ZeroConfig:
+    """The settings with sizes of pieces raised that would cut the model into more than `_MOST_PIECES` tiny ones: each
+    costs the host a call or the ranks a message, so that a step would hardly end. Warns of them.
+    """
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    whole = {"reduce_bucket_size": numel, "allgather_bucket_size": numel, "sub_group_size": numel // data.size}
+    raised = {}
+    for name, elements in whole.items():
+        least = min(_TINY_PIECE, elements // _MOST_PIECES)
+        if settings.size(name) < least:
+            raised[name] = least
+            if data.rank == 0:
+                text = (
+                    "zero_optimization.%s: got %d, which would cut %d elements into %d pieces; uses %d. Set it to at"
+                    " least that, or remove it"
+                )
+                pieces = -(-elements // settings.size(name))
+                _log.warning(with_code(text, "DSX350"), name, settings.size(name), elements, pieces, least)
+    return settings.model_copy(update=raised) if raised else settings
 
 
 _RATIO_UNITS = 16
@@ -343,19 +370,6 @@ def _leaves(model: nn.Module, settings: ZeroConfig) -> frozenset[str]:
     return named | fine_modules(model, settings.stage3_module_granularity_threshold)
 
 
-def _check_given(optimizer: OptimizerLike, *, stage: int) -> None:
-    """Refuse an optimizer that cannot be used, before anything is changed."""
-    if isinstance(optimizer, ZeroOptimizer):
-        raise ZeroOptimizerError("the optimizer is sharded already; give dsx_zero.shard the plain one")
-    if isinstance(optimizer, torch.optim.Optimizer):
-        check_optimizer(optimizer, stage=stage)
-    elif optimizer is not None and not callable(optimizer):
-        raise ZeroOptimizerError(
-            f"optimizer: got {type(optimizer).__name__}, expected a torch.optim.Optimizer, a callable that makes one of"
-            " parameters, or None"
-        )
-
-
 def _inner(model: nn.Module, optimizer: Any, *, stage: int) -> torch.optim.Optimizer:
     made: Any = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(_trainable(model))
     if not hasattr(made, "param_groups") or not hasattr(made, "step"):
@@ -377,69 +391,3 @@ def _inner(model: nn.Module, optimizer: Any, *, stage: int) -> torch.optim.Optim
 
 def _trainable(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-def _check_model(model: nn.Module, infos: Sequence[ParameterInfo]) -> None:
-    for info in infos:
-        if info.device.type == "meta":
-            raise ZeroModelError(
-                f"{info.name}: is on the meta device and has no values; materialise the model (model.to_empty and"
-                " initialise) first"
-            )
-        if info.trainable and not info.dtype.is_floating_point:
-            raise ZeroModelError(
-                f"{info.name}: trainable parameters must be of a real floating-point dtype, got {info.dtype}"
-            )
-    trainable = {info.name: info.trainable for info in infos}
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "placements"):
-            raise ZeroModelError(f"{name}: is a DTensor; a model that is divided by DTensors cannot be sharded again")
-        partitioned = isinstance(parameter, PartitionedParameter) and not isinstance(parameter.source, InitParameter)
-        if partitioned or _is_taken(parameter, trainable[name]):
-            raise ZeroModelError(
-                f"{name}: is sharded already, as part of another model whose optimizer is in use; two optimizers cannot"
-                " share a parameter. Give one optimizer all groups at once, or call release() of the other one"
-                " (destroy() of its engine) before"
-            )
-
-
-def _check_marked_in_time(model: nn.Module, ranks_of: RanksOf) -> None:
-    """Refuse experts that `Init` has divided among all ranks: it has given every rank the values of the first rank."""
-    for info in find_parameters(model):
-        parameter = model.get_parameter(info.name)
-        if info.marks.expert is None or not isinstance(parameter, PartitionedParameter):
-            continue
-        source, holders = parameter.source, ranks_of(info).size
-        if isinstance(source, InitParameter) and source.ranks.size != holders:
-            raise ZeroModelError(
-                f"{info.name}: is an expert's (allreduce=False), but dsx_zero.Init divided it among {source.ranks.size}"
-                f" ranks before it was marked, and only {holders} hold it: all experts have the values of one. Build"
-                " and mark experts inside `with dsx_zero.Init.paused():`, which may lie in a constructor"
-            )
-
-
-def _check_values(model: nn.Module) -> None:
-    """Refuse parameters that `Init` made on the meta device and that have no values yet."""
-    empty = [
-        name
-        for name, parameter in model.named_parameters()
-        if isinstance(parameter, PartitionedParameter)
-        and isinstance(parameter.source, InitParameter)
-        and not parameter.source.has_values
-    ]
-    if empty:
-        more = f" and {len(empty) - 5} more" if len(empty) > 5 else ""
-        raise ZeroModelError(
-            f"{', '.join(empty[:5])}{more}: made on the meta device under dsx_zero.Init, and without values; fill the"
-            " model with dsx_zero.load(model, path) first, or write these parameters on every rank (p.data.normal_())"
-        )
-
-
-def _is_taken(parameter: torch.Tensor, trainable: bool) -> bool:
-    """Whether sharding would take a parameter's memory from another optimizer that steps it, or give it a second one
-    that does. What both leave frozen may be shared.
-    """
-    owner = OWNERS.find(parameter)
-    if owner is None or owner[0].released:
-        return False
-    return trainable or owner[0].group_of(owner[1]).trainable

@@ -55,7 +55,15 @@ from .plan.units import GroupPlan, ParameterInfo, Persistence, RanksOf, UnitPlan
 from .precision import Precision
 from .runtime import Publisher, Runtime, UnusedCheck
 from .step.apart import new_values_wait
-from .step.masters import Master, Masters, make_masters, needs_whole_tensors, place_masters, replace_parameters
+from .step.masters import (
+    Master,
+    Masters,
+    check_whole_tensors,
+    make_masters,
+    needs_whole_tensors,
+    place_masters,
+    replace_parameters,
+)
 from .step.norm import groups_of_norm
 from .step.param_groups import StepGroups
 from .step.parts import may_be_cut, why_at_once
@@ -130,6 +138,7 @@ class Recipe:
             undivided=needs_whole_tensors(inner),
         )
         check_rank_sets(plans, self.data)
+        check_whole_tensors(inner, plans, {id(p): name for name, p in self.model.named_parameters()})
         check_room(self.placement, {str(p): _shard_numel(p) for p in plans if not p.resident})
         plain, stage, rank = is_plain(plans, self.data), settings.stage, self.data.rank
         averaging = averaging_of(inner, self.reduction, stage=stage, rank=rank, plain=plain)

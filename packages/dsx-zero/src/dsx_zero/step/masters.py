@@ -18,12 +18,14 @@ from ..errors import ZeroOptimizerError
 from ..homes.home import Home, read, write
 from ..params.flat import FlatGroup, Unit
 from ..plan.layout import LocalSlice, pieces
+from ..plan.units import UnitPlan
 from .plan import cut
 
 __all__ = [
     "Master",
     "Masters",
     "check_optimizer",
+    "check_whole_tensors",
     "copy_targets",
     "make_masters",
     "needs_whole_tensors",
@@ -34,6 +36,7 @@ __all__ = [
     "write_parameters",
 ]
 
+_MAX_NAMED = 5
 _REFUSED = {
     "LBFGS": "its line search evaluates the model again and again, and needs the whole gradient in one vector",
     "SparseAdam": "it needs sparse gradients of whole tensors",
@@ -95,6 +98,38 @@ def needs_whole_tensors(optimizer: Any) -> bool:
     if said is not None:
         return bool(said)
     return any(kind.__name__ in _WHOLE for kind in type(optimizer).__mro__)
+
+
+def check_whole_tensors(optimizer: Any, plans: Sequence[UnitPlan], names: Mapping[int, str]) -> None:
+    """Refuse an optimizer that needs whole tensors where tensor parallelism gives this rank a slice of them.
+
+    Args:
+        names: of the model's parameters, by `id`.
+
+    Raises:
+        ZeroOptimizerError: names the parameter. Groups with `use_muon=False` are stepped element by element.
+    """
+    if not needs_whole_tensors(optimizer):
+        return
+    held = {
+        names.get(id(p), "") for group in optimizer.param_groups if group.get("use_muon", True) for p in group["params"]
+    }
+    sliced = [
+        name
+        for plan in plans
+        for group in plan.groups
+        if group.key.trainable and group.key.ranks.tensor_groups
+        for name in group.layout.names
+        if name in held
+    ]
+    if sliced:
+        more = f" and {len(sliced) - _MAX_NAMED} more" if len(sliced) > _MAX_NAMED else ""
+        raise ZeroOptimizerError(
+            f"{type(optimizer).__name__} needs whole tensors, and tensor parallelism gives each rank a slice of"
+            f" {', '.join(sliced[:_MAX_NAMED])}{more}: the update of a slice is not the slice of the update. Train"
+            " without tensor slices, use an element-wise optimizer (AdamW), or put these parameters into groups with"
+            " use_muon=False where the optimizer has such groups"
+        )
 
 
 Masters = Sequence[tuple[nn.Parameter, tuple[Master, ...]]]
