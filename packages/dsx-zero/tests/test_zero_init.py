@@ -242,3 +242,86 @@ def test_the_dtype_is_read_from_a_file_with_comments(tmp_path):
             dsx_zero.ZeroConfigError, match=r"Init.config.*cannot be read.*expected a dictionary or the path"
         ):
             dsx_zero.Init(config=wrong)
+
+
+class Wrapped(nn.Module):
+    """A module beside a copy of it that is trained, as adapters keep a classification head."""
+
+    def __init__(self, original):
+        super().__init__()
+        import copy
+
+        self.original = original
+        self.trained = copy.deepcopy(original)
+        self.original.requires_grad_(False)
+
+    def forward(self, x):
+        return self.trained(x)
+
+
+def copied_before_sharding(rank, world, where):
+    import copy
+
+    import dsx_zero
+
+    torch.manual_seed(7)
+    plain = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+    torch.manual_seed(7)
+    with dsx_zero.Init(remote_device=where):
+        model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+    if rank == 0:  # one rank alone copies its part: nothing is sent
+        copy.deepcopy(model)
+    model[2].weight.mark = ["kept"]
+    model[2] = Wrapped(model[2])
+    twin = copy.deepcopy(nn.ModuleList([model[0], model[0]]))
+    assert twin[0].weight is twin[1].weight and isinstance(twin[0].weight, dsx_zero.PartitionedParameter)
+    twin[0].weight.data.zero_()  # a copy of its own
+    assert model[2].trained.weight.mark == ["kept"]
+    assert model[2].trained.weight.mark is not model[2].original.weight.mark
+    with dsx_zero.GatheredParameters(model.parameters()):
+        whole = copy.deepcopy(model[0])
+    assert type(whole.weight) is nn.Parameter and torch.equal(whole.weight, plain[0].weight)
+    model, optimizer = dsx_zero.shard(model, sgd, stage=3, config=EXACT)
+    expected = sgd(plain.parameters())
+    before = plain[2].weight.detach().clone()
+    for seed in range(2):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        plain(x).square().mean().backward()
+        expected.step()
+        expected.zero_grad()
+    with dsx_zero.GatheredParameters(model.parameters()):
+        torch.testing.assert_close(model[2].trained.weight, plain[2].weight)
+        torch.testing.assert_close(model[0].weight, plain[0].weight)
+        assert torch.equal(model[2].original.weight, before)
+
+
+@pytest.mark.parametrize(("world", "where"), [(1, None), (2, None), (2, "cpu")])
+def test_a_module_is_copied_before_it_is_sharded(world, where):
+    run_ranks(copied_before_sharding, world, where)
+
+
+ONE_LAUNCHED_RANK = """
+import os, torch, dsx_zero
+with dsx_zero.Init():
+    model = torch.nn.Linear(4, 4)
+    assert torch.distributed.get_rank() == 0 and torch.distributed.get_world_size() == 1
+model, optimizer = dsx_zero.shard(model, lambda p: torch.optim.SGD(p, lr=0.1), stage=3)
+model(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+print("trained")
+"""
+
+
+def test_one_launched_rank_has_a_process_group(tmp_path):
+    import os
+    import subprocess
+    import sys
+
+    address = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_LAUNCHED_RANK], env={**os.environ, **address}, capture_output=True, text=True
+    )
+    assert done.stdout == "trained\n", done.stderr

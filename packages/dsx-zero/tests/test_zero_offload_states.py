@@ -181,3 +181,42 @@ def elsewhere(rank, world):
 
 def test_what_lives_on_the_host_stays_there():
     run_ranks(elsewhere, 2)
+
+
+def used_while_away(rank, world, stage):
+    """What needs the states is refused, and afterwards the model trains as if nothing had been asked."""
+    model, optimizer = built(stage, torch.bfloat16)
+    parameters = list(model.parameters())
+    for step in range(5):
+        backward(model, rank, step, torch.bfloat16)
+        optimizer.step(max_norm=0.3)
+        optimizer.zero_grad()
+        if step in (1, 3):
+            optimizer.offload_states()
+            optimizer.free_gathered()  # needs none of the states
+            refused = [p for p in parameters if isinstance(p, dsx_zero.PartitionedParameter)]
+            for asked in ([p for p in refused[:1]], refused):
+                if asked:
+                    with pytest.raises(dsx_zero.ZeroStateError, match="reload_states"):
+                        dsx_zero.GatheredParameters(asked).__enter__()
+            for parameter in refused:
+                with pytest.raises(dsx_zero.ZeroStateError, match="reload_states"):
+                    parameter.full_tensor()
+            with torch.no_grad(), pytest.raises(dsx_zero.ZeroStateError, match="reload_states"):
+                model(torch.zeros(2, 12, dtype=torch.bfloat16))
+            optimizer.reload_states()
+    return values(model, optimizer)
+
+
+@pytest.mark.parametrize(("stage", "world"), [(0, 1), (2, 2), (3, 1), (3, 2)])
+def test_what_is_refused_while_states_are_away_leaves_the_model_usable(stage, world):
+    def plain(rank, world, stage):
+        model, optimizer = built(stage, torch.bfloat16)
+        for step in range(5):
+            backward(model, rank, step, torch.bfloat16)
+            optimizer.step(max_norm=0.3)
+            optimizer.zero_grad()
+        return values(model, optimizer)
+
+    for expected, found in zip(run_ranks(plain, world, stage), run_ranks(used_while_away, world, stage)):
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))

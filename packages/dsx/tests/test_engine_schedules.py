@@ -133,3 +133,29 @@ def test_a_schedule_without_an_optimizer_is_said(caplog):
     with caplog.at_level("WARNING", logger="dsx"):
         assert dsx.initialize(model=torch.nn.Linear(2, 1), config=settings)[3] is None
     assert "scheduler is not used: this engine has no optimizer" in caplog.text
+
+
+class Halved(torch.optim.Optimizer):
+    """Its groups have no learning rate."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    def step(self):
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.sub_(0.5 * parameter.grad)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_group_without_a_learning_rate_trains(stage):
+    import dsx
+
+    settings = {"train_micro_batch_size_per_gpu": 1, "steps_per_print": 1, "zero_optimization": {"stage": stage}}
+    model = torch.nn.Linear(2, 1)
+    before = model.weight.detach().clone()
+    engine, *_ = dsx.initialize(model=model, optimizer=Halved(model.parameters()), config=settings)
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.step()
+    assert engine.get_lr() == [0.0] and engine.last_step.lr == (0.0,)
+    assert torch.equal(engine.module.weight.detach(), before - 0.5)

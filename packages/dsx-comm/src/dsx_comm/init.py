@@ -87,11 +87,14 @@ def init_distributed(
         logger.info("process group: %s, %d rank(s)", dist.get_backend_config(), dist.get_world_size())
 
 
-def join_launched_ranks() -> None:
+def join_launched_ranks(*, alone: bool = False) -> None:
     """Make the default process group if a launcher started this process as one of several ranks, and there is none.
 
     Libraries call it before they divide something among ranks. Without it each rank would be alone: a model that was
     meant to be divided would be whole on every rank, and the ranks would train apart.
+
+    Args:
+        alone: make it where a launcher started this process as the only rank, too.
 
     Raises:
         CommError: see `init_distributed`.
@@ -99,7 +102,7 @@ def join_launched_ranks() -> None:
     if dist.is_initialized():
         return
     found = discover(os.environ)
-    if found is not None and found.world_size > 1:
+    if found is not None and (alone or found.world_size > 1):
         init_distributed()
 
 

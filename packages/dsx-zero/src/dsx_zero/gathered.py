@@ -64,11 +64,23 @@ class GatheredParameters:
         self._stack = ExitStack()
         self._before: dict[int, tuple[str, torch.Tensor, int]] = {}
         self._plain: list[tuple[torch.Tensor, int]] = []
+        self._opened: list[tuple[UnitParameter | InitParameter, torch.Tensor]] = []
         if fwd_module is not None and enabled:
             for parameter in self._parameters:
                 register_external_parameter(fwd_module, parameter)
 
     def __enter__(self) -> GatheredParameters:
+        try:
+            self._open()
+        except BaseException:
+            for source, _ in self._opened:
+                source.close(source_rank=None)
+            self._opened = []
+            self._stack.close()
+            raise
+        return self
+
+    def _open(self) -> None:
         sources = [p.source for p in self._parameters if isinstance(p, PartitionedParameter)]
         by_owner: dict[int, list[UnitParameter]] = {}
         for source in sources:
@@ -78,9 +90,9 @@ class GatheredParameters:
             gather_on_use = group[0].unit.gather_on_use
             if gather_on_use is not None:
                 self._stack.enter_context(gather_on_use.gathered([source.unit.index for source in group]))
-        self._opened = [
-            (source, source.open()) for source in sources if isinstance(source, (UnitParameter, InitParameter))
-        ]
+        for source in sources:
+            if isinstance(source, (UnitParameter, InitParameter)):
+                self._opened.append((source, source.open()))
         if self._modifier is None:
             for source, whole in self._opened:
                 self._remember(source, whole)
@@ -91,7 +103,6 @@ class GatheredParameters:
         else:
             plain = (p for p in self._parameters if not isinstance(p, PartitionedParameter) and p.numel())
             self._plain = [(p, fingerprint(p)) for p in plain]
-        return self
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
         modifier = self._modifier if kind is None else None

@@ -398,7 +398,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             ZeroConfigError: another class, or another device.
         """
         if self.released:
-            self._check_in_use()
+            self._check_not_released()
         self.check_update_ended()
         self._moved.move_out(include, device, pin=pin_memory, non_blocking=non_blocking)
 
@@ -431,6 +431,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._on_release.append(callback)
 
     def _check_in_use(self) -> None:
+        self._check_not_released()
+        self._moved.check()
+
+    def _check_not_released(self) -> None:
         if self.released:
             raise ZeroStateError(
                 "this optimizer was released: release() was called (or destroy() of its engine), or its model was"
@@ -438,7 +442,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             )
         if self._unusable is not None:
             raise ZeroStateError(self._unusable)
-        self._moved.check()
 
     # The step ---------------------------------------------------------------------------------------------------------
 
@@ -659,7 +662,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Every rank must call it. At other stages parameters are always whole, and nothing happens.
         """
-        self._check_in_use()
+        self._check_not_released()  # states that offload_states() has moved are not needed
         self._runtime.publisher.free_gathered()
 
     @torch.no_grad()

@@ -78,6 +78,14 @@ class GatherExecutor:
         self.live += target.numel
         self._under_way += target.numel
         target.state = UnitState.GATHERING
+        self._tickets[unit] = []
+        try:
+            self._submit_gather(target)
+        except BaseException:
+            self.free(unit)  # a shard that cannot be read: the next gather of the unit begins afresh
+            raise
+
+    def _submit_gather(self, target: PartitionedUnit) -> None:
         jobs = []
         for store, group in zip(target.storages, target.groups):
             if not store.numel:
@@ -88,9 +96,8 @@ class GatherExecutor:
             jobs.append(partial(self._fill, store, shard, arrival, group, target.name))
         if self._ahead is not None:
             self._ahead.read_next()  # before the jobs are submitted, because these may wait for their shards
-        tickets = self._tickets[unit] = []
         for job in jobs:
-            tickets.append(self._lane.submit(job))
+            self._tickets[target.index].append(self._lane.submit(job))
 
     def _fill(
         self, store: GatheredStorage, shard: torch.Tensor, arrival: Ticket | None, group: FlatGroup, name: str

@@ -292,11 +292,13 @@ class GatherLifetime(GatherOnUse):
     @contextmanager
     def gathered(self, units: Sequence[int]) -> Iterator[None]:
         """Inside the context the units' whole parameters are in their modules. Collective."""
-        taken = [self._units[unit] for unit in dict.fromkeys(units)]
-        for target in taken:
-            self._take(target, Pass.OUTSIDE)
-            target.uses += 1
+        taken: list[PartitionedUnit] = []
         try:
+            for unit in dict.fromkeys(units):
+                target = self._units[unit]
+                self._take(target, Pass.OUTSIDE)
+                target.uses += 1
+                taken.append(target)
             yield
         finally:
             for target in taken:

@@ -10,7 +10,8 @@ units; below stage 3 it makes the parameters whole again. Between the two the mo
 Parameters on the meta device have no values to divide. Each rank allocates memory for its part, and ``dsx_zero.load``,
 or a write to the parameter, gives it values. ``remote_device`` says where the parts live until the model is sharded.
 
-If a launcher started this process as one of several and no process group exists yet, ``Init`` makes the default one.
+If a launcher started this process (also as the only rank) and no process group exists yet, ``Init`` makes the default
+one.
 
 Only torch's registration hooks are used; no class or function of torch is replaced. Left out: quantised parameters.
 """
@@ -214,7 +215,7 @@ class Init:
         settings = read_config(given) if isinstance(given, (str, Path)) else given
         self._dtype = dtype or _dtype_of(settings)
         if enabled:
-            dsx_comm.join_launched_ranks()
+            dsx_comm.join_launched_ranks(alone=True)  # programs ask torch.distributed for the rank while they build
         self._ranks = _rank_sets(data_parallel_group, mpu)
         self._enabled = enabled
         self._tier: Tier = DeviceTier()

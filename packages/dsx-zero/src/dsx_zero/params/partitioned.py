@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from copy import deepcopy
+from typing import Any, NoReturn
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -108,7 +109,30 @@ class PartitionedParameter(torch.Tensor):
         )
 
     def __deepcopy__(self, memo: dict) -> torch.Tensor:
-        """Raises `PartitionedParameterError`: for a copy all ranks would have to gather the whole parameters."""
+        """Before the model is sharded: another partitioned parameter, of which each rank copies its own part; an
+        ordinary one while it is gathered.
+
+        Raises:
+            PartitionedParameterError: the model is sharded. All ranks would have to gather the whole parameter.
+        """
+        if id(self) in memo:
+            return memo[id(self)]
+        opened = self._source.borrow()
+        source = self._source.converted(self.dtype, self.device) if opened is None else None
+        copy: torch.Tensor
+        if source is not None:
+            copy = PartitionedParameter(
+                source, self.shape, dtype=self.dtype, device=self.device, requires_grad=self.requires_grad
+            )
+        elif opened is not None:
+            copy = torch.nn.Parameter(opened.detach().clone(), requires_grad=self.requires_grad)
+        else:
+            self._refuse_deepcopy()
+        vars(copy).update(deepcopy({k: v for k, v in vars(self).items() if k not in ("_source", "_is_param")}, memo))
+        memo[id(self)] = copy
+        return copy
+
+    def _refuse_deepcopy(self) -> NoReturn:
         raise PartitionedParameterError(
             f"parameter '{self._source.name}' (shape {tuple(self.shape)}, {self.dtype}) is partitioned over the ranks"
             " and cannot be copied with deepcopy: this rank does not have its values. Copy the model before it is"

@@ -132,8 +132,8 @@ class EngineAccessors:
         return [] if optimizer is None else optimizer.param_groups
 
     def get_lr(self) -> list[float]:
-        """Learning rate of each parameter group, as the next update will use it."""
-        return [float(group["lr"]) for group in self._groups()]
+        """Learning rate of each parameter group, as the next update will use it; 0.0 for a group without one."""
+        return [float(group.get("lr", 0.0)) for group in self._groups()]
 
     def get_mom(self) -> list[Any]:
         """Momentum of each parameter group: its `betas`, otherwise its `momentum`, otherwise 0.0."""
