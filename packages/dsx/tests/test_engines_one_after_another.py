@@ -1,6 +1,10 @@
-"""An engine leaves nothing behind that changes the next one: the groups of a pipeline or an mpu end with its engine."""
+"""An engine does not change the next one: the groups of a pipeline or an mpu end with its engine, and a model beside it
+does not take them.
+"""
 
 from __future__ import annotations
+
+from functools import partial
 
 import dsx
 import pytest
@@ -53,6 +57,14 @@ def plain(rank, world, stage):
     return found
 
 
+def averaged_step():
+    """What `plain` must give on two ranks, by torch alone."""
+    model = nn.Sequential(*layers())
+    losses = [model(torch.full((2, 4), float(rank + 1))).pow(2).mean() for rank in range(2)]
+    (sum(losses) / 2).backward()
+    return [p.detach() - 0.1 * p.grad for p in model.parameters()]
+
+
 def after_a_pipeline(rank, world, stage):
     alone = plain(rank, world, stage)
     engine = pipeline(rank, world)
@@ -68,13 +80,63 @@ def after_a_pipeline(rank, world, stage):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_plain_model_behind_a_pipeline_is_averaged_over_all_ranks(stage):
-    found = run_ranks(after_a_pipeline, 2, stage, backend="gloo")
+    expected = averaged_step()
+    for weights in run_ranks(after_a_pipeline, 2, stage, backend="gloo"):
+        for one, value in zip(expected, weights, strict=True):
+            torch.testing.assert_close(one, value)
+
+
+def sliced(rank, world):
+    """An engine whose ranks hold slices of one model."""
+    registry = dsx.comm.GroupRegistry(dsx.comm.ProcessTopology(("data", "model"), (1, world)))
     model = nn.Sequential(*layers())
-    losses = [model(torch.full((2, 4), float(rank + 1))).pow(2).mean() for rank in range(2)]
-    (sum(losses) / 2).backward()
-    for weights in found:
-        for parameter, value in zip(model.parameters(), weights, strict=True):
-            torch.testing.assert_close(parameter.detach() - 0.1 * parameter.grad, value)
+    engine, *_ = dsx.initialize(model=model, mpu=dsx.comm.Mpu(registry), config=config())
+    assert (engine.dp_world_size, engine.mp_world_size) == (1, world)
+    return engine
+
+
+def sharded_alone(rank, world, stage):
+    """As `plain`, with dsx_zero and without an engine."""
+    model, optimizer = dsx.zero.shard(nn.Sequential(*layers()), partial(torch.optim.SGD, lr=0.1), stage=stage)
+    model(torch.full((2, 4), float(rank + 1))).pow(2).mean().backward()
+    optimizer.step()
+    with dsx.zero.GatheredParameters(list(model.parameters())):
+        return [p.detach().clone() for p in model.parameters()]
+
+
+def beside(rank, world, first):
+    living = {"pipeline": pipeline, "slices": sliced}[first](rank, world)
+    groups = dsx.comm.parallel_groups.current()
+    found = [plain(rank, world, stage) for stage in range(4)]
+    found += [sharded_alone(rank, world, stage) for stage in (1, 3)]
+    assert dsx.comm.parallel_groups.current() is groups, "user code still hears of the living engine's groups"
+    if first == "pipeline":
+        living.train_batch(data_iter=iter([(torch.ones(2, 4), torch.zeros(2, 4))] * 2))
+    living.destroy()
+    return found
+
+
+@pytest.mark.parametrize("first", ["pipeline", "slices"])
+def test_a_plain_model_beside_a_living_engine_is_averaged_over_all_ranks(first):
+    expected = averaged_step()
+    for found in run_ranks(beside, 2, first, backend="gloo"):
+        for weights in found:
+            for one, value in zip(expected, weights, strict=True):
+                torch.testing.assert_close(one, value)
+
+
+def given_by_name(rank, world):
+    living = pipeline(rank, world)
+    dsx.comm.parallel_groups.use(dsx.comm.GroupRegistry(dsx.comm.ProcessTopology(("data", "model"), (1, world))))
+    engine, *_ = dsx.initialize(model=nn.Sequential(*layers()), config=config())
+    assert (engine.dp_world_size, engine.mp_world_size) == (1, world)
+    engine.destroy()
+    living.destroy()
+    assert dsx.comm.parallel_groups.current().size("model") == world
+
+
+def test_groups_that_a_script_names_are_taken_beside_a_living_engine_too():
+    run_ranks(given_by_name, 2, backend="gloo")
 
 
 def refused(rank, world):

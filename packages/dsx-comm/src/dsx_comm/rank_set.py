@@ -28,7 +28,7 @@ from typing import Any
 from . import parallel_groups
 from .errors import TopologyError
 from .groups import get_all_ranks_from_group, get_rank, get_world_group, get_world_size, is_initialized
-from .parallel_groups import ParallelGroups
+from .groups_in_use import ParallelGroups
 from .registry import AxisGroup
 
 __all__ = ["ParameterMarks", "RankSet", "RankSets"]
@@ -147,6 +147,7 @@ class RankSets:
             share sequences.
         tensor_slice: (place, number) of the ranks that hold slices of the same tensors.
         slice_group: these ranks; None where there are no slices.
+        groups: the process groups behind the sets; None without a process group.
         model_size: number of ranks that share one copy of the model in slices (the model-parallel ranks).
     """
 
@@ -159,7 +160,7 @@ class RankSets:
         batches: tuple[int, int] | None = None,
         model_size: int = 1,
     ) -> None:
-        self._groups = groups
+        self.groups = groups
         self.tensor_slice = (0, 1) if tensor is None else (tensor.rank, tensor.size)
         self.slice_group = tensor
         self.batches = (data.rank, data.size) if batches is None else batches
@@ -175,7 +176,7 @@ class RankSets:
     @classmethod
     def over(cls, process_group: Any = None) -> RankSets:
         """Plain data parallelism over a process group; experts' groups are those of `parallel_groups`."""
-        return cls(RankSet.over(process_group), parallel_groups.current() if is_initialized() else None)
+        return cls(RankSet.over(process_group), parallel_groups.given() if is_initialized() else None)
 
     @classmethod
     def of_mpu(cls, mpu: Any) -> RankSets:
@@ -188,14 +189,17 @@ class RankSets:
             raise TopologyError(
                 f"got an mpu ({type(mpu).__name__}) and no process group; call dsx_comm.init_distributed first"
             )
-        groups = parallel_groups.current()
-        # An mpu that an engine holds is not given to `use`, which would keep it after the engine is destroyed.
-        return cls.of_groups(groups if groups.speaks_of(mpu) else parallel_groups.use(mpu))
+        groups = parallel_groups.groups_of(mpu)
+        if not parallel_groups.is_in_use(groups):  # what an engine holds ends with the engine
+            parallel_groups.hold(mpu)
+        return cls.of_groups(groups)
 
     @classmethod
     def current(cls) -> RankSets:
-        """As `parallel_groups` says: what was last given to its `use`, else data parallelism over all ranks."""
-        return cls.of_groups(parallel_groups.current()) if is_initialized() else cls(RankSet())
+        """What was last given to `parallel_groups.use`, else data parallelism over all ranks. The groups of an `mpu` or
+        pipeline that an engine beside this one holds are not meant.
+        """
+        return cls.of_groups(parallel_groups.given()) if is_initialized() else cls(RankSet())
 
     @classmethod
     def of_groups(cls, groups: ParallelGroups) -> RankSets:
@@ -225,9 +229,9 @@ class RankSets:
         if marks.expert is None:
             return self._sliced if marks.sliced else self.data
         like = self._sliced if marks.sliced else self.data
-        if self._groups is None:
+        if self.groups is None:
             return like
-        found = self._groups.expert_data(marks.expert or self._only_expert_group())
+        found = self.groups.expert_data(marks.expert or self._only_expert_group())
         return replace(
             like, group=_plain(found.group), rank=found.rank, size=found.size, divisor=self.data.size, kind="experts"
         )
@@ -237,8 +241,8 @@ class RankSets:
         have the same part; "" where all ranks have it.
         """
         words = []
-        if marks.expert is not None and self._groups is not None:
-            found = self._groups.expert(marks.expert or self._only_expert_group())
+        if marks.expert is not None and self.groups is not None:
+            found = self.groups.expert(marks.expert or self._only_expert_group())
             words = [f"expert_rank_{found.rank:02d}_of_{found.size:02d}"] if found.size > 1 else []
         place, number = self.tensor_slice
         if marks.sliced and number > 1:
@@ -250,7 +254,7 @@ class RankSets:
         return self.of(info.marks)
 
     def _only_expert_group(self) -> str:
-        names = [] if self._groups is None else self._groups.expert_names()
+        names = [] if self.groups is None else self.groups.expert_names()
         if len(names) != 1:
             raise TopologyError(
                 f"an expert's parameter (allreduce=False) has no group_name, and there are {len(names)} groups of"

@@ -58,7 +58,10 @@ class GroupRegistry:
         return self._of(("axis", present), lists)
 
     def expert(self, size: int, *, data_before_expert: bool = False) -> tuple[AxisGroup, AxisGroup]:
-        """(expert-parallel, expert-data-parallel) group for experts spread over `size` ranks of the data axis."""
+        """(expert-parallel, expert-data-parallel) group for experts spread over `size` ranks of the data axis.
+
+        In a pipeline only the ranks of this rank's stage need to ask: another stage may have no experts.
+        """
         self._only("expert groups", ("pipe", "data", "model"))
         expert, expert_data = expert_groups(
             self.topology.world_size(),
@@ -67,8 +70,9 @@ class GroupRegistry:
             pipe_size=self.topology.get_dim("pipe"),
             data_before_expert=data_before_expert,
         )
-        key = (size, data_before_expert)
-        return self._of(("expert", *key), expert), self._of(("expert_data", *key), expert_data)
+        key, local = (size, data_before_expert), self.topology.get_dim("pipe") > 1
+        found = self._of(("expert", *key), expert, local=local)
+        return found, self._of(("expert_data", *key), expert_data, local=local)
 
     def blocks(self, size: int) -> AxisGroup:
         """The block of `size` consecutive ranks that holds this one (hpZ: the ranks of one machine)."""
@@ -98,17 +102,21 @@ class GroupRegistry:
         """A torch DeviceMesh of the same shape and axis names."""
         return initialize_mesh_device(self.topology.dims, self.topology.axes, device_type)
 
-    def _of(self, key: Any, lists: list[list[int]]) -> AxisGroup:
+    def _of(self, key: Any, lists: list[list[int]], *, local: bool = False) -> AxisGroup:
         if key not in self._groups:
-            self._groups[key] = self._make(key, lists)
+            self._groups[key] = self._make(key, lists, local)
         return self._groups[key]
 
-    def _make(self, key: Any, lists: list[list[int]]) -> AxisGroup:
+    def _make(self, key: Any, lists: list[list[int]], local: bool) -> AxisGroup:
         me = get_rank()
         mine = next(tuple(ranks) for ranks in lists if me in ranks)
         if len(lists) == 1 and list(mine) == list(range(get_world_size())):
             return AxisGroup(get_world_group(), mine, me)
-        made = {tuple(ranks): new_group(ranks, description="_".join(map(str, key))) for ranks in lists}
+        made = {
+            tuple(ranks): new_group(ranks, description="_".join(map(str, key)), local=local)
+            for ranks in lists
+            if not local or me in ranks
+        }
         return AxisGroup(made[mine], mine, mine.index(me))
 
     def _only(self, what: str, axes: tuple[str, ...]) -> None:

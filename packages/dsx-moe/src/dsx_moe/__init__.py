@@ -11,7 +11,7 @@ from .experts import Experts, PackedExperts
 from .gate import TopKGate
 from .gating import Gating, expert_capacity, router_z_loss, top1_gating, top2_gating, topk_gating
 from .gradients import average_gradients, broadcast_parameters, clip_grad_norm_
-from .groups import ExpertGroups, expert_groups_of, make_exchange
+from .groups import ExpertGroups, check_groups, expert_groups_of, make_exchange
 from .huggingface import ListedExpertBlock, PackedExpertShard, apply_expert_parallel, restore_experts
 from .layer import MoE, MoEOutput, has_moe_layers, name_layers
 from .marks import (
@@ -72,6 +72,7 @@ __all__ = [
     "clip_grad_norm_",
     "configure_moe_param_groups",
     "expert_capacity",
+    "check_groups",
     "expert_groups_of",
     "expert_slices",
     "full_optimizer_state_dict",

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import dsx_comm
 import torch
-from dsx_comm import parallel_groups
 from torch import nn
 
 from .gate import TopKGate
+from .groups import data_ranks
 
 
 def update_router_bias(model: nn.Module) -> int:
@@ -33,7 +33,7 @@ def update_router_bias(model: nn.Module) -> int:
     with torch.no_grad():
         counts = torch.cat([gate.assigned for gate in gates if gate.assigned is not None])
         if dsx_comm.is_initialized():
-            where = parallel_groups.current().axis("sequence_data")
+            where = data_ranks(model)
             if where.size > 1:
                 dsx_comm.all_reduce(counts, group=where.group)
         for gate, requests in zip(gates, counts.split([gate.num_experts for gate in gates])):

@@ -190,10 +190,10 @@ def _slice_group(size: int) -> Any:
     """The group over which one expert is cut: the model-parallel ranks; None if `size` is 1."""
     if size == 1:
         return None
-    there = parallel_groups.current().size("model") if dsx_comm.is_initialized() else 1
+    there = parallel_groups.given().size("tensor") if dsx_comm.is_initialized() else 1
     if size != there:
         raise MoEConfigError(
             f"expert_parallel.expert_tensor_parallel_size: got {size}, expected 1, or the {there} ranks that share the "
             "model in slices (tensor_parallel.autotp_size, or the mpu's)"
         )
-    return parallel_groups.current().axis("model").group
+    return parallel_groups.given().axis("tensor").group

@@ -15,7 +15,6 @@ A parameter without a gradient counts as zeros, so a rank that skipped a layer d
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
@@ -27,6 +26,7 @@ from torch import nn
 
 from .errors import MoEConfigError
 from .experts import ExpertShard
+from .groups import data_ranks, groups_in
 from .marks import is_moe_param
 
 _BUCKET = 1 << 24
@@ -44,11 +44,11 @@ def broadcast_parameters(model: nn.Module) -> None:
     if not dsx_comm.is_initialized():
         return
     _check_slices(model)
-    data = parallel_groups.current().axis("sequence_data")
+    data = data_ranks(model)
     expert_buffers = {id(b) for m in model.modules() for b in _expert_buffers(m)}
     with torch.no_grad():
         for parameter in model.parameters():
-            _broadcast(parameter, _holders(parameter) if is_moe_param(parameter) else data)
+            _broadcast(parameter, _holders(model, parameter) if is_moe_param(parameter) else data)
         for buffer in model.buffers():
             if id(buffer) not in expert_buffers:
                 _broadcast(buffer, data)
@@ -64,13 +64,13 @@ def average_gradients(model: nn.Module) -> None:
     if not dsx_comm.is_initialized():
         return
     _check_slices(model)
-    data = parallel_groups.current().axis("sequence_data")
+    data = data_ranks(model)
     by_group: dict[str | None, list[nn.Parameter]] = defaultdict(list)
     for parameter in model.parameters():
         if parameter.requires_grad:
             by_group[getattr(parameter, "group_name", None) if is_moe_param(parameter) else None].append(parameter)
     for name in sorted(by_group, key=str):
-        where = data if name is None else _expert_data(name)
+        where = data if name is None else _expert_groups(model, name)[1]
         _reduce(by_group[name], where, data.size)
 
 
@@ -80,43 +80,48 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, eps: float = 1e-6) -> tor
     The norm is that of the whole model: each dense parameter counts once, and so does each expert, whichever rank holds
     it. Slices (Megatron's `tensor_model_parallel`) are summed over the model axis of the topology. Call it after
     `average_gradients`. If the norm is not finite, the gradients are not changed. `eps` is added to the norm before the
-    division.
+    division. The norm is float64 on the device of the parameters, and the host does not wait for it.
 
     Raises:
         MoEConfigError: experts are sliced over ranks that are not the model axis of the topology.
     """
     if dsx_comm.is_initialized():
         _check_slices(model)
-    # sums of squares by (name of the expert group or None for dense parameters, whether the parameters are slices)
-    squares: dict[tuple[str | None, bool], torch.Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
+    # gradients by (name of the expert group or None for dense parameters, whether the parameters are slices)
+    kinds: dict[tuple[str | None, bool], list[torch.Tensor]] = defaultdict(list)
     parameters = [p for p in model.parameters() if p.requires_grad]
     for parameter in parameters:
-        square = torch.zeros((), dtype=torch.float64)
-        if parameter.grad is not None:
-            square = parameter.grad.detach().double().square().sum().cpu()
         name = str(getattr(parameter, "group_name", "")) if is_moe_param(parameter) else None
-        squares[name, bool(getattr(parameter, "tensor_model_parallel", False))] += square
+        held = kinds[name, bool(getattr(parameter, "tensor_model_parallel", False))]
+        if parameter.grad is not None:
+            held.append(parameter.grad.detach())
     device = parameters[0].device if parameters else torch.device("cpu")
-    total = torch.zeros((), dtype=torch.float64)
-    for name, is_sliced in sorted(squares, key=str):
-        total += _sum_over_holders(squares[name, is_sliced].to(device), name, is_sliced).cpu()
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for name, is_sliced in sorted(kinds, key=str):
+        square = _sum_of_squares(kinds[name, is_sliced], device)
+        total += _sum_over_holders(model, square, name, is_sliced)
     norm = total.sqrt()
-    if math.isfinite(float(norm)):
-        scale = min(1.0, max_norm / (float(norm) + eps))
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale)
+    scale = torch.where(norm.isfinite(), (max_norm / (norm + eps)).clamp(max=1.0), 1.0)
+    for grads in kinds.values():
+        for grad in grads:
+            grad.mul_(scale.to(grad.device))
     return norm
 
 
-def _sum_over_holders(square: torch.Tensor, name: str | None, is_sliced: bool) -> torch.Tensor:
+def _sum_of_squares(grads: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The sum of squares of all elements, float64 on the device; nothing is read on the host."""
+    norms = [torch.linalg.vector_norm(grad, dtype=torch.float64).to(device) for grad in grads]
+    return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
+
+
+def _sum_over_holders(model: nn.Module, square: torch.Tensor, name: str | None, is_sliced: bool) -> torch.Tensor:
     """Sum over the ranks that hold different slices, and those that hold different experts (collective)."""
     if dsx_comm.is_initialized():
-        groups = parallel_groups.current()
-        if is_sliced and groups.size("model") > 1:
-            dsx_comm.all_reduce(square, group=groups.axis("model").group)
+        groups = parallel_groups.given()
+        if is_sliced and groups.size("tensor") > 1:
+            dsx_comm.all_reduce(square, group=groups.axis("tensor").group)
         if name is not None:
-            dsx_comm.all_reduce(square, group=groups.expert(name).group)
+            dsx_comm.all_reduce(square, group=_expert_groups(model, name)[0].group)
     return square
 
 
@@ -125,7 +130,7 @@ def _check_slices(model: nn.Module) -> None:
 
     It would take the ranks of a tensor-parallel group for data-parallel ones, and mix different slices.
     """
-    ranks = parallel_groups.current().size("model")
+    ranks = parallel_groups.given().size("tensor")
     for name, module in model.named_modules():
         if isinstance(module, ExpertShard) and module.slices.cuts and module.slices.size != ranks:
             raise MoEConfigError(
@@ -152,18 +157,23 @@ def _reduce(parameters: list[nn.Parameter], where: AxisGroup, divisor: int) -> N
                 grad.copy_(part.view_as(grad))
 
 
-def _holders(parameter: torch.Tensor) -> AxisGroup:
-    return _expert_data(str(getattr(parameter, "group_name", "")))
+def _holders(model: nn.Module, parameter: torch.Tensor) -> AxisGroup:
+    return _expert_groups(model, str(getattr(parameter, "group_name", "")))[1]
 
 
-def _expert_data(name: str) -> AxisGroup:
-    groups = parallel_groups.current()
+def _expert_groups(model: nn.Module, name: str) -> tuple[AxisGroup, AxisGroup]:
+    """(the ranks that divide the experts of a group name, the ranks that hold the same ones): those that the model's
+    layers were built for, else those of `parallel_groups`.
+    """
+    if (layer := groups_in(model).get(name)) is not None:
+        return layer.expert, layer.expert_data
+    groups = parallel_groups.given()
     if name not in groups.expert_names():
         raise MoEConfigError(
             f"group_name: got {name!r}, expected one of {groups.expert_names()}; the layer was built before "
             "dsx_comm.init_distributed(), or the topology was changed since"
         )
-    return groups.expert_data(name)
+    return groups.expert(name), groups.expert_data(name)
 
 
 def _expert_buffers(module: nn.Module) -> Iterable[torch.Tensor]:

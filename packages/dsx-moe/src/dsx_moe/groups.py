@@ -12,6 +12,7 @@ from typing import Any
 
 import dsx_comm
 from dsx_comm import AxisGroup, Hierarchy, parallel_groups
+from torch import nn
 
 from .errors import MoEConfigError
 from .exchange import DirectExchange, Exchange, HierarchicalExchange
@@ -65,17 +66,17 @@ def expert_groups_of(ep_size: int, *, data_before_expert: bool = False) -> Exper
                 "dsx_comm.init_distributed() first, or use ep_size=1"
             )
         return ExpertGroups(name, _ONE_RANK, _ONE_RANK, _ONE_RANK)
-    current = parallel_groups.current()
-    topology = current.registry.topology
+    given = parallel_groups.given()
+    topology = given.registry.topology
     stage_ranks = dsx_comm.get_world_size() // topology.get_dim("pipe") // topology.get_dim("model")
     if ep_size < 1 or stage_ranks % ep_size:
         raise MoEConfigError(f"ep_size: got {ep_size}, expected a divisor of {stage_ranks} (data-parallel ranks)")
-    current.create_experts(ep_size, data_before_expert=data_before_expert)
+    given.create_experts(ep_size, data_before_expert=data_before_expert)
     made = ExpertGroups(
         name,
-        current.expert(name),
-        current.expert_data(name),
-        current.axis("sequence_data"),
+        given.expert(name),
+        given.expert_data(name),
+        given.axis("sequence_data"),
         data_before_expert,
     )
     _check_order(made)
@@ -110,25 +111,30 @@ def make_exchange(groups: ExpertGroups, devices_per_node: int | None = None) -> 
 
 
 def _hierarchy(groups: ExpertGroups, devices: int) -> Hierarchy:
-    """Divide every expert group into nodes of `devices` ranks. Every rank makes all groups, as torch requires."""
+    """Divide every expert group into nodes of `devices` ranks. Every rank makes all groups; in a pipeline its own."""
+    local = parallel_groups.given().registry.topology.get_dim("pipe") > 1  # another stage may have no experts
     nodes, (node, device) = groups.expert.size // devices, divmod(groups.expert.rank, devices)
     intra: Any = None
     inter: Any = None
     me = dsx_comm.get_rank()
-    for ranks in _all_expert_groups(groups):
+    for ranks in [list(groups.expert.ranks)] if local else _all_expert_groups(groups):
         rows = [ranks[i * devices : (i + 1) * devices] for i in range(nodes)]
         columns = [ranks[i::devices] for i in range(devices)]
         for row in rows if devices > 1 else ():
-            made = dsx_comm.new_group(row, description="expert_intra")
+            if local and me not in row:
+                continue
+            made = dsx_comm.new_group(row, description="expert_intra", local=local)
             intra = made if me in row else intra
         for column in columns if nodes > 1 else ():
-            made = dsx_comm.new_group(column, description="expert_inter")
+            if local and me not in column:
+                continue
+            made = dsx_comm.new_group(column, description="expert_inter", local=local)
             inter = made if me in column else inter
     return Hierarchy(groups.expert.group, intra, inter, nodes, devices, node, device)
 
 
 def _all_expert_groups(groups: ExpertGroups) -> list[list[int]]:
-    topology = parallel_groups.current().registry.topology
+    topology = parallel_groups.given().registry.topology
     expert, _ = dsx_comm.expert_groups(
         topology.world_size(),
         groups.expert.size,
@@ -148,3 +154,60 @@ def _check_order(groups: ExpertGroups) -> None:
             f"{expected}: "
             "use one value of use_data_before_expert_parallelism for all layers of a size"
         )
+
+
+def groups_in(model: nn.Module) -> dict[str, ExpertGroups]:
+    """The groups of the expert layers of a model, by name.
+
+    Raises:
+        MoEConfigError: layers were built before there was a process group, or for different data-parallel ranks.
+    """
+    found: dict[str, ExpertGroups] = {}
+    for name, module in model.named_modules():
+        groups = getattr(getattr(module, "dispatch", None), "groups", None)
+        if not isinstance(groups, ExpertGroups):
+            continue
+        first = found.setdefault(groups.name, groups)
+        if (
+            dsx_comm.is_initialized()
+            and dsx_comm.get_world_size() > 1
+            and (groups.data.group is None or groups.expert.ranks != first.expert.ranks)
+        ):
+            raise MoEConfigError(
+                f"{name or 'the layer'}: its experts are over the ranks {list(groups.expert.ranks)}, expected"
+                f" {list(first.expert.ranks)} of this process group; the layer was built before"
+                " dsx_comm.init_distributed(), or the topology was changed since"
+            )
+    return found
+
+
+def data_ranks(model: nn.Module) -> AxisGroup:
+    """The data-parallel ranks of a model: those its expert layers were built for, else those given to
+    `parallel_groups.use`.
+    """
+    found = next(iter(groups_in(model).values()), None)
+    return parallel_groups.given().axis("sequence_data") if found is None else found.data
+
+
+def check_groups(model: nn.Module) -> None:
+    """Check that the layers of a model were built for the ranks that its engine will take.
+
+    These are the ranks of `parallel_groups.given`.
+
+    Raises:
+        MoEConfigError: they were built for others. An expert's gradients would be averaged with those of other experts.
+    """
+    if not dsx_comm.is_initialized():
+        return
+    given = parallel_groups.given()
+    for name, groups in groups_in(model).items():
+        if name not in given.expert_names() and dsx_comm.get_world_size() == 1:
+            given.create_experts(groups.expert.size)  # the layer was built before there was a process group
+        expected = given.expert(name).ranks if name in given.expert_names() else None
+        if expected != groups.expert.ranks:
+            found = "no expert groups of this size" if expected is None else f"the ranks {list(expected)}"
+            raise MoEConfigError(
+                f"{name}: the layers were built for the expert-parallel ranks {list(groups.expert.ranks)}, and the"
+                f" topology of this model has {found}; give dsx_comm.parallel_groups.use(...) the topology or mpu of"
+                " the model before its layers are built"
+            )

@@ -326,9 +326,9 @@ def _tensor_group(given: Any) -> Any:
     if not dsx_comm.is_initialized():
         return None
     if given is None:
-        if parallel_groups.current().size("model") == 1:
+        if parallel_groups.given().size("tensor") == 1:
             return None
-        given = parallel_groups.current().axis("model").group
+        given = parallel_groups.given().axis("tensor").group
     return given if dsx_comm.get_world_size(given) > 1 else None
 
 

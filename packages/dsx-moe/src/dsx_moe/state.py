@@ -23,7 +23,7 @@ from torch import nn
 
 from .errors import ExpertStateError
 from .experts import Experts, ExpertShard
-from .groups import ExpertGroups
+from .groups import ExpertGroups, groups_in
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -217,7 +217,8 @@ def _gathered(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str
             full[name] = value.detach().to("cpu", copy=True)
             continue
         prefix, shard = at
-        where = parallel_groups.current().expert(shard.group_name)
+        layer = groups_in(model).get(shard.group_name)
+        where = parallel_groups.given().expert(shard.group_name) if layer is None else layer.expert
         if not isinstance(shard, Experts):
             full[name] = _gather(value.detach(), where).cpu()
             continue

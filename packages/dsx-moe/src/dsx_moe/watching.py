@@ -19,10 +19,10 @@ from pathlib import Path
 
 import dsx_comm
 import torch
-from dsx_comm import parallel_groups
 from torch import nn
 
 from .errors import MoEConfigError
+from .groups import data_ranks
 from .huggingface import ListedExpertBlock, PackedExpertShard
 from .layer import MoE
 from .stats import LayerStats
@@ -44,7 +44,7 @@ def layer_stats(model: nn.Module, *, all_ranks: bool = False) -> dict[str, Layer
             found[name or "model"] = module.stats
     if not all_ranks or not found or not dsx_comm.is_initialized():
         return found
-    where = parallel_groups.current().axis("sequence_data")
+    where = data_ranks(model)
     if where.size == 1:
         return found
     parts = [_to_vector(stats) for stats in found.values()]

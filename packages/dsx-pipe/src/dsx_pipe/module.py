@@ -17,6 +17,7 @@ from typing import Any
 
 import dsx_comm
 import torch
+from dsx_comm import parallel_groups
 from torch import nn
 
 from .chunk import Chunk, Recomputation, recompute
@@ -91,6 +92,7 @@ class PipelineModule(nn.Module):
     ) -> None:
         super().__init__()
         self._grid = PipelineParallelGrid(topology_for(num_stages, topology))
+        self._groups = parallel_groups.groups_of(self._grid)  # kept: layers may make groups of their own in it
         self.stage_id = self._grid.pipe.rank
         self.dynamic_shape = dynamic_shape
         self.seed_layers, self.seed_fn, self.base_seed = seed_layers, seed_fn, base_seed
@@ -117,7 +119,8 @@ class PipelineModule(nn.Module):
             None if checkpointable_layers is None else frozenset(checkpointable_layers),
         )
         self.tied_modules = nn.ModuleDict()
-        self.stage_modules: list[nn.Module] = [self._build_stage(s) for s in self.local_stages()]
+        with parallel_groups.speaking_of(self._groups):
+            self.stage_modules: list[nn.Module] = [self._build_stage(s) for s in self.local_stages()]
         self.ties = Ties(self._make_ties())
         self.ties.synchronize()
         self._files = self._layer_files()

@@ -35,6 +35,7 @@ def with_experts(model: nn.Module, config: Config, part: Callable[[str], ModuleT
         part("dsx_zero").release_model(model)  # an earlier engine may have partitioned it
         replaced = moe.apply_config(model, section, use_data_before_expert_parallelism=data_first)
         logger.info("expert_parallel: %d modules (%s ...)", len(replaced), replaced[0] if replaced else "none new")
+    moe.check_groups(model)
     layers = moe.name_layers(model)
     for layer in layers.values():
         layer.set_deepspeed_parallelism(use_data_before_expert_parallel_=data_first)

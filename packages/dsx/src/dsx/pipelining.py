@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from dsx_comm import RankSets
 from torch import nn
 
 from .config import Config
@@ -187,11 +188,11 @@ def prepare(model: nn.Module, zero: ModuleType) -> None:
             zero.set_z3_leaf_module(child, True)
 
 
-def rank_sets(model: nn.Module, comm: ModuleType) -> Any:
+def rank_sets(model: nn.Module, sets: RankSets) -> Any:
     """The argument `ranks_of` of `dsx_zero.shard` for this model; None if nothing is special."""
     if not is_pipeline(model):
         return None
-    sets, ties = comm.RankSets.current(), tuple(model.ties.ties)  # type: ignore[union-attr]
+    ties = tuple(model.ties.ties)  # type: ignore[union-attr]
     return shared_weight_ranks(sets, ties) if ties else sets
 
 
@@ -203,7 +204,7 @@ def build(parts: EngineParts, zero: ModuleType, comm: ModuleType) -> Engine:
     pipe = sys.modules["dsx_pipe"]
     # No hook knows whether a stage's parameters are gathered for a separate backward of the weights (decision 0032).
     split = not any(isinstance(p, zero.PartitionedParameter) for p in model.parameters())
-    data = comm.RankSets.current().data
+    data = parts.topology.data
 
     def runtime(parts: EngineParts, micro_batches: int, callbacks: Any) -> Any:
         module: Any = parts.module

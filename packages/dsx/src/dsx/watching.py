@@ -80,7 +80,8 @@ class Watched:
     @property
     def stages(self) -> int:
         """Ranks of a pipeline; 1 without one."""
-        return self.comm.parallel_groups.current().size("pipe") if self.distributed else 1
+        groups = self.topology.groups
+        return 1 if groups is None else groups.size("pipe")
 
     @property
     def device(self) -> torch.device:

@@ -89,13 +89,15 @@ def part(name: str) -> ModuleType:
 
 def build_engine(source: Any, request: Request) -> Engine:
     """The engine for a configuration and the caller's objects. Collective."""
-    with ExitStack() as held:  # the groups of an mpu are in use until the engine is destroyed, or the call fails
-        engine, optimizer = _build(source, request, held)
+    # The groups of an mpu are in use until the engine is destroyed, or the call fails. While the engine is built, all
+    # that asks for groups gets its own, whatever other engines hold.
+    with ExitStack() as held, ExitStack() as building:
+        engine, optimizer = _build(source, request, held, building)
         optimizer.call_on_release(held.pop_all().close)
     return engine
 
 
-def _build(source: Any, request: Request, held: ExitStack) -> tuple[Engine, Any]:
+def _build(source: Any, request: Request, held: ExitStack, building: ExitStack) -> tuple[Engine, Any]:
     joins = joins_others(request.dist_init_required)
     zero, comm = part("dsx_zero"), part("dsx_comm")
     skeleton = skeleton_before_cutting(source, request.model)
@@ -109,6 +111,8 @@ def _build(source: Any, request: Request, held: ExitStack) -> tuple[Engine, Any]
     pipelining.record_use(config, request.model)
     trial = begin_trial(config, skeleton)
     topology = _join_processes(config, request, joins, held)
+    if topology.groups is not None:
+        building.enter_context(comm.parallel_groups.speaking_of(topology.groups))
     zero.agree(CALL, config_facts(config, request), ranks_of_job(topology))
     with zero.telling(topology.data.group):
         with_experts(request.model, config, part)
@@ -122,7 +126,7 @@ def _build(source: Any, request: Request, held: ExitStack) -> tuple[Engine, Any]
         plain = _optimizer(model, request, topology, choice)
     sharded, optimizer = _sharded(model, plain, config, topology, device, request.store)
     engine = pipelining.build(
-        _parts(config, request, topology, sharded, optimizer, choice, conversion, trial), zero, part("dsx_comm")
+        _parts(config, request, topology, sharded, optimizer, choice, conversion, trial), zero, comm
     )
     _destroy_on_release(engine, optimizer)
     if request.training_data is not None:
@@ -205,8 +209,8 @@ def _batch_ranks(request: Request, topology: RankSets | None) -> int:
 
 
 def _rank_sets(request: Request, held: ExitStack) -> RankSets:
-    """The groups of ranks: those of the mpu, which are in use until `held` is closed, or those of
-    `dsx_comm.parallel_groups`.
+    """The groups of ranks: those of the mpu, which are in use until `held` is closed, or those given to
+    `dsx_comm.parallel_groups.use`. The groups that other engines hold are not meant.
     """
     comm = part("dsx_comm")
     if request.mpu is not None and comm.is_initialized():
@@ -291,7 +295,7 @@ def _sharded(
 ) -> tuple[nn.Module, Any]:
     zero, section = part("dsx_zero"), config.use("zero")
     precision, store = config.precision, _store_on_disk(config) if store is None else store
-    ranks_of = pipelining.rank_sets(model, part("dsx_comm"))
+    ranks_of = pipelining.rank_sets(model, topology)
     try:
         model, sharded = zero.shard(
             model,

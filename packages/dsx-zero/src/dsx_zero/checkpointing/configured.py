@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import dsx_comm
-from dsx_comm.parallel_groups import ParallelGroups
+from dsx_comm.groups_in_use import ParallelGroups
 
 from ..errors import ZeroConfigError, ZeroStateError
 from ..lanes import Lane
