@@ -54,7 +54,8 @@ def test_the_usual_grids():
     assert three.get_rank_repr(5, omit_axes=(), inner_sep="", outer_sep=".") == "pipe01.data00.model01"
     two = PipeDataParallelTopology(2, 3)
     assert two.get_axis_comm_lists("data") == [[0, 1, 2], [3, 4, 5]]
-    assert two.get_axis_comm_lists("model") == [] and two.get_dim("model") == 1 and two.get_dim("data") == 3
+    assert two.get_axis_comm_lists("model") == [] and two.get_dim("data") == two.axis_size("data") == 3
+    assert (two.get_dim("model"), two.axis_size("model")) == (0, 1)
     assert two.filter_match(pipe=5) == []
     assert repr(two) == "PipeDataParallelTopology(pipe=2, data=3)"
 

@@ -168,11 +168,16 @@ def grid(rank, world):
     ranks = (
         g.get_stage_id(),
         g.get_data_parallel_rank(),
-        g.get_model_parallel_rank(),
+        g.get_slice_parallel_rank(),
         g.get_slice_parallel_world_size(),
     )
+    # DeepSpeed's "model parallel" is stages and slices together
+    assert (g.get_model_parallel_rank(), g.get_model_parallel_world_size()) == (rank, 4)
+    assert dsx_comm.get_all_ranks_from_group(g.get_model_parallel_group()) == [0, 1, 2, 3]
+    assert dsx_comm.get_all_ranks_from_group(g.get_tensor_model_parallel_group()) == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert (g.is_first_stage, g.is_last_stage) == (rank < 2, rank >= 2)
     found = dsx_comm.read_mpu(g)
-    assert found.pipe.size == 2 and found.model.size == 2
+    assert (found.pipe.size, found.tensor.size, found.model.size) == (2, 2, 4)
     return ranks, g.stage_to_global(0), g.p2p_groups, pm.ckpt_layer_path("d", 0)
 
 

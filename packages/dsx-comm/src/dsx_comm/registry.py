@@ -66,11 +66,11 @@ class GroupRegistry:
         expert, expert_data = expert_groups(
             self.topology.world_size(),
             size,
-            model_size=self.topology.get_dim("model"),
-            pipe_size=self.topology.get_dim("pipe"),
+            model_size=self.topology.axis_size("model"),
+            pipe_size=self.topology.axis_size("pipe"),
             data_before_expert=data_before_expert,
         )
-        key, local = (size, data_before_expert), self.topology.get_dim("pipe") > 1
+        key, local = (size, data_before_expert), self.topology.axis_size("pipe") > 1
         found = self._of(("expert", *key), expert, local=local)
         return found, self._of(("expert_data", *key), expert_data, local=local)
 
@@ -120,7 +120,7 @@ class GroupRegistry:
         return AxisGroup(made[mine], mine, mine.index(me))
 
     def _only(self, what: str, axes: tuple[str, ...]) -> None:
-        grid = tuple(a for a in self.topology.axes if self.topology.get_dim(a) > 1)
+        grid = tuple(a for a in self.topology.axes if self.topology.axis_size(a) > 1)
         expected = tuple(a for a in axes if a in grid)
         if grid != expected:
             raise TopologyError(f"{what} need a topology of the axes {axes} in this order, got {self.topology}")

@@ -52,8 +52,12 @@ class ProcessTopology:
         return list(self.axes)
 
     def get_dim(self, axis: str) -> int:
-        """Number of ranks along `axis`; 1 for an axis the grid does not have (it has one coordinate, 0)."""
-        return self.dims[self.axes.index(axis)] if axis in self.axes else 1
+        """Number of ranks along `axis`; 0 for an axis the grid does not have, as in DeepSpeed (see `axis_size`)."""
+        return self.dims[self.axes.index(axis)] if axis in self.axes else 0
+
+    def axis_size(self, axis: str) -> int:
+        """Number of ranks along `axis`; 1 for an axis the grid does not have: this rank alone."""
+        return max(1, self.get_dim(axis))
 
     def get_rank(self, **coordinates: int) -> int:
         """The rank at the given coordinates, one per axis. Raises `TopologyError` for an axis that is missing or

@@ -68,7 +68,7 @@ def expert_groups_of(ep_size: int, *, data_before_expert: bool = False) -> Exper
         return ExpertGroups(name, _ONE_RANK, _ONE_RANK, _ONE_RANK)
     given = parallel_groups.given()
     topology = given.registry.topology
-    stage_ranks = dsx_comm.get_world_size() // topology.get_dim("pipe") // topology.get_dim("model")
+    stage_ranks = dsx_comm.get_world_size() // topology.axis_size("pipe") // topology.axis_size("model")
     if ep_size < 1 or stage_ranks % ep_size:
         raise MoEConfigError(f"ep_size: got {ep_size}, expected a divisor of {stage_ranks} (data-parallel ranks)")
     given.create_experts(ep_size, data_before_expert=data_before_expert)
@@ -112,7 +112,7 @@ def make_exchange(groups: ExpertGroups, devices_per_node: int | None = None) -> 
 
 def _hierarchy(groups: ExpertGroups, devices: int) -> Hierarchy:
     """Divide every expert group into nodes of `devices` ranks. Every rank makes all groups; in a pipeline its own."""
-    local = parallel_groups.given().registry.topology.get_dim("pipe") > 1  # another stage may have no experts
+    local = parallel_groups.given().registry.topology.axis_size("pipe") > 1  # another stage may have no experts
     nodes, (node, device) = groups.expert.size // devices, divmod(groups.expert.rank, devices)
     intra: Any = None
     inter: Any = None
@@ -138,8 +138,8 @@ def _all_expert_groups(groups: ExpertGroups) -> list[list[int]]:
     expert, _ = dsx_comm.expert_groups(
         topology.world_size(),
         groups.expert.size,
-        model_size=topology.get_dim("model"),
-        pipe_size=topology.get_dim("pipe"),
+        model_size=topology.axis_size("model"),
+        pipe_size=topology.axis_size("pipe"),
         data_before_expert=groups.data_before_expert,
     )
     return expert

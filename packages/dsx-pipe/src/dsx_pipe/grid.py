@@ -73,6 +73,9 @@ class PipelineParallelGrid:
         pipe: group of the ranks of this pipeline, one per stage.
         data: group of the ranks that hold the same stage and slice.
         model: group of the ranks that share the slices of one stage ("slice parallel").
+        whole_model: group of the ranks that hold parts of one copy of the model, which DeepSpeed and Megatron call
+            "model parallel": stages and slices together.
+        is_first_stage, is_last_stage: whether this rank is the first or the last of its pipeline.
         p2p_groups: global ranks of each pair of neighbouring stages; the last and the first stage are a pair too.
     """
 
@@ -83,13 +86,13 @@ class PipelineParallelGrid:
         registry = GroupRegistry(self._topo)
         self.registry = registry
         self.pipe, self.data, self.model = (registry.axis(name) for name in ("pipe", "data", "model"))
-        # Megatron calls this the model-parallel group: all ranks that hold parts of one copy of the model
         self.whole_model = registry.axis("pipe", "model")
         self.global_rank, self.world_size = dsx_comm.get_rank(), dsx_comm.get_world_size()
-        self.pipe_parallel_size = self._topo.get_dim("pipe")
-        self.data_parallel_size = self._topo.get_dim("data")
-        self.model_parallel_size = self.slice_parallel_size = self._topo.get_dim("model")
+        self.pipe_parallel_size = self._topo.axis_size("pipe")
+        self.data_parallel_size = self._topo.axis_size("data")
+        self.model_parallel_size = self.slice_parallel_size = self._topo.axis_size("model")
         self.stage_id, self.data_parallel_id = self.pipe.rank, self.data.rank
+        self.is_first_stage, self.is_last_stage = self.stage_id == 0, self.stage_id == self.pipe_parallel_size - 1
         lists = self._topo.get_axis_comm_lists("pipe") or [[r] for r in range(self.world_size)]
         self.p2p_groups = [
             sorted((ranks[i], ranks[(i + 1) % len(ranks)])) for ranks in lists for i in range(len(ranks))
@@ -150,25 +153,36 @@ class PipelineParallelGrid:
         return self.data.ranks[0]
 
     def get_model_parallel_rank(self) -> int:
+        """Rank among those that hold parts of one copy of the model: stages and slices together, as in DeepSpeed."""
+        return self.whole_model.rank
+
+    def get_model_parallel_world_size(self) -> int:
+        """Number of stages times number of slices."""
+        return self.whole_model.size
+
+    def get_model_parallel_group(self) -> Any:
+        """Group of all ranks that hold parts of this copy of the model."""
+        return self.whole_model.group
+
+    def get_slice_parallel_rank(self) -> int:
         """Rank among the slices of this stage."""
         return self.model.rank
 
-    def get_model_parallel_world_size(self) -> int:
+    def get_slice_parallel_world_size(self) -> int:
         """Number of slices of this stage."""
         return self.model.size
 
-    def get_model_parallel_group(self) -> Any:
+    def get_slice_parallel_group(self) -> Any:
         """Group of the slices of this stage."""
         return self.model.group
-
-    get_slice_parallel_rank = get_tensor_model_parallel_rank = get_model_parallel_rank
-    get_slice_parallel_world_size = get_tensor_model_parallel_world_size = get_model_parallel_world_size
-    get_slice_parallel_group = get_tensor_model_parallel_group = get_model_parallel_group
 
     def get_slice_parallel_src_rank(self) -> int:
         """Global rank of the first slice."""
         return self.model.ranks[0]
 
+    get_tensor_model_parallel_rank = get_slice_parallel_rank
+    get_tensor_model_parallel_world_size = get_slice_parallel_world_size
+    get_tensor_model_parallel_group = get_slice_parallel_group
     get_tensor_model_parallel_src_rank = get_slice_parallel_src_rank
 
     def axis(self, *names: str) -> AxisGroup:
