@@ -152,7 +152,11 @@ class ExpertParallelConfig(BaseModel):
 
 
 def apply_config(
-    model: nn.Module, config: ExpertParallelConfig, *, use_data_before_expert_parallelism: bool = False
+    model: nn.Module,
+    config: ExpertParallelConfig,
+    *,
+    use_data_before_expert_parallelism: bool = False,
+    may_lack: bool = False,
 ) -> list[str]:
     """Replace the experts of a model as a section says (collective). Returns the names of the replaced modules.
 
@@ -160,6 +164,7 @@ def apply_config(
         model: a Hugging Face model; changed in place.
         config: the section `expert_parallel`. If it is not enabled, nothing is changed.
         use_data_before_expert_parallelism: neighbouring ranks hold the same experts, instead of different ones.
+        may_lack: a model without experts is not changed; for a stage of a pipeline.
 
     Raises:
         MoEConfigError: a value is not supported.
@@ -183,6 +188,7 @@ def apply_config(
         tensor_group=slices,
         slice_experts=slices is not None,
         use_data_before_expert_parallel=use_data_before_expert_parallelism,
+        may_lack=may_lack,
     )
 
 

@@ -218,6 +218,7 @@ def apply_expert_parallel(
     slice_experts: bool = False,
     use_data_before_expert_parallel: bool = False,
     check: bool = True,
+    may_lack: bool = False,
 ) -> list[str]:
     """Replace the experts of a model by this rank's experts, in place (collective over all ranks).
 
@@ -231,6 +232,7 @@ def apply_expert_parallel(
         overlap_chunks, devices_per_node, tensor_group, use_data_before_expert_parallel: see `MoE`.
         check: compare every module with its replacement on a few random tokens. Modules on the meta device are not
             compared.
+        may_lack: return an empty list if no experts are found, instead of an error; for a stage of a pipeline.
 
     Returns:
         The names of the replaced modules.
@@ -242,6 +244,8 @@ def apply_expert_parallel(
     """
     rule = rule or RouterRule()
     found = find_experts(model, pattern, rule)
+    if not found and may_lack:
+        return []
     if not found:
         where = f"matches {pattern!r} and " if pattern else ""
         raise ConversionError(

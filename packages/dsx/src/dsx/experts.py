@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 from .config import Config
 from .engine.observers import Event
 from .engine.report import StepReport
+from .pipelining import is_pipeline
 from .utils.logging import logger
 
 __all__ = ["ExpertParts", "with_experts"]
@@ -33,7 +35,8 @@ def with_experts(model: nn.Module, config: Config, part: Callable[[str], ModuleT
     moe = part("dsx_moe")
     if section.enabled:
         part("dsx_zero").release_model(model)  # an earlier engine may have partitioned it
-        replaced = moe.apply_config(model, section, use_data_before_expert_parallelism=data_first)
+        convert = partial(moe.apply_config, model, section, use_data_before_expert_parallelism=data_first)
+        replaced = _convert_stages(convert, moe, part) if is_pipeline(model) else convert()
         logger.info("expert_parallel: %d modules (%s ...)", len(replaced), replaced[0] if replaced else "none new")
     moe.check_groups(model)
     layers = moe.name_layers(model)
@@ -41,6 +44,26 @@ def with_experts(model: nn.Module, config: Config, part: Callable[[str], ModuleT
         layer.set_deepspeed_parallelism(use_data_before_expert_parallel_=data_first)
     if data_first and not section.enabled and not any(layer.ep_size > 1 for layer in layers.values()):
         logger.warning("use_data_before_expert_parallelism has no effect: no experts are spread over several ranks")
+
+
+def _convert_stages(convert: Callable[..., list[str]], moe: ModuleType, part: Callable[[str], ModuleType]) -> list[str]:
+    """Convert the experts of this rank's stages, which may have none. Collective over all ranks.
+
+    Raises:
+        ConversionError: no stage has experts.
+    """
+    zero, comm = part("dsx_zero"), part("dsx_comm")
+    with zero.telling():
+        replaced = convert(may_lack=True)
+    zero.agree("expert_parallel", {})
+    by_rank: list[Any] = [None] * comm.get_world_size()
+    comm.all_gather_object(by_rank, bool(replaced))
+    if not any(by_rank):
+        raise moe.ConversionError(
+            "expert_parallel: no module of any stage has the form of experts; give moe_layer_pattern to name them, or"
+            " leave the section out"
+        )
+    return replaced
 
 
 class ExpertSession:

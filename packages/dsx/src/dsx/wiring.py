@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import importlib
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -93,6 +93,11 @@ def build_engine(source: Any, request: Request) -> Engine:
     # that asks for groups gets its own, whatever other engines hold.
     with ExitStack() as held, ExitStack() as building:
         engine, optimizer = _build(source, request, held, building)
+        try:
+            building.close()
+        except BaseException:
+            engine.destroy()
+            raise
         optimizer.call_on_release(held.pop_all().close)
     return engine
 
@@ -114,6 +119,8 @@ def _build(source: Any, request: Request, held: ExitStack, building: ExitStack) 
     if topology.groups is not None:
         building.enter_context(comm.parallel_groups.speaking_of(topology.groups))
     zero.agree(CALL, config_facts(config, request), ranks_of_job(topology))
+    if topology.model_size > 1:
+        building.enter_context(_telling_all_stages(zero))
     with zero.telling(topology.data.group):
         with_experts(request.model, config, part)
         request = compressed(request, config, part)
@@ -145,6 +152,14 @@ def _destroy_on_release(engine: Engine, optimizer: Any) -> None:
             found.destroy()
 
     optimizer.call_on_release(destroy)
+
+
+@contextmanager
+def _telling_all_stages(zero: ModuleType) -> Iterator[None]:
+    """An error of one stage or slice is raised on all ranks: the parts of an engine only tell data-parallel ranks."""
+    with zero.telling():
+        yield
+    zero.agree(CALL, {})
 
 
 # - The configuration and the processes
