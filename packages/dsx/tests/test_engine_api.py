@@ -332,14 +332,17 @@ def test_each_weight_travels_once_when_whole_weights_are_asked_for():
     assert max(run_ranks(bytes_to_gather, 2)) < 1.2
 
 
-def refuses_to_gather(rank, world, folder):
-    engine = build(config=config(zero_optimization={"stage": 3}))
+def saved_at_stage_3(rank, world, folder, key):
+    engine = build(config=config(zero_optimization={"stage": 3, **key}))
     return engine.save_16bit_model(folder)
 
 
-def test_stage_3_writes_only_when_the_config_allows_to_gather(tmp_path):
-    assert run_ranks(refuses_to_gather, 2, str(tmp_path)) == [False, False]
+def test_stage_3_writes_unless_the_config_forbids_to_gather(tmp_path):
+    forbidden = {"stage3_gather_16bit_weights_on_model_save": False}
+    assert run_ranks(saved_at_stage_3, 2, str(tmp_path), forbidden) == [False, False]
     assert list(Path(tmp_path).iterdir()) == []
+    assert run_ranks(saved_at_stage_3, 2, str(tmp_path), {}) == [True, True]
+    assert torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
 
 
 # - Life

@@ -58,10 +58,7 @@ def batches(count):
     """By update and replica: the micro-batches."""
     draw = torch.Generator().manual_seed(2)
     return [
-        [
-            [(torch.randn(4, WIDTH, generator=draw), torch.zeros(4, WIDTH)) for _ in range(MICRO)]
-            for _ in range(count)
-        ]
+        [[(torch.randn(4, WIDTH, generator=draw), torch.zeros(4, WIDTH)) for _ in range(MICRO)] for _ in range(count)]
         for _ in range(UPDATES)
     ]
 

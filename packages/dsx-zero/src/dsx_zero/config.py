@@ -294,8 +294,10 @@ class ZeroConfig(_Section):
     stage3_model_persistence_threshold: Size = Field(
         2**63 - 1, description="most elements of all parameters that stay gathered because they are small"
     )
-    stage3_gather_16bit_weights_on_model_save: bool = Field(
-        False, description="save_16bit_model gathers the weights and writes complete tensors"
+    stage3_gather_16bit_weights_on_model_save: bool | None = Field(
+        None,
+        description="save_16bit_model gathers the weights and writes complete tensors; null: true; false: it writes"
+        " nothing and returns False",
     )
     stage3_module_granularity_threshold: Size = Field(
         0, description="gather modules with at most this many elements per layer as one unit"

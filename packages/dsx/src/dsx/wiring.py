@@ -12,6 +12,7 @@ import importlib
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -482,7 +483,7 @@ def _parts(
         ),
         autocast=_forward_context(_autocast(config.precision, model), watch.forward),
         clock=watch.clock,
-        gather=_gather(stage),
+        gather=_gather(stage, topology),
         topology=topology,
         settings=_settings(config, optimizer, clipping),
         config=config,
@@ -514,7 +515,8 @@ def _settings(config: Config, optimizer: Any, clipping: float) -> EngineSettings
         zero_stage=config.zero.stage,
         gradient_clipping=clipping,
         optimizer_name=type(inner).__name__ if inner is not None else "",
-        gather_weights_on_save=config.zero.stage < 3 or config.zero.stage3_gather_16bit_weights_on_model_save,
+        gather_weights_on_save=config.zero.stage < 3
+        or config.zero.stage3_gather_16bit_weights_on_model_save is not False,
     )
 
 
@@ -559,9 +561,10 @@ def _forward_context(autocast: Callable[[], Any], further: Callable[[], Any] | N
     return both
 
 
-def _gather(stage: int) -> Gather:
-    zero = part("dsx_zero")
-    return Gather(zero.GatheredParameters, zero.unit_index) if stage == 3 else NOTHING_TO_GATHER
+def _gather(stage: int, topology: RankSets) -> Gather:
+    zero, groups = part("dsx_zero"), topology.groups
+    found = Gather(zero.GatheredParameters, zero.unit_index) if stage == 3 else NOTHING_TO_GATHER
+    return found if groups is None or groups.size("pipe") == 1 else replace(found, stages=groups.axis("pipe"))
 
 
 def _announce(engine: Engine, config: Config, choice: OptimizerChoice | None) -> None:

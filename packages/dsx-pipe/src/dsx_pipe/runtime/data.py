@@ -69,12 +69,11 @@ class MicroBatches:
 
 
 def split_batch(inputs: Any, labels: Any, count: int) -> Iterator[tuple[Any, Any]]:
-    """Split a batch along the first dimension of all its tensors into `count` micro-batches.
-
-    Their sizes differ by at most one row.
+    """Split a batch along the first dimension of all its tensors into `count` micro-batches of equal size.
 
     Raises:
-        DataError: a tensor has fewer rows than there are micro-batches.
+        DataError: the number of rows of a tensor is not a multiple of the micro-batches. Every micro-batch has the same
+            weight, so the rows of a smaller one would count more.
     """
     pieces = [_split(part, count) for part in (inputs, labels)]
     yield from zip(*pieces)
@@ -83,10 +82,11 @@ def split_batch(inputs: Any, labels: Any, count: int) -> Iterator[tuple[Any, Any
 def _split(value: Any, count: int) -> list[Any]:
     structure, tensors, others = flatten(value)
     for tensor in tensors:
-        if tensor.dim() == 0 or tensor.shape[0] < count:
+        if tensor.dim() == 0 or tensor.shape[0] < count or tensor.shape[0] % count:
             raise DataError(
-                f"a batch of shape {list(tensor.shape)} cannot be split into {count} micro-batches along its first "
-                "dimension"
+                f"a batch of shape {list(tensor.shape)} cannot be split into {count} equal micro-batches along its "
+                "first dimension; drop the incomplete batch (drop_last=True of a loader), or pass micro-batches to "
+                "train_batch, where each has the same weight whatever its size"
             )
-    rows = [torch.tensor_split(t, count) for t in tensors]
+    rows = [tensor.chunk(count) for tensor in tensors]
     return [unflatten(structure, [row[i] for row in rows], others) for i in range(count)]

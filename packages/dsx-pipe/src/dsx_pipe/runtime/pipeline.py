@@ -178,13 +178,16 @@ class Pipeline:
             The mean of the micro-batches' losses, on every rank, as a 0-D float32 tensor.
 
         Raises:
-            StageError: a stage failed; every rank raises it with the same text.
+            StageError: a stage failed, or the batch cannot be split into equal micro-batches; every rank raises it with
+                the same text.
             PipelineError: the ranks are not about to do the same, or the process of a rank has ended.
         """
         return self.train_batch(split_batch(inputs, labels, self.micro_batches))
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """As `step`, with an iterator over micro-batches, each a pair (inputs, labels).
+
+        Each micro-batch has the same weight in the loss and the gradients, also where their sizes differ.
 
         Only ranks with the first or the last stage read from it, one item per micro-batch. Without an iterator the one
         of `set_dataiterator` is used.

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Literal, overload
 from ..errors import with_code
 from ..utils.logging import logger
 from . import weights
-from .errors import EngineArgumentError
 from .places import differs_between_ranks
 
 if TYPE_CHECKING:
@@ -37,7 +36,8 @@ class WeightsMixin:
     ) -> dict[str, torch.Tensor] | None:
         """Full weights and persistent buffers, as copies in host memory; every rank must call it.
 
-        Names, order and dtypes are those of `module.state_dict()`, in every ZeRO stage.
+        Names, order and dtypes are those of `module.state_dict()`, in every ZeRO stage. In a pipeline they are those of
+        all stages, one after the other; a weight that stages share is there once.
 
         Args:
             exclude_frozen_parameters: leave out parameters that are not trained.
@@ -53,34 +53,27 @@ class WeightsMixin:
     ) -> bool:
         """Write the model's weights, in the dtype they are trained in, to one file; every rank must call it.
 
-        Weights are gathered module by module. Only rank 0 keeps them and writes the file: as safetensors if
-        `save_filename` ends so, otherwise in torch's own format.
+        Weights are gathered module by module, in a pipeline those of all stages. Only rank 0 keeps them and writes the
+        file: as safetensors if `save_filename` ends so, otherwise in torch's own format.
 
         Raises:
-            EngineArgumentError: experts or slices of tensors are on other ranks.
-            ValueError: `save_dir` is not a path, or `save_filename` has another ending than .safetensors, .bin, .pt or
-                .pth.
+            ValueError: experts or slices of tensors are on other ranks; `save_dir` is not a path, or `save_filename`
+                has another ending than .safetensors, .bin, .pt or .pth. The same error on all ranks.
             dsx.checkpoint.CheckpointError: rank 0 cannot write the file; the same error on all ranks.
 
         Returns:
-            True. In stage 3 without `zero_optimization.stage3_gather_16bit_weights_on_model_save` it writes nothing and
-            returns False.
+            True. In stage 3 with `zero_optimization.stage3_gather_16bit_weights_on_model_save` false it writes nothing
+            and returns False.
         """
         parts = self._living()
         if not parts.settings.gather_weights_on_save:
             if parts.topology.rank == 0:
                 text = (
-                    "save_16bit_model wrote nothing: set zero_optimization.stage3_gather_16bit_weights_on_model_save "
-                    "to true"
+                    "save_16bit_model wrote nothing: zero_optimization.stage3_gather_16bit_weights_on_model_save is "
+                    "false; remove it, or set it to true"
                 )
                 logger.warning(with_code(text, "DSX551"))
             return False
-        if elsewhere := differs_between_ranks(parts.checkpointer.places):
-            raise EngineArgumentError(
-                f"save_16bit_model: this rank has only a part of {len(elsewhere)} tensors ({elsewhere[0]}, ...), the"
-                " others are on other ranks (experts, slices of tensors); save_checkpoint writes them all, as whole"
-                " tensors where their place is known"
-            )
         parts.shards.synchronize()
         weights.save_weights(
             save_dir,
@@ -88,7 +81,8 @@ class WeightsMixin:
             parts.module,
             parts.gather,
             exclude_frozen=exclude_frozen_parameters,
-            writer=parts.topology.data.rank == 0 and parts.topology.tensor_slice[0] == 0,
+            writer=parts.topology.rank == 0,
+            elsewhere=differs_between_ranks(parts.checkpointer.places),
         )
         return True
 
