@@ -13,6 +13,7 @@ from .checks import (
     expect_int,
     expect_keys,
     expect_str,
+    no_duplicates,
     parse_placed,
     parse_scalars,
 )
@@ -35,7 +36,7 @@ def parse_index(text: str, where: str) -> Index:
         CheckpointError: it is no index, or one of a version that this dsx does not read.
     """
     try:
-        data = json.loads(text, object_pairs_hook=_no_duplicates)
+        data = json.loads(text, object_pairs_hook=no_duplicates)
     except (ValueError, RecursionError) as error:
         raise CheckpointCorruptError(f"{where}: not JSON ({error}); the checkpoint is damaged") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
@@ -113,10 +114,3 @@ def _check_digest(text: str, digest: object, where: str) -> None:
         raise CheckpointCorruptError(
             f"{where}: the text is not what was saved (its checksum differs); restore the file or load another tag"
         )
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key stands twice in one object")
-    return found

@@ -21,123 +21,36 @@ optimizers.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...utils.logging import logger
-from ..encode import encode
-from ..errors import CheckpointArgumentError, CheckpointCorruptError, CheckpointError, shown
-from ..files import read_text
-from .deepspeed_experts import ExpertNames, add_expert_states
+from ..errors import CheckpointCorruptError, CheckpointError, shown
+from .deepspeed_experts import ExpertNames, add_expert_states, same_values
+from .deepspeed_files import DeepSpeedFiles, deepspeed_folder
 from .deepspeed_pieces import (
+    Where,
     cast,
+    check_used_up,
     concatenated,
     fragments_by_mapping,
     fragments_by_order,
     joined,
+    number_of_groups,
     plain_item,
     states_by_name,
     states_of,
     tensors_under,
 )
 from .deepspeed_stage0 import read_unnamed
+from .deepspeed_state import client_state, training_state
 from .slices import SliceRules
-from .source import Source, Tensor, numbers_of_group
+from .source import Source, Tensor
 from .unpickling import Opaque, read_file
 
 __all__ = ["deepspeed_folder", "read_deepspeed"]
-
-_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)(?:_\d+)?_model_states\.pt")
-_OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)(?:_\d+)?_optim_states\.pt")
-_LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
-_EXPERT = re.compile(r"layer_(-?\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
-_EXPERT_OPTIM = re.compile(r"expp_rank_(\d+)_mp_rank_00_optim_states\.pt")
-_RESERVED = frozenset(
-    [
-        "module",
-        "buffer_names",
-        "optimizer",
-        "param_shapes",
-        "frozen_param_shapes",
-        "shared_params",
-        "frozen_param_fragments",
-        "lr_scheduler",
-        "data_sampler",
-        "random_ltd",
-        "sparse_tensor_module_names",
-        "skipped_steps",
-        "global_steps",
-        "global_samples",
-        "dp_world_size",
-        "mp_world_size",
-        "ds_config",
-        "ds_version",
-        "num_experts",
-        "mp_rank",
-        "expert_parallel",
-        "universal_checkpoint_info",
-    ]
-)
-
-
-def deepspeed_folder(folder: Path, tag: str | None = None) -> Path | None:
-    """The folder of a tag, if `folder` is one or has the tag that is asked for, or that `latest` names."""
-    if tag is None and _looks_so(folder):
-        return folder
-    for name in ("latest_universal", "latest"):
-        if tag is None and (folder / name).is_file():
-            tag = read_text(folder / name).strip()
-    found = folder / tag if tag and tag == Path(tag).name else None
-    return found if found is not None and _looks_so(found) else None
-
-
-def _looks_so(folder: Path) -> bool:
-    if not folder.is_dir():
-        return False
-    return (folder / "zero").is_dir() or any(
-        _MODEL.fullmatch(p.name) or _LAYER.fullmatch(p.name) for p in folder.iterdir()
-    )
-
-
-@dataclass(frozen=True)
-class _Files:
-    """The files of a tag: those of each model-parallel rank, in the order of the data-parallel ranks."""
-
-    model: dict[int, list[Path]]
-    optim: dict[int, list[Path]]
-    layers: list[tuple[int, int, Path]]
-    experts: list[Path]
-    expert_optim: list[Path]
-
-    @staticmethod
-    def find(folder: Path) -> _Files:
-        model: dict[int, dict[int, Path]] = {}
-        optim: dict[int, dict[int, Path]] = {}
-        layers, experts = [], []
-        expert_optim: dict[int, Path] = {}
-        for path in sorted(folder.iterdir()):
-            if found := _OPTIM.fullmatch(path.name):
-                optim.setdefault(int(found[2]), {})[int(found[1])] = path
-            elif _EXPERT.fullmatch(path.name):
-                experts.append(path)
-            elif found := _EXPERT_OPTIM.fullmatch(path.name):
-                expert_optim[int(found[1])] = path
-            elif found := _LAYER.fullmatch(path.name):
-                layers.append((int(found[1]), int(found[2]), path))
-            elif found := _MODEL.fullmatch(path.name):
-                model.setdefault(int(found[2]), {})[int(found[1] or 0)] = path
-        for ranks in (*optim.values(), *model.values(), expert_optim):
-            if sorted(ranks) != list(range(len(ranks))):
-                raise CheckpointCorruptError(
-                    f"{folder}: files of ranks are missing; there are those of {sorted(ranks)}"
-                )
-        ordered = [{mp: [r[k] for k in sorted(r)] for mp, r in by.items()} for by in (model, optim)]
-        return _Files(ordered[0], ordered[1], layers, experts, [expert_optim[k] for k in sorted(expert_optim)])
 
 
 def read_deepspeed(folder: Path) -> Source:
@@ -146,11 +59,12 @@ def read_deepspeed(folder: Path) -> Source:
     Raises:
         CheckpointError: files are missing or do not fit together, or this kind is not read.
     """
-    files = _Files.find(folder)
+    files = DeepSpeedFiles.find(folder)
     if not files.model:
         raise CheckpointError(f"{folder}: has no file mp_rank_00_model_states.pt; expected a tag's folder of DeepSpeed")
     parts = [_Part.read(mp, files) for mp in sorted(files.model)]
     first = parts[0]
+    _check_counts(folder, first.head, files)
     rules = SliceRules.of(first.head.get("universal_checkpoint_info"))
     source = Source(kind=f"DeepSpeed {first.head.get('ds_version', '')}".strip())
     for part in parts:
@@ -166,16 +80,18 @@ def read_deepspeed(folder: Path) -> Source:
             source.states.setdefault(name, {})[key] = value
     if (folder / "zero").is_dir():
         _add_universal(source, folder / "zero")
+        _check_masters({name: shape for part in parts for name, shape in _shapes(part.head).items()}, source.masters)
     _add_layers(source, files.layers, rules)
-    for path in files.experts:
-        source.parameters.update({name: Tensor.of(value) for name, value in _tensors(read_file(path)).items()})
+    _add_experts(source, files, rules)
     add_expert_states(source, parts, files.expert_optim)
     _tie(source, [pair for part in parts for pair in part.shared])
     source.frozen = frozenset(n for part in parts for n in (part.head.get("frozen_param_shapes") or {}))
-    source.frozen &= source.parameters.keys()
+    _check_whole(folder, source, parts)
+    if not source.states:
+        logger.warning("import: %s: no optimizer states were found, so only weights are imported", folder)
     common = folder / "zero" / "optimizer_state.pt"
-    source.engine = _training_state(first, read_file(common) if common.is_file() else {})
-    source.client = _client_state(first.head)
+    source.engine = training_state(first, read_file(common) if common.is_file() else {})
+    source.client = client_state(first.head)
     if not source.parameters:
         raise CheckpointError(f"{folder}: no weights were found")
     return source
@@ -194,13 +110,21 @@ class _Part:
         self.shared = [*_pairs(self.head.get("shared_params")), *_sharing_memory(self.head["module"] or {})]
 
     @staticmethod
-    def read(mp: int, files: _Files) -> _Part:
+    def read(mp: int, files: DeepSpeedFiles) -> _Part:
         heads = [read_file(path) for path in files.model[mp]]
         for head, path in zip(heads, files.model[mp]):
             if not isinstance(head, dict) or "module" not in head:
                 raise CheckpointCorruptError(f"{path}: has no key 'module'; expected the model states of DeepSpeed")
-        optim = [read_file(path) for path in files.optim.get(mp, [])]
-        return _Part(heads, [data["optimizer_state_dict"] for data in optim])
+        optim = [read_file(path)["optimizer_state_dict"] for path in files.optim.get(mp, [])]
+        for path, saved in zip(files.optim.get(mp, []), optim):
+            count = saved.get("partition_count")
+            count = max(count, default=None) if isinstance(count, (list, tuple)) else count
+            if type(count) is int and count != len(optim):
+                raise CheckpointCorruptError(
+                    f"{path}: was saved by {count} ranks, and there are the optimizer states of {len(optim)}; files are"
+                    " missing, or are of two saves"
+                )
+        return _Part(heads, optim)
 
     @property
     def stage(self) -> int:
@@ -230,50 +154,68 @@ class _Part:
         shapes = _shapes(self.head)
         flats = [tensors_under(sd, "single_partition_of_fp32_groups") for sd in self.optim]
         states = [states_of(sd.get("base_optimizer_state")) for sd in self.optim]
-        mappings = [sd.get("param_slice_mappings") for sd in self.optim]
-        groups = min(len(flat) for flat in flats)
-        for group in range(groups):
-            if all(mappings):
-                fragments = fragments_by_mapping([m[group] for m in mappings])
-            else:
-                fragments = fragments_by_order(_group_shapes(self.head, group), [flat[group].numel() for flat in flats])
-            for name, where in fragments.items():
+        other: list[str] = []
+        for group in range(number_of_groups(flats)):
+            rows = [flat[group] for flat in flats]
+            for name, where in self._fragments(group, rows).items():
                 if ExpertNames.is_one(name):
-                    continue  # another rank's expert of this name is another one: `_add_expert_states`
+                    continue  # another rank's expert of this name is another one: `add_expert_states`
                 shape = shapes.get(name) or (self.parameters[name].shape if name in self.parameters else None)
                 if shape is None:
                     raise CheckpointCorruptError(f"{shown(name)}: nothing says of which shape it is")
-                self.masters[name] = joined(name, shape, [flat[group] for flat in flats], where)
-                found = states_by_name([s.get(group, {}) for s in states], [flat[group].numel() for flat in flats])
+                self.masters[name] = joined(name, shape, rows, where)
+                if len(where) > 1 and not same_values(self.masters, self.parameters, {name} & self.parameters.keys()):
+                    other.append(name)  # nothing else says whether the ranks' pieces are in the right order
+                found = states_by_name([s.get(group, {}) for s in states], [row.numel() for row in rows])
                 for key, values in found.items():
                     self.states.setdefault(name, {})[key] = (
                         joined(name, shape, values, where) if isinstance(values, list) else values
                     )
+        _check_masters(shapes, self.masters)
+        if other:
+            logger.warning(
+                "import: the masters of %d parameters are not their weights, such as %s: files of ranks may have been"
+                " exchanged", len(other), shown(other[0]),
+            )  # fmt: skip
+
+    def _fragments(self, group: int, rows: list[torch.Tensor]) -> dict[str, Where]:
+        """The places of a group's parameters in the ranks' rows."""
+        mappings = [sd.get("param_slice_mappings") for sd in self.optim]
+        if all(mappings):
+            return fragments_by_mapping([mapping[group] for mapping in mappings])
+        shapes = _group_shapes(self.head, group)
+        used, there = sum(math.prod(shape) for shape in shapes.values()), sum(row.numel() for row in rows)
+        unit = 2 * len(rows)  # the whole row is padded to a multiple of it, of which files have all or nothing
+        check_used_up(f"group {group}", -(-used // unit) * unit, -(-there // unit) * unit)
+        return fragments_by_order(shapes, [row.numel() for row in rows])
 
     def _open_stage3(self) -> None:
         """Every parameter cut into a piece per rank."""
         ranks, shapes = len(self.optim), _shapes(self.head)
         rows = [tensors_under(sd, "fp32_flat_groups") for sd in self.optim]
+        number_of_groups(rows)
         flats = [row[0].reshape(-1) if len(row) == 1 else torch.cat([f.reshape(-1) for f in row]) for row in rows]
+        each = {name: -(-math.prod(shape) // ranks) for name, shape in shapes.items()}
+        for rank, flat in enumerate(flats):
+            check_used_up(f"rank {rank}", sum(each.values()), flat.numel())
         states = [states_of(sd.get("optimizer_state_dict")) for sd in self.optim]
         rowed = [concatenated(state, [f.numel() for f in row]) for state, row in zip(states, rows)]
         keyed = states_by_name(rowed, [flat.numel() for flat in flats])
         dtype, start = _dtype_of(self.head), 0
         for name, shape in shapes.items():
-            each = -(-math.prod(shape) // ranks)
-            where = [(rank, start, each) for rank in range(ranks)]
-            start += each
-            self.masters[name] = master = joined(name, shape, flats, where)
+            where = [(rank, start, each[name]) for rank in range(ranks)]
+            start += each[name]
+            self.masters[name] = master = joined(name, shape, flats, where, padding=ranks)
             self.parameters[name] = cast(master, dtype)
             for key, values in keyed.items():
                 self.states.setdefault(name, {})[key] = (
-                    joined(name, shape, values, where) if isinstance(values, list) else values
+                    joined(name, shape, values, where, padding=ranks) if isinstance(values, list) else values
                 )
         fragments = [head.get("frozen_param_fragments") or {} for head in self.heads]
         for name, shape in (self.head.get("frozen_param_shapes") or {}).items():
             pieces = [part[name].reshape(-1) for part in fragments if name in part]
             where = [(rank, 0, piece.numel()) for rank, piece in enumerate(pieces)]
-            self.parameters[name] = joined(name, tuple(shape), pieces, where)
+            self.parameters[name] = joined(name, tuple(shape), pieces, where, padding=ranks)
 
     def _open_plain(self) -> None:
         """Stage 0: states without names."""
@@ -306,6 +248,16 @@ def _shapes(head: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     groups = head.get("param_shapes") or []
     groups = groups if isinstance(groups, (list, tuple)) else [groups]
     return {name: tuple(shape) for group in groups for name, shape in group.items()}
+
+
+def _check_masters(trained: dict[str, tuple[int, ...]], masters: dict[str, Tensor]) -> None:
+    """Raise `CheckpointCorruptError` if a trained parameter has no master; its optimizer states would be lost too."""
+    lost = [n for n, shape in trained.items() if n not in masters and not ExpertNames.is_one(n) and math.prod(shape)]
+    if lost:
+        raise CheckpointCorruptError(
+            f"the optimizer states have no masters of {len(lost)} parameters that are trained, such as"
+            f" {shown(lost[0])}: files are missing, or stand in the place of others"
+        )
 
 
 def _group_shapes(head: dict[str, Any], group: int) -> dict[str, tuple[int, ...]]:
@@ -371,6 +323,54 @@ def _add_universal(source: Source, folder: Path) -> None:
                 source.states.setdefault(name, {})[file.stem] = plain_item(value)
 
 
+def _check_counts(folder: Path, head: dict[str, Any], files: DeepSpeedFiles) -> None:
+    """Compare the number of model-parallel ranks and of experts with the files that are there."""
+    ranks, experts = head.get("mp_world_size"), head.get("num_experts")
+    if type(ranks) is int and ranks > len(files.model):
+        raise CheckpointCorruptError(
+            f"{folder}: was saved by {ranks} model-parallel ranks, and there are files of {len(files.model)}"
+        )
+    found = [len(layer) for layer in files.experts.values()]
+    if isinstance(experts, list) and files.experts and not files.layers and found != experts:
+        raise CheckpointCorruptError(
+            f"{folder}: files are missing: the layers had {shown(experts)} experts, and there are files of {found}"
+        )
+
+
+def _check_whole(folder: Path, source: Source, parts: list[_Part]) -> None:
+    """Raise `CheckpointCorruptError` unless everything of which the model states or the optimizer states speak was
+    found. Weights of a pipeline under names that no file has (tied layers) are taken from their masters.
+    """
+    dtype = _dtype_of(parts[0].head)
+    for name, master in source.masters.items():
+        source.parameters.setdefault(name, cast(master, dtype))
+    tied = {other for others in source.aliases.values() for other in others}
+    named: set[str] = set(source.states) | source.frozen
+    for part in parts:
+        named |= {*_shapes(part.head), *map(str, part.head.get("buffer_names") or ())}
+    known = {*source.parameters, *source.buffers, *tied}
+    lost = sorted(name for name in named - known if not ExpertNames.is_one(name))
+    if lost:
+        raise CheckpointCorruptError(
+            f"{folder}: {len(lost)} tensors of the model are in no file, such as {shown(lost[0])}: files are missing,"
+            " or were edited"
+        )
+    new = [name for name in source.masters if name not in source.states]
+    if new and source.states:
+        logger.warning(
+            "import: %d of %d trained parameters have no optimizer states, such as %s: these start from zero",
+            len(new), len(source.masters), shown(new[0]),
+        )  # fmt: skip
+
+
+def _add_experts(source: Source, files: DeepSpeedFiles, rules: SliceRules) -> None:
+    by_slice: dict[int, dict[str, Tensor]] = {}
+    for expert in (expert for layer in files.experts.values() for expert in layer):
+        for part, path in expert.items():
+            by_slice.setdefault(part, {}).update({n: Tensor.of(v) for n, v in _tensors(read_file(path)).items()})
+    source.parameters.update(rules.merge([by_slice[part] for part in sorted(by_slice)]))
+
+
 def _add_layers(source: Source, layers: list[tuple[int, int, Path]], rules: SliceRules) -> None:
     """Layers of a pipeline: `<number of the layer>.<name in the layer>`, as in the module."""
     by_slice: dict[int, dict[str, Tensor]] = {}
@@ -380,69 +380,3 @@ def _add_layers(source: Source, layers: list[tuple[int, int, Path]], rules: Slic
     found = rules.merge([by_slice[part] for part in sorted(by_slice)])
     known = {**source.parameters, **source.buffers}
     source.parameters.update({name: value for name, value in found.items() if name not in known})
-
-
-def _training_state(part: _Part, common: Any) -> dict[str, Any]:
-    """Counters, groups, schedule and loss scale, in the form of `TrainingState`.
-
-    Args:
-        common: the part of the optimizer that is not tensors, in a universal checkpoint.
-    """
-    head = part.head
-    steps, config = _count(head, "global_steps"), head.get("ds_config") or {}
-    accumulation = config.get("gradient_accumulation_steps", 1) if isinstance(config, dict) else 1
-    optim = part.optim[0] if part.optim else common if isinstance(common, dict) else {}
-    base = optim.get("base_optimizer_state") or optim.get("optimizer_state_dict") or head.get("optimizer") or optim
-    if isinstance(base, dict):  # of stage 0 in 16 bits
-        base = {**base, **(inner if isinstance(inner := base.get("optimizer_state_dict"), dict) else {})}
-    groups = base.get("param_groups", []) if isinstance(base, dict) else []
-    schedule = head.get("lr_scheduler")
-    return {
-        "counters": {
-            "global_steps": steps, "global_samples": _count(head, "global_samples"),
-            "skipped_steps": _count(head, "skipped_steps"),
-            "micro_steps": steps * (accumulation if isinstance(accumulation, int) else 1),
-        },
-        "param_groups": [numbers_of_group(group) for group in groups if isinstance(group, dict)],
-        "precision": {},
-        "lr_scheduler": schedule if isinstance(schedule, dict) and _encodable(schedule) else {},
-        "loss_scaler": _loss_scale(optim.get("loss_scaler", base)),
-        "data": {},
-        "config": config if isinstance(config, dict) and _encodable(config) else {},
-        "versions": {"deepspeed": str(head.get("ds_version", ""))},
-    }  # fmt: skip
-
-
-def _count(head: dict[str, Any], key: str) -> int:
-    value = head.get(key, 0)
-    return value if type(value) is int and value >= 0 else 0
-
-
-def _loss_scale(saved: Any) -> dict[str, Any]:
-    """The scale of fp16; other precisions have one of 1 that never changes."""
-    found = saved if isinstance(saved, dict) and saved.get("dynamic_loss_scale") else {}
-    value: Callable[..., Any] = saved.value if isinstance(saved, Opaque) else found.get
-    scale, iteration = value("cur_scale"), value("cur_iter")
-    if not isinstance(scale, (int, float)) or not isinstance(iteration, int):
-        return {"kind": "none"}
-    return {
-        "kind": "dynamic", "scale": float(scale), "hysteresis_left": value("cur_hysteresis", 1), "step": iteration,
-        "last_overflow": value("last_overflow_iter", -1),
-    }  # fmt: skip
-
-
-def _client_state(head: dict[str, Any]) -> dict[str, Any]:
-    """The plain values of the caller's state."""
-    found = {key: value for key, value in head.items() if isinstance(key, str) and key not in _RESERVED}
-    lost = [key for key, value in found.items() if not _encodable(value)]
-    if lost:
-        logger.warning("import: left out of the caller's state, because it needs code to be read: %s", ", ".join(lost))
-    return {key: value for key, value in found.items() if key not in lost}
-
-
-def _encodable(value: Any) -> bool:
-    try:
-        encode(value, "state", {})
-    except CheckpointArgumentError:
-        return False
-    return True

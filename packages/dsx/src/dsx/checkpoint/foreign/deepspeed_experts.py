@@ -25,7 +25,7 @@ from .deepspeed_stage0 import Unnamed, read_unnamed
 from .source import Source, Tensor
 from .unpickling import read_file
 
-__all__ = ["ExpertNames", "add_expert_states"]
+__all__ = ["ExpertNames", "add_expert_states", "same_values"]
 
 _EXPERT = re.compile(r"(?P<layer>.*\.)(?P<list>deepspeed_experts\.)(?P<number>\d+)(?P<rest>\..+)")
 
@@ -177,9 +177,9 @@ def _expert_states_of_rows(source: Source, part: Part, whole: tuple[str, ...]) -
                         continue
                     name = experts.on_rank(name, number)
                     shape = source.parameters[name].shape
-                    masters[name] = joined(name, shape, rows, where)
+                    masters[name] = joined(name, shape, rows, where, padding=None)
                     keyed[name] = {
-                        key: joined(name, shape, value, where) if isinstance(value, list) else value
+                        key: joined(name, shape, value, where, padding=None) if isinstance(value, list) else value
                         for key, value in values.items()
                     }
         if same_values(masters, source.parameters, whole):

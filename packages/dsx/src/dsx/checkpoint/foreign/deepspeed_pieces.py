@@ -13,8 +13,8 @@ from .source import Tensor
 from .unpickling import Opaque
 
 __all__ = [
-    "Where", "cast", "concatenated", "fragments_by_mapping", "fragments_by_order", "joined", "plain_item",
-    "states_by_name", "states_of", "tensors_under",
+    "Where", "cast", "check_used_up", "concatenated", "fragments_by_mapping", "fragments_by_order", "joined",
+    "number_of_groups", "plain_item", "states_by_name", "states_of", "tensors_under",
 ]  # fmt: skip
 
 Where = list[tuple[int, int, int]]
@@ -58,16 +58,54 @@ def fragments_by_order(shapes: Mapping[str, tuple[int, ...]], lengths: list[int]
     return found
 
 
-def joined(name: str, shape: tuple[int, ...], rows: list[torch.Tensor], where: Where) -> Tensor:
-    """A parameter from pieces of the ranks' rows; additional elements at the end are padding."""
+def number_of_groups(rows: list[list[torch.Tensor]]) -> int:
+    """The number of flat groups. Raises `CheckpointCorruptError` unless it is the same on all ranks, and the groups are
+    floating-point numbers of one dtype.
+    """
+    counts = sorted({len(row) for row in rows})
+    if len(counts) > 1:
+        raise CheckpointCorruptError(f"the ranks have other numbers of flat groups: {counts}")
+    dtypes = {flat.dtype for row in rows for flat in row}
+    if len(dtypes) > 1 or not all(dtype.is_floating_point for dtype in dtypes):
+        raise CheckpointCorruptError(
+            f"flat groups of masters: got {', '.join(sorted(map(str, dtypes)))}, expected one floating-point dtype"
+        )
+    return counts[0]
+
+
+def check_used_up(whose: str, used: int, there: int) -> None:
+    """Raise `CheckpointCorruptError` unless the parameters fill the flat rows: else all of them may lie elsewhere."""
+    if used != there:
+        raise CheckpointCorruptError(
+            f"param_shapes: the parameters of {whose} have {used} elements in the flat groups of masters, and there are"
+            f" {there}; names or rows are missing, so no parameter's place is known"
+        )
+
+
+def joined(
+    name: str, shape: tuple[int, ...], rows: list[torch.Tensor], where: Where, padding: int | None = 0
+) -> Tensor:
+    """A parameter from pieces of the ranks' rows.
+
+    Args:
+        padding: the pieces have fewer elements than this in addition to those of the parameter, or none if it is 0;
+            None: any number.
+
+    Raises:
+        CheckpointCorruptError: the pieces have other numbers of elements.
+    """
     numel = math.prod(shape)
     for rank, start, count in where:
         if start + count > rows[rank].numel() and (start >= rows[rank].numel() or rank != where[-1][0]):
             raise CheckpointCorruptError(
                 f"{shown(name)}: rank {rank} has {rows[rank].numel()} elements, expected {start + count}"
             )
-    if sum(count for *_, count in where) < numel:
+    there = sum(min(count, rows[rank].numel() - start) for rank, start, count in where)
+    extra = sum(count for *_, count in where) - numel
+    if there < numel:
         raise CheckpointCorruptError(f"{shown(name)}: the ranks hold fewer elements than shape {shape} has")
+    if padding is not None and extra >= max(padding, 1):
+        raise CheckpointCorruptError(f"{shown(name)}: the ranks hold {extra} elements more than shape {shape} has")
 
     def fetch() -> torch.Tensor:
         pieces = [rows[rank].reshape(-1)[start : start + count] for rank, start, count in where]
@@ -89,30 +127,43 @@ def states_of(saved: Any) -> dict[int, dict[str, Any]]:
 
 def concatenated(states: dict[int, dict[str, Any]], lengths: list[int]) -> dict[str, Any]:
     """States of sub-groups as those of one row."""
-    if len(states) <= 1:
-        return next(iter(states.values()), {})
-    keys = next(iter(states.values()))
+    if not states:
+        return {}
+    if len(states) != len(lengths):
+        raise CheckpointCorruptError(f"there are optimizer states of {len(states)} of {len(lengths)} sub-groups")
     ordered = [states[number] for number in sorted(states)]
     found: dict[str, Any] = {}
-    for key in keys:
-        values = [state[key] for state in ordered]
-        rows = all(isinstance(v, torch.Tensor) and v.numel() == n and v.dim() for v, n in zip(values, lengths))
-        found[key] = torch.cat([v.reshape(-1) for v in values]) if rows else values[0]
+    for key in dict.fromkeys(key for state in ordered for key in state):
+        values = [state[key] for state in ordered if key in state]
+        if len(values) < len(ordered):
+            raise CheckpointCorruptError(f"the optimizer state {shown(key)} is missing in a sub-group")
+        rows = [isinstance(v, torch.Tensor) and v.numel() == n and v.dim() > 0 for v, n in zip(values, lengths)]
+        if not all(rows) and any(isinstance(v, torch.Tensor) and v.numel() > 1 for v in values):
+            raise CheckpointCorruptError(f"the optimizer state {shown(key)} has other lengths than the sub-groups")
+        found[key] = torch.cat([v.reshape(-1) for v in values]) if all(rows) else values[0]
     return found
+
+
+_ERRORS_OF_COMPRESSION = ("worker_error", "server_error")
+"""States of 1-bit optimizers, which belong to ranks and not to parameters."""
 
 
 def states_by_name(states: list[dict[str, Any]], lengths: list[int]) -> dict[str, Any]:
     """State -> all ranks' rows of it, or the number it is."""
     found: dict[str, Any] = {}
-    for key in states[0]:
+    for key in dict.fromkeys(key for state in states for key in state):
         values = [state[key] for state in states if key in state]
         if len(values) < len(states):
             raise CheckpointCorruptError(f"the optimizer state {shown(key)} is missing on a rank")
-        rows = [isinstance(v, torch.Tensor) and v.dim() > 0 and v.numel() >= min(n, 2) for v, n in zip(values, lengths)]
-        if all(rows):
+        rows = [isinstance(v, torch.Tensor) and v.dim() > 0 and v.numel() >= n for v, n in zip(values, lengths)]
+        if key in _ERRORS_OF_COMPRESSION:
+            continue
+        if all(rows):  # a row may be longer than that of the masters, which files have without padding
             found[key] = values
         elif isinstance(values[0], (int, float)) or (isinstance(values[0], torch.Tensor) and values[0].numel() == 1):
             found[key] = plain_item(values[0])
+        elif any(isinstance(value, torch.Tensor) for value in values):
+            raise CheckpointCorruptError(f"the optimizer state {shown(key)} has fewer elements than its masters")
     return found
 
 

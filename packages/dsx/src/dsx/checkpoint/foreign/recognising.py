@@ -30,6 +30,8 @@ def read_foreign(path: str | os.PathLike[str], tag: str | None = None) -> Source
         return _read(given, tag)
     except CheckpointError:
         raise
+    except OSError as error:
+        raise CheckpointError(f"{given}: cannot be read ({error})") from error
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         # what was read without being run may be anything, and no list of checks would name it all
         raise CheckpointCorruptError(

@@ -14,7 +14,7 @@ import torch
 
 from ..boxes import Region
 from ..encode import encode
-from ..errors import CheckpointError, shown
+from ..errors import CheckpointCorruptError, CheckpointError, shown
 from ..folder import check_folder, check_tag, temporary_name
 from ..format import CHUNK_BYTES, CLIENT, DTYPES, MASTER, MODEL, OPTIMIZER, TensorSpec, dtype_name
 from ..keeping import Keeping
@@ -116,6 +116,7 @@ def write_source(
     target = check_folder(directory, "directory") / check_tag(tag)
     if (target / "dsx.json").exists():
         raise CheckpointError(f"{target}: there is a checkpoint already; choose another tag")
+    _check_fits(source)
     announced, pieces = Announcement(), []
 
     def add(family: str, name: str, tensor: Tensor) -> None:
@@ -147,6 +148,22 @@ def write_source(
     temporary = target.with_name(temporary_name(target.name, os.urandom(6).hex()))
     counted = _counting(pieces, progress)
     return PlannedSave(plan, counted, encoded, temporary, target, latest, Keeping()).run(Solo())
+
+
+def _check_fits(source: Source) -> None:
+    """Raise `CheckpointCorruptError` if masters or states belong to no parameter, or have another shape than theirs."""
+    for name in (*source.masters, *source.states):
+        if name not in source.parameters:
+            raise CheckpointCorruptError(
+                f"{source.kind}: has a master or optimizer states of {shown(name)}, and no such parameter"
+            )
+        found = {"master": source.masters.get(name), **source.states.get(name, {})}
+        for key, value in found.items():
+            if isinstance(value, Tensor) and tuple(value.shape) != tuple(source.parameters[name].shape):
+                raise CheckpointCorruptError(
+                    f"{shown(name)}: {shown(key)} has shape {tuple(value.shape)}, expected that of the parameter,"
+                    f" {tuple(source.parameters[name].shape)}"
+                )
 
 
 def _checked(name: str, tensor: Tensor) -> torch.Tensor:

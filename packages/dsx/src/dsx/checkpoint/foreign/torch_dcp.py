@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ...utils.logging import logger
 from ..boxes import Box, Region, why_not_a_tiling
 from ..checks import expect_int
 from ..errors import CheckpointCorruptError, CheckpointError, shown
@@ -73,6 +74,9 @@ def read_dcp(folder: Path) -> Source:
     for index, info in places.items():
         offset = index.value("offset")
         where.setdefault(index.value("fqn"), []).append((None if offset is None else tuple(offset), info))
+    lost = sorted(map(str, where.keys() - entries.keys()))
+    if lost:
+        raise CheckpointCorruptError(f"{folder}: the metadata gives places of {shown(lost[0])}, and no such tensor")
     source, groups = Source(kind="torch.distributed.checkpoint"), _Groups()
     for name, entry in entries.items():
         path = _without_wrapper(tuple(map(str, paths[name])) if name in paths else tuple(name.split(".")))
@@ -83,10 +87,25 @@ def read_dcp(folder: Path) -> Source:
             _add(source, groups, path, _plain(folder, name, where))
     if not source.parameters:
         raise CheckpointError(f"{folder}: has no weights; expected a state under one of {', '.join(_MODEL)}")
-    source.states = {name: states for name, states in source.states.items() if name in source.parameters}
+    _leave_out_states(source)
     if source.states:
         source.engine = _training_state(source, groups)
     return source
+
+
+def _leave_out_states(source: Source) -> None:
+    """Keep the states that an optimizer of dsx can have: of a parameter's own shape. What is left out, is logged."""
+    strange = dict.fromkeys(name for name in source.states if name not in source.parameters)
+    for name, states in source.states.items():
+        whole = source.parameters.get(name)
+        if whole and any(isinstance(s, Tensor) and tuple(s.shape) != tuple(whole.shape) for s in states.values()):
+            strange[name] = None
+    if strange:
+        logger.warning(
+            "import: optimizer states of %d of %d names are left out, such as those of %s: there are no weights of this"
+            " name and shape", len(strange), len(source.states), shown(next(iter(strange))),
+        )  # fmt: skip
+    source.states = {name: states for name, states in source.states.items() if name not in strange}
 
 
 @dataclass
@@ -131,10 +150,11 @@ def _add(source: Source, groups: _Groups, path: tuple[str, ...], value: Any) -> 
             groups.by_parameter.setdefault(name, {})[rest[-1]] = value
     elif top in _OPTIMIZER or not isinstance(value, Tensor):
         return
-    elif top in _MODEL and rest:
-        source.parameters[".".join(rest)] = value
     else:
-        source.parameters[".".join(path)] = value
+        name = ".".join(rest if top in _MODEL and rest else path)
+        if name in source.parameters:
+            raise CheckpointError(f"{shown(name)} stands twice, under {shown(top)} and elsewhere; import one model")
+        source.parameters[name] = value
 
 
 def _training_state(source: Source, groups: _Groups) -> dict[str, Any]:
