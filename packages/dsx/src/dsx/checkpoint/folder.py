@@ -27,14 +27,19 @@ from ..errors import with_code
 from ..utils.logging import logger
 from .errors import CheckpointArgumentError, CheckpointCorruptError, CheckpointError, nothing_committed, shown
 from .files import read_text, replace_text, sync_folder
-from .format import INDEX_NAME, LATEST_NAME
+from .format import INDEX_NAME, LATEST_NAME, NODE_NAME, WEIGHT_MAP_NAME
 from .parsing import parse_index
 
 _LOCK_NAME = ".saving"
 _BEING_WRITTEN, _BEING_REPLACED = ".tmp-", ".old-"
 _LEFTOVER = re.compile(r"(?P<mark>\.tmp-|\.old-)(?P<tag>.+)-[0-9a-f]{12}", re.DOTALL)
+_OWN = re.compile(
+    rf"(model|optimizer|client)(-\d{{5}}-of-\d{{5}})?\.safetensors|\.?({re.escape(INDEX_NAME)}|{re.escape(NODE_NAME)})"
+    rf"(\.[0-9]+)?|{re.escape(WEIGHT_MAP_NAME)}"
+)
 _LEFT_FILES = re.compile(rf"\.{LATEST_NAME}\.[0-9]+|\.probe-[0-9a-f]+")
 _MAX_LISTED_TAGS = 20
+_LONGEST_TAG = 255 - len(".tmp--0123456789ab")  # bytes; file systems take 255
 
 
 # - Names
@@ -68,6 +73,15 @@ def check_tag(tag: object) -> str:
     name = str(tag)
     if not name or name != os.path.basename(name) or name.startswith(".") or "\0" in name:
         raise CheckpointArgumentError(f"got tag {shown(name)}; expected a plain folder name such as 'global_step100'")
+    if name in (LATEST_NAME, INDEX_NAME) or name != name.strip() or not name.isprintable():
+        raise CheckpointArgumentError(
+            f"got tag {shown(name)}; expected a plain folder name of printable characters, with no space at its ends,"
+            f" that is not '{LATEST_NAME}' or '{INDEX_NAME}', which dsx needs itself"
+        )
+    if len(name.encode()) > _LONGEST_TAG:
+        raise CheckpointArgumentError(
+            f"got tag {shown(name)}; expected a plain folder name of at most {_LONGEST_TAG} bytes"
+        )
     return name
 
 
@@ -194,6 +208,25 @@ def refuse_foreign(folder: Path) -> None:
 # - Saving
 
 
+def check_target(target: Path, *, latest: bool) -> None:
+    """Raise `CheckpointError` if a save to `target` would replace what is no checkpoint of dsx.
+
+    Args:
+        latest: the save will write `latest`.
+    """
+    ours = (target / INDEX_NAME).is_file() or (target / NODE_NAME).is_file()
+    if os.path.lexists(target) and not ours and not (target.is_dir() and not any(target.iterdir())):
+        raise CheckpointError(
+            f"{target}: exists and is no checkpoint of dsx (it has no {INDEX_NAME}), so a save does not replace it;"
+            " choose another tag, or move what is there"
+        )
+    if latest and (target.parent / LATEST_NAME).is_dir():
+        raise CheckpointError(
+            f"{target.parent / LATEST_NAME}: is a folder, expected a file or nothing, because the tag of the newest"
+            " checkpoint is written there; move it, or save in another folder"
+        )
+
+
 @contextmanager
 def saving(root: Path, tag: str) -> Iterator[None]:
     """Inside the context this process saves in `root`, and no other process may. Leftovers of killed saves are removed
@@ -217,25 +250,29 @@ def _lock(path: Path, tag: str) -> int | None:
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The earlier holder of the lock removes the file, so the locked file may have no name any more.
-            if path.exists() and os.path.samestat(os.fstat(fd), os.stat(path)):
+            if _take(fd, path):
                 _sign(fd, f"process {os.getpid()} on {socket.gethostname()}, tag {tag}")
                 return fd
             os.close(fd)
-        except BlockingIOError:
-            owner = os.pread(fd, 500, 0).decode(errors="replace").strip()
+        except BaseException as error:
             os.close(fd)
-            raise CheckpointError(
-                f"{path.parent}: another job is saving here right now ({owner or 'it has not said who it is yet'}); "
-                "give each job a folder of its own, or they replace each other's 'latest'"
-            ) from None
-        except OSError as error:
-            os.close(fd)
-            if error.errno not in (errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL):
+            if getattr(error, "errno", None) not in (errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL):
                 raise
             logger.debug("%s: this file system has no locks (%s)", path, error)
             return None
+
+
+def _take(fd: int, path: Path) -> bool:
+    """Lock the file; False if its earlier holder has removed it, so that the locked file has no name any more."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.pread(fd, 500, 0).decode(errors="replace").strip()
+        raise CheckpointError(
+            f"{path.parent}: another job is saving here right now ({owner or 'it has not said who it is yet'}); "
+            "give each job a folder of its own, or they replace each other's 'latest'"
+        ) from None
+    return path.exists() and os.path.samestat(os.fstat(fd), os.stat(path))
 
 
 def _give_up(path: Path, fd: int) -> None:
@@ -252,7 +289,7 @@ def _sign(fd: int, text: str) -> None:
     """Write into the lock's file who holds it. On a full disk the lock works without this text."""
     try:
         os.ftruncate(fd, 0)
-        os.pwrite(fd, text.encode(), 0)
+        os.pwrite(fd, text.encode(errors="backslashreplace"), 0)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -268,21 +305,19 @@ def clear_leftovers(root: Path, only_tag: str | None = None) -> None:
     for path in sorted(root.iterdir()):
         found = _LEFTOVER.fullmatch(path.name)
         if found is not None and only_tag in (None, found["tag"]):
-            if (
-                found["mark"] == _BEING_REPLACED
-                and not (root / found["tag"]).exists()
-                and (path / INDEX_NAME).is_file()
-            ):
-                os.rename(path, root / found["tag"])
-            else:
+            if found["mark"] == _BEING_WRITTEN:
                 _remove(path)
+            elif os.path.lexists(root / found["tag"]) or not (path / INDEX_NAME).is_file():
+                remove_replaced(path)
+            else:
+                os.rename(path, root / found["tag"])
         elif only_tag is None and _LEFT_FILES.fullmatch(path.name):
             path.unlink(missing_ok=True)
 
 
 def _remove(path: Path) -> None:
     try:
-        shutil.rmtree(path)
+        path.unlink() if path.is_symlink() else shutil.rmtree(path)
     except OSError as error:
         logger.warning("save_checkpoint: %s was left by a killed save and cannot be removed: %s", path, error)
 
@@ -301,14 +336,22 @@ def _replaced(root: Path, tag: str) -> list[Path]:
 def publish(temporary: Path, target: Path, *, latest: bool) -> Path | None:
     """Give a finished checkpoint its name, with which it exists. Then write its tag into `latest`, if asked.
 
+    Files of others in the folder that had this name before are in the new one too.
+
     Returns:
         The folder of the checkpoint that had this name before, for `remove_replaced`; None if there was none.
+
+    Raises:
+        CheckpointError: what has this name is no checkpoint.
     """
-    sync_folder(temporary)
     replaced = None
-    if target.exists():
+    check_target(target, latest=latest)
+    if os.path.lexists(target):
         # Two renames are not atomic. After a kill between them, `find_checkpoint` finds the tag under its `.old-` name.
         replaced = target.with_name(f"{_BEING_REPLACED}{target.name}-{uuid.uuid4().hex[:12]}")
+        carry_over(target, temporary)
+    sync_folder(temporary)
+    if replaced is not None:
         os.rename(target, replaced)
     os.rename(temporary, target)
     sync_folder(target.parent)
@@ -318,9 +361,37 @@ def publish(temporary: Path, target: Path, *, latest: bool) -> Path | None:
 
 
 def remove_replaced(folder: Path | None) -> None:
-    """Remove the checkpoint that a new one of its name has replaced."""
-    if folder is not None:
-        _remove(folder)
+    """Remove the checkpoint that a new one of its name has replaced, but no file of others."""
+    found = None if folder is None else _LEFTOVER.fullmatch(folder.name)
+    if folder is None or found is None:
+        return
+    target = folder.with_name(found["tag"])
+    try:
+        if target.is_dir():
+            carry_over(folder, target)  # what came while the new one got its name
+    except OSError as error:
+        logger.warning("%s: stays, because files of others in it cannot be put into %s: %s", folder, target, error)
+        return
+    _remove(folder)
+
+
+def carry_over(old: Path, new: Path) -> None:
+    """Put the files of others that lie in a checkpoint's folder into the one that replaces it."""
+    for path in sorted(old.iterdir()) if old.is_dir() else ():
+        goal = new / path.name
+        if _OWN.fullmatch(path.name) or os.path.lexists(goal):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.copytree(path, goal, symlinks=True, copy_function=_link_or_copy)
+        else:
+            _link_or_copy(path, goal)
+
+
+def _link_or_copy(source: str | Path, target: str | Path) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:  # a file system without hard links
+        shutil.copy2(source, target, follow_symlinks=False)
 
 
 def foreign_files(folder: Path, own: set[str]) -> tuple[str, ...]:

@@ -34,7 +34,16 @@ from .crc import Sums, crc_of
 from .direct import FileWriter, writing
 from .errors import CheckpointCorruptError, CheckpointError, shown
 from .files import create, replace_text
-from .folder import check_folder, check_one_folder, check_tag, publish, remove_replaced, saving, temporary_name
+from .folder import (
+    check_folder,
+    check_one_folder,
+    check_tag,
+    check_target,
+    publish,
+    remove_replaced,
+    saving,
+    temporary_name,
+)
 from .format import CHUNK_BYTES, FAMILIES, INDEX_NAME, WEIGHT_MAP_NAME, Entry, FileEntry, Index
 from .keeping import Keeping
 from .linking import Candidates, Known, find_candidates, hash_pieces, link, unchanged_files
@@ -103,14 +112,14 @@ class PlannedSave:
         temporary, target, plan = self.temporary, self.target, self.plan
         with ExitStack() as lock:  # held by rank 0
             try:
-                only_zero = Rank0(lock, plan, temporary, target) if ranks.rank == 0 else None
+                only_zero = Rank0(lock, plan, temporary, target, self.latest) if ranks.rank == 0 else None
                 candidates = ranks.together(f"making {temporary}", only_zero.prepare if only_zero else dict)[0]
                 known = self._link(ranks, only_zero, candidates) if candidates else {}
                 written = ranks.together(
                     f"writing {target}",
                     lambda: write_pieces(plan, self.pieces, plan.writes(ranks.rank), temporary, known),
                 )
-                commit = (lambda: only_zero.commit(written, self.state, self.latest)) if only_zero else _nothing
+                commit = (lambda: only_zero.commit(written, self.state)) if only_zero else _nothing
                 ranks.all_or_none(f"committing {target}", commit)
             except BaseException:
                 if ranks.rank == 0:
@@ -153,6 +162,7 @@ def plan_save(
 
     def take() -> tuple[Path, Snapshot]:
         target = check_folder(directory, "directory") / check_tag(tag)
+        check_target(target, latest=save_latest)
         return target, Snapshot.take(
             module,
             slices,
@@ -261,10 +271,12 @@ class Rank0:
     plan: WritePlan
     temporary: Path
     target: Path
+    latest: bool
 
     def prepare(self) -> Candidates:
         """Take the lock of the folder and make all files with their full size, except those that may be linked."""
         self.lock.enter_context(saving(self.target.parent, self.target.name))
+        check_target(self.target, latest=self.latest)
         self.temporary.mkdir()
         candidates = find_candidates(self.plan, self.target.parent)
         for file in self.plan.files:
@@ -282,12 +294,12 @@ class Rank0:
                 create(self.temporary / file.name, file.header, file.size)
         return linked
 
-    def commit(self, written: list[Written], state: Any, latest: bool) -> None:
+    def commit(self, written: list[Written], state: Any) -> None:
         """Write the index with all hashes and give the checkpoint its name."""
-        text = build_index(self.plan, written, state, latest).to_json()
+        text = build_index(self.plan, written, state, self.latest).to_json()
         parse_index(text, str(self.target / INDEX_NAME))  # a checkpoint that could not be read is not committed
         replace_text(self.temporary / INDEX_NAME, text)
-        remove_replaced(publish(self.temporary, self.target, latest=latest))
+        remove_replaced(publish(self.temporary, self.target, latest=self.latest))
 
 
 def build_index(plan: WritePlan, written: list[Written], state: Any, latest: bool) -> Index:

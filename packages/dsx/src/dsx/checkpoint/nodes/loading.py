@@ -34,7 +34,7 @@ from ...utils.logging import logger
 from ..boxes import Region, why_not_a_tiling
 from ..errors import CheckpointCorruptError, CheckpointError
 from ..files import read_text, replace_text, sync_folder
-from ..folder import check_tag, refuse_foreign, temporary_name
+from ..folder import carry_over, check_tag, check_target, refuse_foreign, temporary_name
 from ..format import DTYPES, INDEX_NAME, LATEST_NAME, Index
 from ..loading import LoadRequest
 from ..node_part import NodePart, all_of, digest_of_index, read_part
@@ -283,6 +283,7 @@ def _settle(root: Path, tag: str, found: Found | None, text: str, index: Index, 
         if (target / INDEX_NAME).read_bytes() != text.encode():
             replace_text(target / INDEX_NAME, text)
         return
+    check_target(target, latest=False)
     source = root / (temporary_name(tag, uuid.uuid4().hex[:12]) if found is None else found.name)
     if found is None:
         source.mkdir(parents=True)
@@ -295,6 +296,7 @@ def _settle(root: Path, tag: str, found: Found | None, text: str, index: Index, 
             shutil.rmtree(source, ignore_errors=True)
             raise
     if target.exists():  # another save of the same tag, of which too little is left
+        carry_over(target, source)
         os.rename(target, root / temporary_name(tag, uuid.uuid4().hex[:12]))
     os.rename(source, target)
     sync_folder(root)

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError, shown
 from ..files import opened, replace_text, write_all
-from ..folder import publish, remove_replaced, saving
+from ..folder import check_target, publish, remove_replaced, saving
 from ..format import INDEX_NAME, WEIGHT_MAP_NAME
 from ..node_part import NodePart, digest_of_index
 from ..parsing import parse_index
@@ -226,6 +226,7 @@ class NodeLeader:
         """Take the lock of the folder and make the files, with room for what this node will hold."""
         save, plan = self._save, self._save.plan
         self._lock.enter_context(saving(save.target.parent, save.target.name))
+        check_target(save.target, latest=save.latest)
         save.temporary.mkdir()
         here = self._spans()
         for file in plan.files:
