@@ -6,21 +6,20 @@ from datetime import timedelta
 
 import pytest
 from dsx.launcher.elastic_rendezvous import ElasticRendezvous
+from dsx.launcher.elastic_state import JsonState
 from torch.distributed import HashStore
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
 
 
 @pytest.fixture
-def hosts(monkeypatch):
+def hosts():
     """Three hosts whose last call would take an hour, and who give up after some seconds."""
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     store = HashStore()
     times = RendezvousTimeout(timedelta(seconds=20), timedelta(hours=1), timedelta(seconds=5))
     made = [
         ElasticRendezvous.from_backend(
-            "job", store, C10dRendezvousBackend(store, "job"), 1, 4, f"host{number}", times, keep_alive_interval=1,
+            "job", store, JsonState(store, "job"), 1, 4, f"127.0.0.{number + 1}", times, keep_alive_interval=1,
             keep_alive_max_attempt=60,
         )
         for number in range(3)

@@ -9,6 +9,7 @@ import json
 import sys
 import threading
 from collections.abc import Sequence
+from datetime import timedelta
 
 from .api import ElasticityError, compute_elastic_config
 
@@ -29,10 +30,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=int,
         help="hold the store of elastic jobs on this port until ended (0: a free one); no host of a job need stay then",
     )
+    parser.add_argument(
+        "--address",
+        default="",
+        help="with --rendezvous: listen at this address only (default: all; who reaches the port can end the jobs)",
+    )
     args = parser.parse_args(argv)
     if (args.config is None) == (args.rendezvous is None):
         parser.error("got " + ("neither" if args.config is None else "both") + ", expected --config or --rendezvous")
-    return _hold_store(args.rendezvous) if args.config is None else _print_batch(args.config, args.world_size)
+    if args.address and args.rendezvous is None:
+        parser.error("got --address without --rendezvous")
+    if args.config is None:
+        return _hold_store(args.rendezvous, args.address)
+    return _print_batch(args.config, args.world_size)
 
 
 def _print_batch(config: str, world_size: int) -> int:
@@ -52,17 +62,18 @@ def _print_batch(config: str, world_size: int) -> int:
     return 0
 
 
-def _hold_store(port: int) -> int:
+def _hold_store(port: int, address: str) -> int:
     """Serve a store until SIGTERM or Ctrl-C. Returns 1 where the port is taken."""
     if not 0 <= port <= 65535:
         sys.stderr.write(f"dsx elastic --rendezvous {port}: expected a port between 0 and 65535\n")
         return 1
-    from torch.distributed import DistNetworkError, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+    from ..utils.listening import store_at  # lazy import: seconds
 
     try:
-        store = TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
-    except DistNetworkError as error:
-        sys.stderr.write(f"dsx elastic --rendezvous {port}: cannot listen there: {str(error).splitlines()[0]}\n")
+        store = store_at(address, port, timedelta(minutes=1))
+    except OSError as error:
+        place = f"{address}:{port}" if address else str(port)
+        sys.stderr.write(f"dsx elastic --rendezvous {port}: cannot listen at {place}: {error}\n")
         return 1
     sys.stdout.write(f"rendezvous on port {store.port}\n")
     sys.stdout.flush()

@@ -84,6 +84,13 @@ def complete_environment(spec: dict) -> None:
     env = os.environ
     env["CROSS_RANK"], env["CROSS_SIZE"] = env["GROUP_RANK"], env["GROUP_WORLD_SIZE"]
     env["LOCAL_SIZE"] = env["LOCAL_WORLD_SIZE"]
+    if "round" in spec:
+        # torch puts it before the ranks' keys in their store; agents count their own restarts, so hosts would differ.
+        env["TORCHELASTIC_RESTART_COUNT"] = str(spec["round"])
+    if sys.platform.startswith("linux") and env.get("MASTER_ADDR", "").startswith("127."):
+        env.setdefault(
+            "GLOO_SOCKET_IFNAME", "lo"
+        )  # all ranks are on this machine: gloo need not be reached from others
     if spec["devices"] is not None:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(spec["devices"])
     threads = threads_of_a_rank(spec["cores"], int(env["LOCAL_SIZE"]))

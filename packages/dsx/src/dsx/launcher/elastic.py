@@ -1,6 +1,6 @@
 """Elastic jobs on one host: ranks that are started again, with as many hosts as there are at that moment.
 
-torch's elastic agent does the work, with its c10d rendezvous: hosts register in a store; when enough are there for a
+torch's elastic agent does the work, with its dynamic rendezvous: hosts register in a store; when enough are there for a
 little while, a round begins and the agents start their ranks. When a rank fails, or a host arrives or leaves, the
 agents end their ranks and a new round begins. The ranks go on from their newest state (`dsx.elasticity.resume`).
 
@@ -14,7 +14,6 @@ from a process that has torch loaded (`stand_by.py`); the log says where the tim
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import sys
@@ -26,7 +25,6 @@ from .elastic_settings import JOIN_S, Elastic
 from .errors import LaunchError
 from .failures import first_cause, render, shell_code, signal_name
 from .host import (
-    WORKER_SPEC_VARIABLE,
     HostJob,
     check_log_dir,
     check_program,
@@ -34,7 +32,6 @@ from .host import (
     ignore_signals,
     job_folder,
     quiet_elastic,
-    rank_settings,
     remove_leftovers,
     worker_spec,
 )
@@ -67,7 +64,12 @@ def run_elastic_host(job: HostJob, elastic: Elastic) -> int:
 
 def _run(job: HostJob, elastic: Elastic, folder: Path, ranks: RankSource) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException  # lazy import: torch takes seconds
-    from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousClosedError,
+        RendezvousError,
+        RendezvousStateError,
+        RendezvousTimeoutError,
+    )
 
     from .elastic_agent import ElasticHostAgent
     from .elastic_rendezvous import meet
@@ -79,7 +81,6 @@ def _run(job: HostJob, elastic: Elastic, folder: Path, ranks: RankSource) -> int
     rendezvous = meet(job, elastic, notes)
     spec = worker_spec(job, rendezvous, restarts=elastic.restarts)
     agent = ElasticHostAgent(spec, job, log_dir=folder / "elastic", failure_dir=failure_dir, notes=notes, ranks=ranks)
-    os.environ[WORKER_SPEC_VARIABLE] = json.dumps(rank_settings(job, failure_dir))
     os.environ.update(agent.variables(elastic.min_nodes))
     stopped_by: int | None = None
     failed, closes = True, True
@@ -97,6 +98,8 @@ def _run(job: HostJob, elastic: Elastic, folder: Path, ranks: RankSource) -> int
             f"rendezvous: fewer than {elastic.min_nodes} hosts came within {JOIN_S} s; start more, or lower"
             " --min_elastic_nodes; the job goes on from its newest state"
         ) from error
+    except RendezvousStateError as error:
+        raise LaunchError(f"rendezvous: {error}; see who may reach port {job.master_port} (docs/ports.md)") from error
     except RendezvousError as error:
         raise LaunchError(
             f"rendezvous: the store at {job.master_addr}:{job.master_port} does not answer ({error}); the host that"

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 
 from ..elasticity.notes import AGENT_VARIABLE, MEMORY, PROGRESS, RESTARTING, read_note
 from .agent import HostAgent
 from .elastic_phases import ResumePhases
+from .elastic_rendezvous import ElasticRendezvous
 from .elastic_settings import MIN_NODES_VARIABLE, STOP_AFTER_LOSS_S
 from .failures import first_cause
-from .host import HostJob, collect
+from .host import WORKER_SPEC_VARIABLE, HostJob, collect, rank_settings
 from .stand_by import RankSource, ranks_from
 
 __all__ = ["ElasticHostAgent"]
@@ -77,6 +80,9 @@ class ElasticHostAgent(HostAgent):
             "%s: round with %s hosts and %d ranks", self._job.host, worker_group.group_world_size, first.world_size
         )
         start = super()._start_workers
+        rounds = cast(ElasticRendezvous, self._worker_group.spec.rdzv_handler)
+        settings = {**rank_settings(self._job, self._failure_dir), "round": rounds.round}
+        os.environ[WORKER_SPEC_VARIABLE] = json.dumps(settings)
         with ranks_from(self._ranks):
             started = start(worker_group)  # pyright: ignore[reportCallIssue] - torch's decorator hides the signature
         self._phases.end("starting processes")

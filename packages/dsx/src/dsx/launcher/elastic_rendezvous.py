@@ -2,6 +2,9 @@
 
 torch closes a round some seconds after its least number of hosts is there, because others may be on their way. Where
 all hosts of the round before are back, and no host waits, nobody is on the way: the round begins at once.
+
+A job on one host has its state in this process' memory. Between hosts it is JSON in a store (`elastic_state.py`). The
+ranks of each round meet in a store of its own, which the agent of the first host serves.
 """
 
 from __future__ import annotations
@@ -15,8 +18,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed import (
+    HashStore,  # pyright: ignore[reportPrivateImportUsage]  public, but not in __all__
+    Store,  # pyright: ignore[reportPrivateImportUsage]
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+)
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     RendezvousTimeout,
@@ -26,9 +33,12 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousJoinOp,
     _RendezvousOpExecutor,
 )
+from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 
 from ..elasticity.notes import MIN_TIME, read_note
-from .elastic_settings import CLOSE_S, JOIN_S, KEEP_ALIVE_S, KEEP_ALIVE_TIMES, LAST_CALL_S, Elastic
+from ..utils.listening import store_at
+from .elastic_settings import CLOSE_S, JOIN_S, KEEP_ALIVE_S, KEEP_ALIVE_TIMES, LAST_CALL_S, STORE_S, Elastic
+from .elastic_state import JsonState
 from .errors import LaunchError
 from .host import HostJob
 
@@ -75,7 +85,7 @@ class _WithoutLastCall(_RendezvousOpExecutor):
 
 
 class ElasticRendezvous(DynamicRendezvousHandler):
-    """torch's rendezvous, with a least time between two changes and a way to leave."""
+    """torch's rendezvous, with a least time between two changes, a way to leave, and a store for each round."""
 
     notes: Path | None = None
 
@@ -90,12 +100,25 @@ class ElasticRendezvous(DynamicRendezvousHandler):
 
     def next_rendezvous(self) -> Any:
         """See torch."""
+        # torch gives later rounds the store of the first one, in which the addresses of ranks that are gone lie.
+        self._bootstrap_store_info = self._shared_tcp_store_server = None
         found = super().next_rendezvous()
         self._began = time.monotonic()
         self._rounds.known = frozenset(self._state_holder.state.participants)
         return found
 
     _began = 0.0
+
+    @property
+    def round(self) -> int:
+        """The number of the running round, the same on all hosts."""
+        return int(self._state_holder.state.round)
+
+    def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
+        try:
+            return store_at(master_addr, master_port, timedelta(seconds=STORE_S))
+        except OSError as error:
+            raise LaunchError(f"the ranks' store cannot listen at {master_addr}: {error}") from error
 
     def _least_time(self) -> float:
         text = read_note(self.notes, MIN_TIME)
@@ -112,31 +135,42 @@ class ElasticRendezvous(DynamicRendezvousHandler):
 
 def meet(job: HostJob, elastic: Elastic, notes: Path) -> ElasticRendezvous:
     """This host's way into the rounds of a job. Raises `LaunchError` where the store does not answer."""
-    # Without it torch gives later rounds a store in which the addresses of earlier ones lie.
-    os.environ[_UNSHARED] = "1"
-    parameters = RendezvousParameters(
-        backend="c10d", endpoint=f"{job.master_addr}:{job.master_port}", run_id=job.run_id,
-        min_nodes=elastic.min_nodes, max_nodes=elastic.max_nodes, **_host_of(job),
-    )  # fmt: skip
-    try:
-        backend, store = create_backend(parameters)
-    except RendezvousError as error:
-        raise LaunchError(
-            f"host {job.host} cannot reach the rendezvous at {job.master_addr}:{job.master_port}: "
-            f"{error.__cause__ or error}; check --master_addr, --master_port and the firewall"
-        ) from error
+    os.environ.pop(_UNSHARED, None)  # the ranks would listen by themselves, at all interfaces
+    store = _state_store(job)
     timeouts = RendezvousTimeout(timedelta(seconds=JOIN_S), timedelta(seconds=LAST_CALL_S), timedelta(seconds=CLOSE_S))
     made = ElasticRendezvous.from_backend(
-        job.run_id, store, backend, elastic.min_nodes, elastic.max_nodes, _own_address(job), timeouts,
-        keep_alive_interval=KEEP_ALIVE_S, keep_alive_max_attempt=KEEP_ALIVE_TIMES,
+        job.run_id, store, JsonState(store, job.run_id), elastic.min_nodes, elastic.max_nodes, _own_address(job),
+        timeouts, keep_alive_interval=KEEP_ALIVE_S, keep_alive_max_attempt=KEEP_ALIVE_TIMES,
     )  # fmt: skip
     made.notes = notes
     return made
 
 
-def _host_of(job: HostJob) -> dict[str, Any]:
-    """Whether this process holds the store: the first host of a known list; else torch compares addresses."""
-    return {"is_host": job.host_rank == 0} if len(job.hosts) > 1 else {}
+def _state_store(job: HostJob) -> Store:
+    """Where the agents meet; without a port no other agent comes, and nothing listens."""
+    if not job.master_port:
+        return HashStore()
+    timeout = timedelta(seconds=STORE_S)
+    try:
+        if _serves(job):
+            try:
+                return store_at(job.master_addr, job.master_port, timeout)
+            except OSError:  # another agent of this machine serves it
+                if len(job.hosts) > 1:
+                    raise
+        return TCPStore(
+            job.master_addr, job.master_port, is_master=False, timeout=timeout, wait_for_workers=False
+        )  # fmt: skip
+    except (OSError, ValueError, RuntimeError) as error:
+        raise LaunchError(
+            f"host {job.host} cannot reach the rendezvous at {job.master_addr}:{job.master_port}: "
+            f"{error}; check --master_addr, --master_port and the firewall"
+        ) from error
+
+
+def _serves(job: HostJob) -> bool:
+    """Whether this process holds the store: the first host of a known list; else the host that has the address."""
+    return job.host_rank == 0 if len(job.hosts) > 1 else _matches_machine_hostname(job.master_addr)
 
 
 def _own_address(job: HostJob) -> str:

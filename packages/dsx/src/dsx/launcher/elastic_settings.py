@@ -10,6 +10,7 @@ KEEP_ALIVE_S, KEEP_ALIVE_TIMES = 1, 4  # a host that has not been heard of for t
 STOP_AFTER_LOSS_S = 1  # from SIGTERM to SIGKILL when a rank is lost: without it the others cannot save, and only wait
 JOIN_S = 600  # a job waits so long for its least number of hosts
 CLOSE_S = 10
+STORE_S = 60  # a store that does not answer for so long is lost
 DEFAULT_RESTARTS = 3
 
 

@@ -169,7 +169,7 @@ def _job(options: LaunchOptions, *, procs: int, devices: tuple[str, ...] | None)
         cores=cores_for(procs, bind=options.bind_cores_to_rank, core_list=options.bind_core_list),
         log_dir=_log_dir(options),
         master_addr=options.master_addr or "127.0.0.1",
-        master_port=options.master_port or (_free_port() if options.elastic_training else 0),
+        master_port=options.master_port or 0,
         run_id=uuid.uuid4().hex,
     )
 

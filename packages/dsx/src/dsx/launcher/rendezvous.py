@@ -1,4 +1,5 @@
-"""The rendezvous of the hosts of a job: a TCP store on the first host, whose address is known before the start.
+"""The rendezvous of the hosts of a job: a TCP store on the first host, whose address is known before the start. It
+listens at that address only (`dsx.utils.listening`), and holds JSON and texts.
 
 The rank of a host is its place in the list of hosts, not its order of arrival. On one machine the kernel chooses a free
 port for the store, so that several jobs cannot collide. Between hosts the port must be known beforehand. An error names
@@ -23,6 +24,7 @@ from torch.distributed import (
 )
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from ..utils.listening import store_at
 from .errors import LaunchError
 from .failures import RankFailure, from_json, to_json
 
@@ -97,15 +99,15 @@ def _connect(meeting: Meeting, deadline: float) -> TCPStore:
     """
     if meeting.host_rank == 0:
         try:
-            return _open(meeting, is_master=True, timeout_s=meeting.timeout_s)
-        except _STORE_ERRORS as error:
+            return store_at(meeting.addr, meeting.port, timedelta(seconds=meeting.timeout_s))
+        except (OSError, *_STORE_ERRORS) as error:
             raise LaunchError(
                 f"the rendezvous cannot listen on port {meeting.port} of {meeting.hosts[0]}: {_first_line(error)};"
                 " choose another with --master_port"
             ) from error
     while True:
         try:
-            return _open(meeting, is_master=False, timeout_s=5.0)
+            return _client(meeting, meeting.port)
         except _STORE_ERRORS as error:
             if time.monotonic() > deadline:
                 raise LaunchError(
@@ -116,14 +118,9 @@ def _connect(meeting: Meeting, deadline: float) -> TCPStore:
         time.sleep(0.2)
 
 
-def _open(meeting: Meeting, *, is_master: bool, timeout_s: float) -> TCPStore:
+def _client(meeting: Meeting, port: int) -> TCPStore:
     return TCPStore(
-        meeting.addr,
-        meeting.port,
-        is_master=is_master,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        multi_tenant=True,
+        meeting.addr, port, is_master=False, timeout=timedelta(seconds=5), wait_for_workers=False, multi_tenant=True
     )
 
 
@@ -159,9 +156,7 @@ class FailureBoard:
 
     def __init__(self, meeting: Meeting, port: int) -> None:
         self._meeting = meeting
-        self._store = TCPStore(
-            meeting.addr, port, is_master=False, timeout=timedelta(seconds=5), wait_for_workers=False, multi_tenant=True
-        )
+        self._store = _client(meeting, port)
 
     def announce(self) -> None:
         """Tell every host that the job has failed or is to stop. Raises the store's error if the first host is gone."""
