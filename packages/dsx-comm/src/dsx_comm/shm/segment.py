@@ -157,10 +157,15 @@ def _hand_out(server: socket.socket, fd: int) -> bool:
     except TimeoutError:
         return False
     with peer:
-        credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        if struct.unpack("3i", credentials)[1] == os.getuid():
+        if _user_behind(peer) == os.getuid():
             socket.send_fds(peer, [_TOKEN], [fd])
     return True
+
+
+def _user_behind(peer: socket.socket) -> int:
+    """Which user's process is at the other end; the kernel says so."""
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", credentials)[1])
 
 
 def fetch(name: str, patience: float) -> int:
@@ -169,6 +174,9 @@ def fetch(name: str, patience: float) -> int:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
             client.settimeout(patience)
             client.connect("\0" + name)
+            if (user := _user_behind(client)) != os.getuid():
+                # The store has told the name, and anybody who reaches the store may have put it there.
+                raise Unavailable(f"the socket of the group's rank 0 belongs to another user ({user})")
             data, fds = _receive_descriptor(client)
     except OSError as error:
         raise Unavailable(f"not on the machine of the group's rank 0 (its socket does not answer: {error})") from error
