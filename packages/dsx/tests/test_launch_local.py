@@ -267,15 +267,34 @@ def test_a_program_that_cannot_be_run_is_named(mode, tmp_path):
     assert "the program of --no_python: './program'" in done.stderr
 
 
-def test_folders_of_killed_launchers_are_removed_by_the_next(tmp_path):
-    dead = subprocess.Popen(["true"])
-    dead.wait()
-    left, kept = tmp_path / f"dsx_launch_{dead.pid}_x", tmp_path / f"dsx_launch_{os.getpid()}_x"
-    left.mkdir()
-    kept.mkdir()
+HOLDER = """
+import sys, time, pathlib
+from dsx.utils.holding import hold
+held = hold(pathlib.Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def test_folders_of_killed_launchers_are_removed_by_the_next_and_those_of_running_ones_are_not(tmp_path):
+    """Whoever runs in a container with another PID namespace knows the others by their lock alone."""
+    left, kept, strange = (tmp_path / f"dsx_launch_{name}" for name in ("left", "kept", "strange"))
+    holders = []
+    for folder in (left, kept):
+        folder.mkdir()
+        holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE, text=True)
+        assert holder.stdout.readline() == "held\n"
+        holders.append(holder)
+    strange.mkdir()  # of no launcher: nobody has ever held it
+    holders[0].kill()
+    holders[0].wait()
     script = write(tmp_path, "")
-    assert launch("--num_procs", "1", script, cwd=tmp_path, TMPDIR=str(tmp_path)).returncode == 0
-    assert not left.exists() and kept.exists()
+    done = launch("--num_procs", "1", script, cwd=tmp_path, TMPDIR=str(tmp_path))
+    for holder in holders:
+        holder.kill()
+        holder.communicate()
+    assert done.returncode == 0
+    assert {path.name for path in tmp_path.glob("dsx_launch_*")} == {kept.name, strange.name}
 
 
 def test_a_process_may_end_between_two_questions():

@@ -6,8 +6,9 @@ A part has the files of a checkpoint (`docs/checkpoint-format.md`) at their full
 there: the files are sparse, and what was not written takes no memory. `held.json` says which bytes are there. The key
 belongs to the folder of the checkpoints on disk, so that the snapshots of a deleted run are never found by a new one.
 
-A node's name is that of its machine and its launching agent, which outlives the ranks. Parts of an agent that has died
-are read by the agents that come after it on the machine, and removed once there is a newer snapshot.
+A node's name is that of its machine and its launching agent, which outlives the ranks. Its ranks, and the agent of
+`dsx launch`, hold the folder (`dsx.utils.holding`). Parts of an agent that has died are read by the agents that come
+after it on the machine, and removed once there is a newer snapshot; those of other jobs as `remove_leftovers` says.
 
 Left out: who holds what, and moving parts between nodes (`peers.py`).
 """
@@ -21,8 +22,10 @@ import re
 import shutil
 import socket
 import tempfile
+import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,15 +35,18 @@ from ..checkpoint.errors import CheckpointError
 from ..checkpoint.files import opened, write_all
 from ..checkpoint.format import INDEX_NAME
 from ..checkpoint.spans import Spans
+from ..utils.holding import HOLD_NAME, Hold, free, hold, note_in, remove_if_free
 from ..utils.logging import logger
 
-__all__ = ["NODE_VARIABLE", "NodeMemory", "Part", "node_name", "step_of", "write_ranges"]
+__all__ = ["NODE_VARIABLE", "NodeMemory", "Part", "node_name", "remove_leftovers", "step_of", "write_ranges"]
 
 NODE_VARIABLE = "DSX_ELASTIC_NODE"
 HELD_NAME = "held.json"
 _MEMORY = Path("/dev/shm")
 _NAME = re.compile(r"step(?P<step>[0-9]+)-[0-9a-f]{12}")
 _UNFINISHED = ".tmp-"
+KEEP_S = 3600.0
+"""Seconds for which the snapshots of a killed job are kept though other elastic jobs start: it may come back."""
 _KEY_NAME = ".elastic"
 
 
@@ -101,6 +107,7 @@ class NodeMemory:
     def __init__(self, root: Path, node: str) -> None:
         self.root, self.node = root, node
         self.path = root / node
+        self._hold: Hold | None = None
 
     @staticmethod
     def open(disk: Path, node: str, place: str | os.PathLike[str] | None = None) -> NodeMemory:
@@ -120,7 +127,11 @@ class NodeMemory:
         if root.stat().st_uid != os.geteuid():
             raise CheckpointError(f"{root}: belongs to another user; remove it, or pass memory=<a folder in memory>")
         memory = NodeMemory(root, node)
-        memory.path.mkdir(mode=0o700, exist_ok=True)
+        while memory._hold is None:
+            root.mkdir(mode=0o700, exist_ok=True)
+            memory.path.mkdir(mode=0o700, exist_ok=True)
+            with suppress(FileNotFoundError):  # removed between the two calls, as one that nobody held
+                memory._hold = hold(memory.path, str(disk.resolve()))
         return memory
 
     def parts(self) -> list[Part]:
@@ -137,12 +148,8 @@ class NodeMemory:
 
     def _abandoned(self) -> Iterator[Path]:
         """Folders of agents of this machine that have died."""
-        here = f"{socket.gethostname()}-"
         for folder in sorted(self.root.iterdir()):
-            pid = folder.name.removeprefix(here)
-            if folder == self.path or not folder.name.startswith(here) or not pid.isdecimal():
-                continue
-            if not psutil.pid_exists(int(pid)):
+            if folder != self.path and _is_left(folder):
                 yield folder
 
     def make(self, name: str, files: Mapping[str, tuple[int, bytes]]) -> Path:
@@ -164,17 +171,56 @@ class NodeMemory:
 
     def keep_only(self, name: str) -> None:
         """Remove all snapshots but this one, what unfinished ones have left, and the parts of dead agents."""
-        others = [path for path in self.path.iterdir() if path.name != name]
+        others = [path for path in self.path.iterdir() if path.name not in (name, HOLD_NAME)]
         for path in (*others, *self._abandoned()):
             shutil.rmtree(path, ignore_errors=True)
 
     def clear(self) -> None:
         """Remove everything of this node, and the common folder if no other node uses it."""
         shutil.rmtree(self.path, ignore_errors=True)
+        if self._hold is not None:
+            self._hold.release()
         try:
             self.root.rmdir()
         except OSError:  # another node's parts are there
             logger.debug("%s stays: another node uses it", self.root)
+
+
+def _is_left(folder: Path) -> bool:
+    """Whether the folder of a node of this machine is nobody's any more: neither a rank nor a living agent's.
+
+    The agents of torchrun hold nothing, so their process ids are asked for too. In another PID namespace that number is
+    some other process' or nobody's; there the lock alone tells.
+    """
+    pid = folder.name.removeprefix(f"{socket.gethostname()}-")
+    if pid == folder.name or not pid.isdecimal() or psutil.pid_exists(int(pid)):
+        return False
+    with free(folder) as is_free:
+        return is_free
+
+
+def remove_leftovers(own: NodeMemory) -> None:
+    """Remove what other elastic jobs of this user have left on this machine, and nobody has come back for in time."""
+    for root in own.root.parent.glob(f"{own.root.name.rpartition('_')[0]}_*"):
+        if root == own.root:
+            continue
+        with suppress(OSError):  # another job removes it, or needs it
+            if root.lstat().st_uid != os.geteuid() or root.is_symlink():
+                continue
+            for folder in sorted(root.iterdir()):
+                said = note_in(folder) or "?"
+                if _is_left(folder) and _age(folder) > KEEP_S and remove_if_free(folder):
+                    logger.warning("elasticity: removed %s, which a job with checkpoints in %s has left", folder, said)
+            root.rmdir()
+
+
+def _age(folder: Path) -> float:
+    """Seconds since the newest snapshot."""
+    return time.time() - max((path.stat().st_mtime for path in folder.iterdir()), default=0.0)
+
+
+def _shortened(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
 def _key_of(disk: Path) -> str:
@@ -192,7 +238,7 @@ def _key_of(disk: Path) -> str:
             os.replace(mine, path)
     finally:
         mine.unlink(missing_ok=True)
-    return hashlib.sha256(path.read_text().encode()).hexdigest()[:16]
+    return _shortened(path.read_text())
 
 
 def _held(folder: Path) -> Spans:

@@ -181,7 +181,7 @@ class ElasticRun:
 
     def _open(self, memory: bool | str | os.PathLike[str]) -> None:
         from ..checkpoint.errors import CheckpointError
-        from .memory import NodeMemory, node_name
+        from .memory import NodeMemory, node_name, remove_leftovers
 
         if memory is False:
             return
@@ -192,6 +192,9 @@ class ElasticRun:
             )
         except CheckpointError as error:
             logger.warning("%s; snapshots are not kept in memory, only on disk", error)
+            return
+        if self._memory is not None and self._nodes.leads(self._ranks.rank):
+            remove_leftovers(self._memory)
 
     def _load(self) -> None:
         from ..checkpoint.errors import CheckpointError

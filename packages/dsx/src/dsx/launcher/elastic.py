@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..exit_codes import RESUME_EXIT_CODE
@@ -26,9 +24,9 @@ from .errors import LaunchError
 from .failures import first_cause, render, shell_code, signal_name
 from .host import (
     HostJob,
+    JobFolder,
     check_log_dir,
     check_program,
-    collect,
     ignore_signals,
     job_folder,
     quiet_elastic,
@@ -62,7 +60,7 @@ def run_elastic_host(job: HostJob, elastic: Elastic) -> int:
         return _run(job, elastic, folder, ranks)
 
 
-def _run(job: HostJob, elastic: Elastic, folder: Path, ranks: RankSource) -> int:
+def _run(job: HostJob, elastic: Elastic, folder: JobFolder, ranks: RankSource) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException  # lazy import: torch takes seconds
     from torch.distributed.elastic.rendezvous import (
         RendezvousClosedError,
@@ -75,13 +73,10 @@ def _run(job: HostJob, elastic: Elastic, folder: Path, ranks: RankSource) -> int
     from .elastic_rendezvous import meet
 
     quiet_elastic()
-    failure_dir, notes = folder / "failures", folder / "notes"
-    failure_dir.mkdir()
-    notes.mkdir()
-    rendezvous = meet(job, elastic, notes)
+    rendezvous = meet(job, elastic)
     spec = worker_spec(job, rendezvous, restarts=elastic.restarts)
-    agent = ElasticHostAgent(spec, job, log_dir=folder / "elastic", failure_dir=failure_dir, notes=notes, ranks=ranks)
-    os.environ.update(agent.variables(elastic.min_nodes))
+    agent = ElasticHostAgent(spec, job, elastic.min_nodes, folder=folder, ranks=ranks)
+    rendezvous.least_time = agent.least_time
     stopped_by: int | None = None
     failed, closes = True, True
     try:
@@ -110,7 +105,7 @@ def _run(job: HostJob, elastic: Elastic, folder: Path, ranks: RankSource) -> int
             ignore_signals()
             kill_descendants()
         _leave(rendezvous, closes=closes)
-    return _conclude(job, agent, failure_dir, stopped_by, failed)
+    return _conclude(job, agent, stopped_by, failed)
 
 
 def _leave(rendezvous: ElasticRendezvous, *, closes: bool) -> None:
@@ -121,14 +116,14 @@ def _leave(rendezvous: ElasticRendezvous, *, closes: bool) -> None:
         rendezvous.leave()
 
 
-def _conclude(job: HostJob, agent: ElasticHostAgent, failure_dir: Path, stopped_by: int | None, failed: bool) -> int:
+def _conclude(job: HostJob, agent: ElasticHostAgent, stopped_by: int | None, failed: bool) -> int:
     if stopped_by is not None:
         log.info("%s: asked to leave by %s", job.host, signal_name(stopped_by))
         agent.free_memory()
         return RESUME_EXIT_CODE if agent.can_resume else 128 + stopped_by
     if not failed:
         return 0
-    failures = collect(job, agent.failed, failure_dir)
+    failures = agent.failures()
     cause = first_cause(failures)
     if cause is None:
         log.error("the ranks of %s could not be run", job.host)

@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any, cast
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
-from ..elasticity.notes import AGENT_VARIABLE, MEMORY, PROGRESS, RESTARTING, read_note
+from ..elasticity.notes import AGENT_VARIABLE, MEMORY, MIN_TIME, PROGRESS, RESTARTING, read_note
+from ..utils.holding import Hold, hold
 from .agent import HostAgent
 from .elastic_phases import ResumePhases
 from .elastic_rendezvous import ElasticRendezvous
 from .elastic_settings import MIN_NODES_VARIABLE, STOP_AFTER_LOSS_S
-from .failures import first_cause
-from .host import WORKER_SPEC_VARIABLE, HostJob, collect, rank_settings
+from .failures import RankFailure, first_cause
+from .host import WORKER_SPEC_VARIABLE, HostJob, JobFolder, collect, rank_settings
 from .stand_by import RankSource, ranks_from
 
 __all__ = ["ElasticHostAgent"]
@@ -31,29 +33,54 @@ class ElasticHostAgent(HostAgent):
 
     Args:
         job: this host's part of the job.
-        notes: a folder in which ranks and agent leave each other notes.
+        min_nodes: the least number of hosts.
+        folder: where ranks and agent leave each other notes, and ranks their failures.
         ranks: what starts the processes of the ranks.
     """
 
     stop_after_failure_s = STOP_AFTER_LOSS_S
 
-    def __init__(
-        self, spec: WorkerSpec, job: HostJob, *, log_dir: Path, failure_dir: Path, notes: Path, ranks: RankSource
-    ) -> None:
-        super().__init__(spec, log_dir=log_dir, failure_dir=failure_dir)
-        self._job, self._notes, self._ranks = job, notes, ranks
+    def __init__(self, spec: WorkerSpec, job: HostJob, min_nodes: int, *, folder: JobFolder, ranks: RankSource) -> None:
+        super().__init__(spec, log_dir=folder.path / "elastic", failure_dir=folder.part("failures"))
+        self._job, self._min_nodes, self._folder, self._ranks = job, min_nodes, folder, ranks
+        self._notes = folder.part("notes")
         self._progress_at_failure = ""
-        self._phases = ResumePhases(job.host, notes)
+        self._held: tuple[Path, Hold] | None = None
+        self._phases = ResumePhases(job.host, self._notes)
         self.on_failure = self._phases.begin
 
-    def variables(self, min_nodes: int) -> dict[str, str]:
-        """What the ranks find in their environment."""
-        return {AGENT_VARIABLE: str(self._notes), MIN_NODES_VARIABLE: str(min_nodes)}
+    def failures(self) -> list[RankFailure]:
+        """The ranks of this host that failed by themselves in the last round."""
+        return collect(self._job, self.failed, self._failure_dir)
+
+    def least_time(self) -> float:
+        """Seconds between two changes of the number of hosts, as the ranks have told."""
+        text = read_note(self._notes, MIN_TIME)
+        return float(text) if text else 0.0
 
     @property
     def progress(self) -> str:
         """The update of the newest snapshot."""
         return read_note(self._notes, PROGRESS)
+
+    def _renew_folder(self) -> None:
+        """A folder that was taken away is made again: a round must not end because notes cannot be left."""
+        if not self._folder.renew():
+            return
+        self._logs_specs = DefaultLogsSpecs(log_dir=str(self._folder.path / "elastic"))
+        self._failure_dir, self._notes = self._folder.part("failures"), self._folder.part("notes")
+        self._phases.notes = self._notes
+
+    def _hold_memory(self) -> None:
+        """Hold the snapshots from when the ranks have told where they are: between two rounds no rank does."""
+        memory = self.memory
+        if memory is None or (self._held is not None and self._held[0] == memory):
+            return
+        if self._held is not None:
+            self._held[1].release()
+            self._held = None
+        with contextlib.suppress(OSError):  # it has just gone
+            self._held = memory, hold(memory)
 
     @property
     def memory(self) -> Path | None:
@@ -71,6 +98,7 @@ class ElasticHostAgent(HostAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.failed, self.exitcodes, self._reported_at = {}, {}, None
+        self._renew_folder()
         for path in self._failure_dir.glob("rank*"):
             path.unlink(missing_ok=True)
         (self._notes / RESTARTING).unlink(missing_ok=True)
@@ -83,6 +111,7 @@ class ElasticHostAgent(HostAgent):
         rounds = cast(ElasticRendezvous, self._worker_group.spec.rdzv_handler)
         settings = {**rank_settings(self._job, self._failure_dir), "round": rounds.round}
         os.environ[WORKER_SPEC_VARIABLE] = json.dumps(settings)
+        os.environ.update({AGENT_VARIABLE: str(self._notes), MIN_NODES_VARIABLE: str(self._min_nodes)})
         with ranks_from(self._ranks):
             started = start(worker_group)  # pyright: ignore[reportCallIssue] - torch's decorator hides the signature
         self._phases.end("starting processes")
@@ -90,7 +119,8 @@ class ElasticHostAgent(HostAgent):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         self._phases.begin()
-        (self._notes / RESTARTING).touch()  # before they are asked to end: their memory is enough
+        with contextlib.suppress(OSError):  # a lost folder: the ranks save to disk, too
+            (self._notes / RESTARTING).touch()  # before they are asked to end: their memory is enough
         restart = super()._restart_workers
         restart(worker_group)  # pyright: ignore[reportCallIssue] - as above
 
@@ -106,6 +136,7 @@ class ElasticHostAgent(HostAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._phases.look()
+        self._hold_memory()
         watched = super()._monitor_workers
         result = watched(worker_group)
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
@@ -117,7 +148,7 @@ class ElasticHostAgent(HostAgent):
         if self.can_resume and not self.failed:
             self._remaining_restarts += 1  # they have saved and ended because a host leaves: no failure
             return
-        cause = first_cause(collect(self._job, self.failed, self._failure_dir))
+        cause = first_cause(self.failures())
         if self.progress != self._progress_at_failure:
             self._remaining_restarts = self._worker_group.spec.max_restarts
         self._progress_at_failure = self.progress

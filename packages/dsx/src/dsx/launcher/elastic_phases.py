@@ -37,7 +37,7 @@ class ResumePhases:
     """
 
     def __init__(self, host: str, notes: Path) -> None:
-        self._host, self._notes = host, notes
+        self._host, self.notes = host, notes
         self._ends: list[tuple[str, float]] = []
 
     def begin(self) -> None:
@@ -53,15 +53,15 @@ class ResumePhases:
     def forget_ranks(self) -> None:
         """Remove what ranks of an earlier round have told."""
         for note, _ in _OF_RANKS:
-            (self._notes / note).unlink(missing_ok=True)
+            (self.notes / note).unlink(missing_ok=True)
 
     def look(self) -> None:
         """Write the line, if the ranks have done their first update."""
-        if not self._ends or not (self._notes / UPDATED).exists():
+        if not self._ends or not (self.notes / UPDATED).exists():
             return
         ends, update = list(self._ends), ""
         for note, name in _OF_RANKS:
-            when, _, detail = read_note(self._notes, note).partition(" ")
+            when, _, detail = read_note(self.notes, note).partition(" ")
             if when:
                 ends.append((f"{name} from {detail}" if note == LOADED and detail else name, float(when)))
             update = detail if note == UPDATED else update

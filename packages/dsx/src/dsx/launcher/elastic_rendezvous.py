@@ -15,7 +15,6 @@ import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from torch.distributed import (
@@ -35,7 +34,6 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 
-from ..elasticity.notes import MIN_TIME, read_note
 from ..utils.listening import store_at
 from .elastic_settings import CLOSE_S, JOIN_S, KEEP_ALIVE_S, KEEP_ALIVE_TIMES, LAST_CALL_S, STORE_S, Elastic
 from .elastic_state import JsonState
@@ -87,7 +85,8 @@ class _WithoutLastCall(_RendezvousOpExecutor):
 class ElasticRendezvous(DynamicRendezvousHandler):
     """torch's rendezvous, with a least time between two changes, a way to leave, and a store for each round."""
 
-    notes: Path | None = None
+    least_time: Callable[[], float] = staticmethod(lambda: 0.0)
+    """Seconds between two changes; the ranks say how many."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -96,7 +95,7 @@ class ElasticRendezvous(DynamicRendezvousHandler):
     def num_nodes_waiting(self) -> int:
         """How many hosts wait for a new round; none before `elasticity.min_time` is over."""
         waiting = super().num_nodes_waiting()
-        return waiting if time.monotonic() - self._began >= self._least_time() else 0
+        return waiting if time.monotonic() - self._began >= self.least_time() else 0
 
     def next_rendezvous(self) -> Any:
         """See torch."""
@@ -120,10 +119,6 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         except OSError as error:
             raise LaunchError(f"the ranks' store cannot listen at {master_addr}: {error}") from error
 
-    def _least_time(self) -> float:
-        text = read_note(self.notes, MIN_TIME)
-        return float(text) if text else 0.0
-
     def leave(self) -> None:
         """Take this host out of the round, so that the others need not find out by its silence."""
         self._stop_heartbeats()
@@ -133,17 +128,15 @@ class ElasticRendezvous(DynamicRendezvousHandler):
             log.debug("the rendezvous does not answer: %s", error)
 
 
-def meet(job: HostJob, elastic: Elastic, notes: Path) -> ElasticRendezvous:
+def meet(job: HostJob, elastic: Elastic) -> ElasticRendezvous:
     """This host's way into the rounds of a job. Raises `LaunchError` where the store does not answer."""
     os.environ.pop(_UNSHARED, None)  # the ranks would listen by themselves, at all interfaces
     store = _state_store(job)
     timeouts = RendezvousTimeout(timedelta(seconds=JOIN_S), timedelta(seconds=LAST_CALL_S), timedelta(seconds=CLOSE_S))
-    made = ElasticRendezvous.from_backend(
+    return ElasticRendezvous.from_backend(
         job.run_id, store, JsonState(store, job.run_id), elastic.min_nodes, elastic.max_nodes, _own_address(job),
         timeouts, keep_alive_interval=KEEP_ALIVE_S, keep_alive_max_attempt=KEEP_ALIVE_TIMES,
     )  # fmt: skip
-    made.notes = notes
-    return made
 
 
 def _state_store(job: HostJob) -> Store:

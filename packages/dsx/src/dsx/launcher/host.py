@@ -16,15 +16,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..exit_codes import RESUME_EXIT_CODE
+from ..utils.holding import Hold, hold, remove_if_free
 from .errors import LaunchError
 from .failures import RankFailure, first_cause, read_records, render, shell_code, signal_name
-from .processes import adopt_orphans, kill_descendants, lives
+from .processes import adopt_orphans, kill_descendants
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -106,11 +107,53 @@ def run_host(job: HostJob, restarts: int = 0) -> int:
     return code
 
 
+class JobFolder:
+    """A temporary folder for messages between agent and ranks, held while this process lives. Cleaners of temporary
+    folders may take it away from a long job: `renew` makes it again.
+    """
+
+    def __init__(self) -> None:
+        self.path, self._hold = _new_folder()
+        self._parts: list[Path] = []
+
+    def part(self, name: str) -> Path:
+        """A folder in it, made if it is not there."""
+        path = self.path / name
+        path.mkdir(exist_ok=True)
+        self._parts.append(path)
+        return path
+
+    def renew(self) -> bool:
+        """Make the folder again, under another name, if it or a part of it is lost. Returns whether it was."""
+        if all(path.is_dir() for path in (self.path, *self._parts)):
+            return False
+        log.warning("%s was removed by another program; the job goes on with a new folder", self.path)
+        self.remove()
+        self.path, self._hold = _new_folder()
+        self._parts.clear()
+        return True
+
+    def remove(self) -> None:
+        """Remove it with all that is in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._hold.release()
+
+
+def _new_folder() -> tuple[Path, Hold]:
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=_FOLDER))
+        with suppress(FileNotFoundError):  # another launcher's clean-up came between
+            return path, hold(path)
+
+
 @contextmanager
-def job_folder() -> Iterator[Path]:
-    """A temporary folder for messages between agent and ranks; `remove_leftovers` recognises its name."""
-    with tempfile.TemporaryDirectory(prefix=f"{_FOLDER}{os.getpid()}_") as folder:
-        yield Path(folder)
+def job_folder() -> Iterator[JobFolder]:
+    """A `JobFolder` for the time of the context."""
+    folder = JobFolder()
+    try:
+        yield folder
+    finally:
+        folder.remove()
 
 
 def check_log_dir(path: str) -> None:
@@ -124,14 +167,12 @@ def check_log_dir(path: str) -> None:
 
 
 def remove_leftovers() -> None:
-    """Remove the temporary folders of launchers that were killed: their names hold the process id of a dead process."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*_*"):
-        pid = folder.name.removeprefix(_FOLDER).partition("_")[0]
-        if pid.isdecimal() and not lives(int(pid)):
-            shutil.rmtree(folder, ignore_errors=True)
+    """Remove the temporary folders of launchers that were killed: nobody holds them."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
+        remove_if_free(folder)
 
 
-def _run_in(job: HostJob, folder: Path) -> tuple[int, bool]:
+def _run_in(job: HostJob, folder: JobFolder) -> tuple[int, bool]:
     """The exit code, and whether this process was asked to end."""
     # Lazy import: torch takes seconds, which --help and a mistake in the options should not need.
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -141,10 +182,9 @@ def _run_in(job: HostJob, folder: Path) -> tuple[int, bool]:
     from .rendezvous import HostRendezvous
 
     quiet_elastic()
-    failure_dir = folder / "failures"
-    failure_dir.mkdir()
+    failure_dir = folder.part("failures")
     rendezvous = HostRendezvous(_meeting(job))
-    agent = HostAgent(worker_spec(job, rendezvous), log_dir=folder / "elastic", failure_dir=failure_dir)
+    agent = HostAgent(worker_spec(job, rendezvous), log_dir=folder.path / "elastic", failure_dir=failure_dir)
     os.environ[WORKER_SPEC_VARIABLE] = json.dumps(rank_settings(job, failure_dir))
     watch = watch_for_failures(rendezvous, agent)
     agent.on_failure = watch.announce
