@@ -16,6 +16,7 @@ No training code is implemented here: each name maps to dsx.
 | `modules` | makes modules from the tables, on first use |
 | `engine`, `entry`, `settings` | the engine under DeepSpeed's names; `initialize`; removal of keys without effect |
 | `parameters` | `ds_shape`, `ds_numel`, `ds_status`, ... of parameters that stage 3 manages |
+| `gradients` | norms and checks of `deepspeed.runtime.utils` that all ranks agree on |
 | `activation` | where the `deepspeed` package is, `activate()`, and which other one hides it |
 | `commands` | `deepspeed`, `ds_report`, `ds_bench`, ... |
 | `_site` | the folder that holds the package `deepspeed` and its metadata |

@@ -129,7 +129,10 @@ _ZERO_TO_FP32 = _of(
     " convert_zero_checkpoint_to_state_dict load_state_dict_from_zero_checkpoint get_model_state_file"
     " get_optim_files main",
 )
-_GRADIENTS = _of("dsx_ops", "clip_grad_norm_ get_global_norm get_grad_zeros get_weight_norm CheckOverflow")
+_GRADIENTS = {
+    **_of("dsx_compat.gradients", "clip_grad_norm_ get_grad_zeros get_weight_norm CheckOverflow"),
+    **_of("dsx_ops", "get_global_norm"),
+}
 _LR = {
     **_of(
         "dsx.lr_schedules",
