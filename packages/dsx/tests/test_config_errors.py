@@ -120,7 +120,7 @@ CASES = {
     ),
     "parameter offload at stage 2": (
         {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "zero_optimization.offload_param",
-        "conflict", "stage 2", "stage 3", "stage to 3",
+        "conflict", "stage 2", "stage 3", "remove offload_param, which has nothing to offload at stage 2",
     ),
     "optimizer offload at stage 0": (
         {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "zero_optimization.offload_optimizer",

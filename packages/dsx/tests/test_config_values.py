@@ -225,7 +225,7 @@ def test_a_setting_of_zero_is_judged_by_dsx_zero_alone():
     known = set(section.ZeroConfig.model_fields)
     known |= {f"offload_param.{name}" for name in section.OffloadParam.model_fields}
     known |= {f"offload_optimizer.{name}" for name in section.OffloadOptimizer.model_fields}
-    assert {*section.NOT_YET, *section.NO_EFFECT, *section.SECOND_NAMES.values()} <= known
+    assert {*section.NOT_YET, *section.NO_EFFECT, *section.OLD_NAMES, *section.SECOND_NAMES.values()} <= known
 
 
 def test_every_path_in_the_tables_exists():

@@ -104,3 +104,14 @@ def test_the_tables_name_keys_that_exist():
     known = {*all_paths(Root)}
     known |= {path.rpartition(".")[0] for path in known} | {path.split(".")[0] for path in known}
     assert {*BETTER, *DIFFERS} <= known
+
+
+def test_an_old_name_that_acts_is_not_said_to_have_no_effect():
+    document = {
+        "train_batch_size": 1,
+        "zero_optimization": {"stage": 3, "cpu_offload": True, "cpu_offload_param": True},
+    }
+    found = {verdict.path: verdict for verdict in verdicts(document)}
+    for name, read_as in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+        verdict = found[f"zero_optimization.{name}"]
+        assert verdict.word == "as DeepSpeed" and f"read as {read_as}" in verdict.text

@@ -16,7 +16,7 @@ import pytest
 import torch
 from dsx.errors import DsxConfigError
 from dsx_testkit import run_ranks
-from dsx_zero.config import NO_EFFECT, NOT_YET, OffloadOptimizer, OffloadParam, ZeroConfig
+from dsx_zero.config import NO_EFFECT, NOT_YET, OLD_NAMES, OffloadOptimizer, OffloadParam, ZeroConfig
 from torch import nn
 
 
@@ -190,7 +190,7 @@ WARNED = "one warning"
 REFUSED = "refused"
 
 KEYS = {
-    **dict.fromkeys(NO_EFFECT, WARNED),
+    **dict.fromkeys([*NO_EFFECT, *OLD_NAMES], WARNED),
     **dict.fromkeys(NOT_YET, REFUSED),
     # (two values, a probe that tells them apart)
     "stage": (
@@ -302,7 +302,7 @@ def changed(key):
     return more
 
 
-@pytest.mark.parametrize("key", sorted(NO_EFFECT))
+@pytest.mark.parametrize("key", sorted([*NO_EFFECT, *OLD_NAMES]))
 def test_a_key_without_effect_gets_one_warning(key, caplog):
     stage = 3 if key in ("cpu_offload_params",) else 2
     with caplog.at_level(logging.WARNING):
@@ -314,11 +314,12 @@ def test_a_key_without_effect_gets_one_warning(key, caplog):
         for _ in range(line.count(f"zero_optimization.{key}:") + line.count(f"zero_optimization.{key} "))
     ]
     assert len(said) == 1, (key, lines)
-    assert NO_EFFECT[key] in said[0]
+    assert {**NO_EFFECT, **OLD_NAMES}[key] in said[0]
 
 
 def test_settings_that_are_written_out_with_their_defaults_say_nothing(caplog):
-    fields = {name: ZeroConfig.model_fields[name].default for name in {*NO_EFFECT, *NOT_YET} if "." not in name}
+    named = [name for name in {*NO_EFFECT, *OLD_NAMES, *NOT_YET} if "." not in name]
+    fields = {name: ZeroConfig.model_fields[name].default for name in named}
     off = {name: OffloadOptimizer.model_fields[name].default for name in ("super_offload", "cpuadam_cores_perc")}
     config = {"stage": 2, **fields, "offload_optimizer": {"device": "cpu", **off}}
     with caplog.at_level(logging.WARNING):

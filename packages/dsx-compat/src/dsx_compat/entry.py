@@ -13,6 +13,7 @@ import dsx.zero
 import dsx_comm
 import dsx_zero
 from dsx.config import load_config
+from dsx.entry import config_source
 
 from .engine import renamed
 from .settings import client_config
@@ -43,7 +44,6 @@ def initialize(
         (engine, optimizer, data loader, scheduler); None in place of those that do not exist.
     """
     found = dsx.initialize(
-        args=args,
         model=model,
         optimizer=optimizer,
         model_parameters=model_parameters,
@@ -53,9 +53,8 @@ def initialize(
         mpu=mpu,
         dist_init_required=dist_init_required,
         collate_fn=collate_fn,
-        config=client_config(config),
+        config=client_config(config_source(args, config, config_params)),
         mesh_param=mesh_param,
-        config_params=client_config(config_params),
     )
     engine = renamed(found[0])
     return engine, engine.optimizer, found[2], found[3]

@@ -1,10 +1,13 @@
-"""Removes keys that other programs write into configurations and that dsx does not need, with one warning.
+"""Removes keys that DeepSpeed ignores and that dsx refuses, with one warning that names them.
 
-dsx refuses unknown keys, because a mistyped one would have no effect. Some programs write keys that DeepSpeed never
-read, and their users cannot change that. Only known keys of such programs are removed:
+dsx refuses unknown keys, because a mistyped one would have no effect. DeepSpeed ignores unknown keys of the document,
+and programs rely on that: their users cannot change what a program writes. These keys are removed:
 
-* names with dots, `"zero_optimization.reduce_bucket_size": 8e7` (trl writes them for its forward-only engines);
-* `offload_optimizer` and `offload_param` at stage 0, where nothing is divided (trl sets stage 0 and keeps them).
+* keys of the document that DeepSpeed does not know either. A name that is nearly that of a known key is shown beside
+  it. Unknown keys inside a section stay errors, as in DeepSpeed;
+* `offload_optimizer` at stage 0, and `offload_param` below stage 3: there is nothing to offload (Accelerate asks for
+  both from stage 2 on, trl sets stage 0 and keeps them);
+* `torch_autocast.lower_precision_safe_modules`, the modules whose gradients DeepSpeed reduces in the lower precision.
 
 Accelerate writes `"steps_per_print": inf`, which means never. It is replaced by None.
 """
@@ -12,36 +15,52 @@ Accelerate writes `"steps_per_print": inf`, which means never. It is replaced by
 from __future__ import annotations
 
 import math
-import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+from dsx.config.names import edits
+from dsx.config.source import read
+from dsx.errors import DsxConfigError
 
 from .errors import CompatWarning
 
 __all__ = ["client_config"]
 
+_READ_BY_DEEPSPEED = frozenset({"sequence_parallel_size", "weight_quantization"})
+"""Keys that dsx does not have and that DeepSpeed acts on: they are not removed, so dsx refuses them."""
+
+_NEEDS_STAGE = {
+    "offload_optimizer": 1, "cpu_offload": 1, "offload_param": 3, "cpu_offload_param": 3, "cpu_offload_params": 3,
+}  # fmt: skip
+"""Lowest stage at which a key of `zero_optimization` offloads something."""
+
+_SAFE_MODULES = "lower_precision_safe_modules"
+
 
 def client_config(config: Any) -> Any:
-    """The configuration without the keys that have no effect. Anything but a mapping is returned unchanged.
+    """The configuration without the keys that have no effect.
+
+    Args:
+        config: a mapping, the path of a JSON file, or base64 text of JSON. It is not changed.
+
+    Returns:
+        A dictionary for a mapping; for a file or text a `dsx.config.source.Document`, which still knows the lines.
+        What is no configuration is returned as it is, for `dsx.initialize` to report.
 
     Warns:
         CompatWarning: names the keys that were removed.
     """
-    if not isinstance(config, Mapping) or isinstance(config, (str, os.PathLike)):
-        return config
-    cleaned = dict(config)
-    dropped = [str(key) for key in cleaned if isinstance(key, str) and "." in key]
-    for key in dropped:
-        del cleaned[key]
-    zero = cleaned.get("zero_optimization")
-    if isinstance(zero, Mapping) and zero.get("stage", 0) == 0:
-        unused = [key for key in ("offload_optimizer", "offload_param") if zero.get(key)]
-        if unused:
-            cleaned["zero_optimization"] = {key: value for key, value in zero.items() if key not in unused}
-            dropped += [f"zero_optimization.{key} (nothing is divided at stage 0)" for key in unused]
-    if cleaned.get("steps_per_print") == math.inf:
-        cleaned["steps_per_print"] = None
+    if isinstance(config, Mapping):
+        cleaned: Any = dict(config)
+        dropped = _remove(cleaned)
+    else:
+        try:
+            document = read(config)
+        except DsxConfigError:
+            return config
+        dropped = _remove(document.data)
+        cleaned = document if dropped else config
     if dropped:
         warnings.warn(
             f"deepspeed.initialize: these keys of the configuration have no effect and are left out:"
@@ -50,3 +69,42 @@ def client_config(config: Any) -> Any:
             stacklevel=4,
         )
     return cleaned
+
+
+def _remove(data: dict[str, Any]) -> list[str]:
+    """Remove the keys from `data` (sections are replaced, not changed). Returns their names, with reasons."""
+    dropped = []
+    for key, shown in list(_unknown(data)):
+        del data[key]
+        dropped.append(shown)
+    zero = data.get("zero_optimization")
+    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else None
+    if isinstance(zero, Mapping) and isinstance(stage, int):
+        unused = [key for key, lowest in _NEEDS_STAGE.items() if stage < lowest and _offloads(zero.get(key))]
+        data["zero_optimization"] = {key: value for key, value in zero.items() if key not in unused}
+        dropped += [f"zero_optimization.{key} (nothing to offload at stage {int(stage)})" for key in unused]
+    autocast = data.get("torch_autocast")
+    if isinstance(autocast, Mapping) and autocast.get(_SAFE_MODULES) is not None:
+        data["torch_autocast"] = {key: value for key, value in autocast.items() if key != _SAFE_MODULES}
+        reason = "gradients are reduced in one data type, communication_data_type"
+        dropped.append(f"torch_autocast.{_SAFE_MODULES} ({reason})")
+    if data.get("steps_per_print") == math.inf:
+        data["steps_per_print"] = None
+    return dropped
+
+
+def _offloads(section: Any) -> bool:
+    return section.get("device") != "none" if isinstance(section, Mapping) else section is True
+
+
+def _unknown(data: Mapping[Any, Any]) -> Iterator[tuple[str, str]]:
+    """Each key of the document that neither dsx nor DeepSpeed knows, and how to show it."""
+    from dsx.config.schema import Root  # lazy import: it loads pydantic and the sections of all packages
+    from dsx.config.translate import known_names
+
+    known = {*known_names(Root, ()), "$schema", *_READ_BY_DEEPSPEED}
+    for key in data:
+        if isinstance(key, str) and key not in known:
+            near = min(known, key=lambda name: (edits(key, name), name)) if len(key) < 100 else ""
+            is_near = bool(near) and edits(key, near) <= max(1, len(near) // 8)
+            yield key, f"{key} (did you mean {near}?)" if is_near else key

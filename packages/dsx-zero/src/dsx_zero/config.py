@@ -16,6 +16,7 @@ from .errors import ZeroConfigError
 __all__ = [
     "NOT_YET",
     "NO_EFFECT",
+    "OLD_NAMES",
     "SECOND_NAMES",
     "LeafModules",
     "LoCo",
@@ -167,6 +168,7 @@ class LeafModules(_Section):
 
 
 SECOND_NAMES: dict[str, str] = {
+    "cpu_offload_param": "cpu_offload_params",
     "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
     **{
         name: f"stage3_{name}"
@@ -196,16 +198,15 @@ NOT_YET: dict[str, str] = {
 
 NO_EFFECT: dict[str, str] = {
     "allgather_partitions": "updated parameters are always gathered with one collective",
+    "compute_grad_norm": "the norm is computed where clipping, the overflow check or a report needs it",
     "contiguous_gradients": "gradients are always in one buffer per unit",
-    "cpu_offload": "it is an old name, read as offload_optimizer with device cpu; write that",
-    "cpu_offload_params": "it is an old name, read as offload_param with device cpu; write that",
-    "cpu_offload_use_pin_memory": "it is an old name, read as pin_memory of offload_optimizer and offload_param",
     "elastic_checkpoint": "every checkpoint loads at every world size and stage",
     "enable_sanity_checks": "writes to partitioned parameters always work or raise",
     "grad_hooks": "gradients are always reduced from backward hooks",
     "log_trace_cache_warnings": "deviations from the agreed order of modules are always reported",
     "memory_efficient_linear": "gathered weights are never kept by autograd",
     "override_module_apply": "nothing is patched",
+    "parameter_alignment": "each parameter begins at a multiple of 64 bytes of its flat buffer",
     "pipeline_loading_checkpoint": "each rank reads only its own slices",
     "reduce_scatter": "stages 1-3 always reduce-scatter; the values are the same",
     "round_robin_gradients": "shards are equal parts of flat buffers, so the order does not matter",
@@ -213,9 +214,16 @@ NO_EFFECT: dict[str, str] = {
     "stage3_use_all_reduce_for_fetch_params": "parameters are always all-gathered",
     "use_multi_rank_bucket_allreduce": "gradients are reduce-scattered",
 }
-"""Setting -> why it has no effect of its own: the behaviour that it chooses is the only one, or it is an old name."""
+"""Setting -> why it has no effect: the behaviour that it chooses is the only one."""
 
-_OLD_NAMES = {"cpu_offload": "offload_optimizer", "cpu_offload_params": "offload_param"}
+OLD_NAMES: dict[str, str] = {
+    "cpu_offload": "it is an old name, read as offload_optimizer with device cpu; write that",
+    "cpu_offload_params": "it is an old name, read as offload_param with device cpu; write that",
+    "cpu_offload_use_pin_memory": "it is an old name, read as pin_memory of offload_optimizer and offload_param",
+}
+"""Setting -> what it is an old name of."""
+
+_READ_AS = {"cpu_offload": "offload_optimizer", "cpu_offload_params": "offload_param"}
 
 
 class ZeroConfig(_Section):
@@ -248,6 +256,7 @@ class ZeroConfig(_Section):
         True, description="DeepSpeed: put gradients of several ranks into one bucket"
     )
     reduce_bucket_size: Count | Auto = Field(500_000_000, description="most elements in one reduction of gradients")
+    compute_grad_norm: bool = Field(True, description="DeepSpeed: compute the norm of gradients that are not clipped")
     contiguous_gradients: bool = Field(True, description="copy gradients into one buffer, as dsx always does")
     load_from_fp32_weights: bool = Field(
         True, description="load masters from the masters in a checkpoint, not from its parameters"
@@ -262,6 +271,7 @@ class ZeroConfig(_Section):
         ),
     )
     round_robin_gradients: bool = Field(False, description="DeepSpeed: another order of parameters in the partitions")
+    parameter_alignment: bool = Field(False, description="DeepSpeed: align each parameter in its flat buffer")
     elastic_checkpoint: bool = Field(
         False, description="DeepSpeed: write checkpoints that load at other world sizes, as those of dsx always do"
     )
@@ -369,7 +379,7 @@ class ZeroConfig(_Section):
             if second in data and first in data:
                 raise ValueError(f"{second} and {first} are two names of one setting; give one")
         found = {SECOND_NAMES.get(key, key): value for key, value in data.items()}
-        for old, new in _OLD_NAMES.items():
+        for old, new in _READ_AS.items():
             if found.get(old) is True:
                 meant = {"device": "cpu", "pin_memory": found.get("cpu_offload_use_pin_memory") is True}
                 if found.get(new) not in (None, meant):
@@ -424,10 +434,11 @@ class ZeroConfig(_Section):
                 raise ZeroConfigError(f"{PATH}.{name}", f"got {getattr(self, name)!r}, but {reason}")
 
     def notices(self) -> tuple[str, ...]:
-        """Settings that were changed and have no effect, each with the reason."""
+        """Settings that were changed and have no effect, or are old names, each with the reason."""
         return tuple(
-            f"{PATH}.{name}{':' if 'an old name' in reason else ' has no effect:'} {reason}"
-            for name, reason in NO_EFFECT.items()
+            f"{PATH}.{name}{said}: {reason}"
+            for table, said in ((NO_EFFECT, " has no effect"), (OLD_NAMES, ""))
+            for name, reason in table.items()
             if self._changed(name) is not None
         )
 

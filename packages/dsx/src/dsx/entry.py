@@ -98,7 +98,7 @@ def initialize(
         DsxConfigError: the configuration is wrong; names path, value, expectation and fix.
         EngineArgumentError: the arguments contradict each other.
     """
-    source = _config_source(args, config, config_params)
+    source = config_source(args, config, config_params)
     request = Request(
         model=_checked_model(model),
         optimizer=_checked(optimizer, "optimizer", torch.optim.Optimizer, "a torch.optim.Optimizer"),
@@ -121,7 +121,12 @@ def initialize(
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def _config_source(args: Any, config: Any, config_params: Any) -> Any:
+def config_source(args: Any, config: Any, config_params: Any) -> Any:
+    """The one configuration among three arguments of `initialize`.
+
+    Raises:
+        EngineArgumentError: there is none, or more than one.
+    """
     from_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     given = {
         "config": config,

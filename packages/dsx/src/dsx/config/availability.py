@@ -19,7 +19,7 @@ from dsx_zero import config as zero_section
 
 from ..errors import Problem
 
-__all__ = ["MEANINGLESS", "NOT_YET", "REFUSED", "asks_for", "meaningless", "not_yet"]
+__all__ = ["MEANINGLESS", "NOT_YET", "OLD_NAMES", "REFUSED", "asks_for", "meaningless", "not_yet"]
 
 NOT_YET: dict[str, str] = {
     **{f"zero_optimization.{name}": reason for name, reason in zero_section.NOT_YET.items()},
@@ -105,6 +105,9 @@ MEANINGLESS: dict[str, str] = {
     "zero_force_ds_cpu_optimizer": "any torch optimizer may be used",
     **{f"zero_optimization.{name}": reason for name, reason in zero_section.NO_EFFECT.items()},
 }
+
+OLD_NAMES: dict[str, str] = {f"zero_optimization.{name}": reason for name, reason in zero_section.OLD_NAMES.items()}
+"""Keys that act under another name: path -> what they are read as."""
 
 
 def asks_for(value: Any, default: Any) -> bool:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from ..errors import DsxConfigError, PrecisionError, Problem, with_code
 from ..precision import Precision, resolve_precision
-from .availability import asks_for, meaningless, not_yet
+from .availability import OLD_NAMES, asks_for, meaningless, not_yet
 from .batch import ACCUMULATION, MICRO, TRAIN, BatchSizes, resolve_batch
 from .components import component_problems
 from .elastic import elastic_batch
@@ -161,7 +161,9 @@ def _build(root: Any, batch: BatchSizes, precision: Precision, document: Documen
     origins.update({path: "auto" for path in ready.auto})
     origins.update({key: "auto" if key in ready.auto else "derived" for key in batch.derived})
     warnings = [*ready.notes, *(with_code(notice, _NO_EFFECT) for notice in notices(root))]
-    ignored = meaningless(dict(leaves(ready.data)))
+    given = dict(leaves(ready.data))
+    warnings += [with_code(f"{path}: {reason}", _NO_EFFECT) for path, reason in OLD_NAMES.items() if path in given]
+    ignored = meaningless(given)
     if ignored:
         told = with_code("these keys are accepted and mean nothing here", _NO_EFFECT)
         warnings.append("\n  ".join([f"{told}:", *ignored]))

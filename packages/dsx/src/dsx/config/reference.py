@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from .availability import MEANINGLESS, NOT_YET, REFUSED
+from .availability import MEANINGLESS, NOT_YET, OLD_NAMES, REFUSED
 from .components import OPTIMIZER_ARGUMENTS
 from .describe import type_text
 from .normal import SECOND_NAMES
@@ -121,7 +121,9 @@ def _note(path: str) -> str:
 
 
 def _state(path: str) -> str:
-    """Return ``not available: ...``, ``refused: ...`` or ``no effect: ...`` for a key or a section that contains it."""
+    """Return ``not available: ...``, ``refused: ...`` or ``no effect: ...`` for a key or a section that contains it;
+    for an old name, what it is read as.
+    """
     parts = path.split(".")
     for end in range(len(parts), 0, -1):
         head = ".".join(parts[:end])
@@ -131,6 +133,8 @@ def _state(path: str) -> str:
             return f"refused: {REFUSED[head]}"
         if head in MEANINGLESS:
             return f"no effect: {MEANINGLESS[head]}"
+        if head in OLD_NAMES:
+            return OLD_NAMES[head]
     return ""
 
 

@@ -126,7 +126,9 @@ def _offload_stage(root: Any, where: Any) -> Iterator[Problem]:
             yield Problem(
                 "conflict", f"zero_optimization.{key}", f"{key} to {device} does not work with this stage",
                 got=f"zero_optimization.stage {zero.stage}", where=where(f"zero_optimization.{key}"),
-                expected=f"stage {' or '.join(map(str, stages))}", fix=f"set zero_optimization.stage to {stages[-1]}",
+                expected=f"stage {' or '.join(map(str, stages))}",
+                fix=f"remove {key}, which has nothing to offload at stage {zero.stage}, or set"
+                f" zero_optimization.stage to {' or '.join(map(str, stages))}",
             )  # fmt: skip
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import base64
 import binascii
+import copy
 import json
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import DsxConfigError, Problem
@@ -40,11 +41,13 @@ def read(source: Any) -> Document:
     """Read a configuration.
 
     Args:
-        source: mapping, path of a JSON file, or base64 text of a JSON object.
+        source: mapping, path of a JSON file, base64 text of a JSON object, or a `Document`, which is copied.
 
     Raises:
         DsxConfigError: the file is missing or unreadable, the text is not JSON, or the value is not an object.
     """
+    if isinstance(source, Document):
+        return replace(source, data=copy.deepcopy(source.data))
     if isinstance(source, Mapping):
         problems: list[Problem] = []
         data = _copy(source, (), problems)

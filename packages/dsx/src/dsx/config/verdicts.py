@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import DsxConfigError, Problem, shorten
-from .availability import MEANINGLESS
+from .availability import MEANINGLESS, OLD_NAMES
 from .normal import MEANS_AUTO, SECOND_NAMES
 from .report import leaves
 from .source import read
@@ -54,6 +54,8 @@ DIFFERS: dict[str, str] = {
     "comms_logger.enabled": "false is off; DeepSpeed logs as soon as the block exists",
     "steps_per_print": "10 unless it is set, as documented; DeepSpeed prints nothing then",
 }
+
+_TABLES = (("as DeepSpeed", OLD_NAMES), ("no effect", MEANINGLESS), ("differs", DIFFERS), ("better", BETTER))
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ def _accepted(path: str, value: Any) -> Verdict:
     documented = _documented(path)
     if value == "auto" and documented not in MEANS_AUTO:
         return Verdict(path, value, "auto", "decided by dsx, or by the program that fills it in")
-    for word, table in (("no effect", MEANINGLESS), ("differs", DIFFERS), ("better", BETTER)):
+    for word, table in _TABLES:
         text = _lookup(table, documented)
         if text:
             return Verdict(path, value, word, text)

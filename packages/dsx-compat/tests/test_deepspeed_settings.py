@@ -1,0 +1,102 @@
+"""Keys that DeepSpeed ignores are warnings; keys that change training, and unknown keys of sections, stay errors."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import warnings
+
+import dsx_compat
+import pytest
+import torch
+
+dsx_compat.activate()
+import deepspeed  # noqa: E402
+
+BASE = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+
+
+def started(config, **arguments):
+    """The engine and the text of the one warning, "" without."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine, *_ = deepspeed.initialize(model=torch.nn.Linear(2, 1), config=config, **arguments)
+    texts = [str(w.message) for w in caught if issubclass(w.category, dsx_compat.CompatWarning)]
+    assert len(texts) <= 1
+    return engine, "".join(texts)
+
+
+@pytest.mark.parametrize("form", ["dictionary", "file", "text", "args"])
+def test_unknown_keys_of_the_document_are_left_out_with_one_warning(form, tmp_path):
+    config = BASE | {"data_parallel_size": 1, "_note": "mine", "gradient_cliping": 0.5}
+    given = json.dumps(config)
+    file = tmp_path / "ds.json"
+    file.write_text(given)
+    args = argparse.Namespace(deepspeed_config=str(file)) if form == "args" else None
+    source = {"dictionary": config, "file": str(file), "text": base64.b64encode(given.encode()).decode(), "args": None}
+    engine, text = started(source[form], args=args)
+    assert "data_parallel_size" in text and "_note" in text and "DSX159" in text
+    assert "gradient_cliping (did you mean gradient_clipping?)" in text
+    assert engine.config["train_batch_size"] == 2 and "data_parallel_size" not in engine.config
+    assert config == json.loads(given)
+
+
+def test_known_documents_give_no_warning(tmp_path):
+    (tmp_path / "ds.json").write_text(json.dumps(BASE))
+    for config in (BASE, str(tmp_path / "ds.json")):
+        assert started(config)[1] == ""
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"zero_optimization": {"stage": 1, "reduce_bucket_sise": 5}},  # DeepSpeed refuses it, too
+        {"sequence_parallel_size": 2},  # DeepSpeed acts on it
+    ],
+)
+def test_what_would_change_training_stays_an_error(wrong, tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({**BASE, "other": 1, **wrong}, indent=1))
+    with pytest.raises(ValueError, match="DSX101") as caught, pytest.warns(dsx_compat.CompatWarning, match="other"):
+        deepspeed.initialize(model=torch.nn.Linear(2, 1), config=str(file))
+    assert "line " in str(caught.value)  # places in the file are still known
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("key", ["offload_param", "cpu_offload_param"])
+def test_parameters_are_not_offloaded_below_stage_3(stage, key):
+    value = {"device": "cpu", "pin_memory": False} if key == "offload_param" else True
+    config = BASE | {"zero_optimization": {"stage": stage, key: value}}
+    engine, text = started(config)
+    assert f"zero_optimization.{key} (nothing to offload at stage {stage})" in text
+    engine.backward(engine(torch.ones(2, 2)).sum())
+    engine.step()
+    assert config["zero_optimization"] == {"stage": stage, key: value}
+    engine.destroy()
+    quiet = {"stage": stage, "offload_param": {"device": "none"}}
+    assert started(BASE | {"zero_optimization": quiet})[1] == ""
+
+
+def test_zero_init_reads_such_documents_too():
+    config = BASE | {"mine": 1, "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}
+    with pytest.warns(dsx_compat.CompatWarning, match="mine, zero_optimization.offload_param"):
+        with deepspeed.zero.Init(config_dict_or_path=config, enabled=False):
+            pass
+
+
+def test_names_of_0_19_are_read():
+    zero = {"stage": 3, "cpu_offload_param": True, "parameter_alignment": True}
+    engine, text = started(BASE | {"zero_optimization": zero})
+    assert text == "" and engine.config["zero_optimization"]["cpu_offload_params"] is True
+    assert engine.optimizer.parameter_offload is not None
+    engine.destroy()
+    config = {
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 2, "compute_grad_norm": False},
+        "torch_autocast": {"enabled": True, "lower_precision_safe_modules": ["torch.nn.Linear"]},
+    }
+    engine, text = started(BASE | config)
+    assert "torch_autocast.lower_precision_safe_modules (gradients are reduced in one data type" in text
+    engine.backward(engine(torch.ones(2, 2)).sum())
+    engine.step()
