@@ -150,6 +150,98 @@ def test_an_mpu_beside_the_sections_is_refused():
         dsx.initialize(model=model(), config=config(pipeline={"stages": 2}), mpu=object())
 
 
+class Groups:
+    """An mpu of four ranks: neighbours share a model, or, strided, the ranks two apart."""
+
+    def __init__(self, strided, slices=2):
+        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        step = world // slices if strided else 1
+        rows = [[r for r in range(world) if (r % step, r // (step * slices)) == place] for place in
+                sorted({(r % step, r // (step * slices)) for r in range(world)})]  # fmt: skip
+        columns = [list(column) for column in zip(*rows)]
+        self.model = [(torch.distributed.new_group(ranks), ranks) for ranks in rows]
+        self.data = [(torch.distributed.new_group(ranks), ranks) for ranks in columns]
+        for kind in ("model", "data"):
+            group, ranks = next(pair for pair in getattr(self, kind) if rank in pair[1])
+            for name, value in (("group", group), ("world_size", len(ranks)), ("rank", ranks.index(rank))):
+                setattr(self, f"get_{kind}_parallel_{name}", lambda value=value: value)
+
+
+def groups_of(net):
+    """Two parameter groups; the second trains more slowly. Without the embedding of positions, which is frozen."""
+    net.transformer.wpe.weight.requires_grad_(False)
+    slow = [p for name, p in net.named_parameters() if "mlp" in name]
+    fast = [p for name, p in net.named_parameters() if "mlp" not in name and p.requires_grad]
+    return [{"params": fast}, {"params": slow, "lr": 1e-3}]
+
+
+def one_process_of_groups(replicas):
+    whole, found = model(), []
+    optimizer = torch.optim.AdamW(groups_of(whole), lr=1e-2, weight_decay=0.0)
+    batches = tokens(3 * replicas)
+    for update in range(3):
+        for batch in batches[update * replicas : (update + 1) * replicas]:
+            (whole(input_ids=batch, labels=batch).loss / replicas).backward()
+        found.append(float(nn.utils.clip_grad_norm_(whole.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def _slices_of_groups(rank, world_size, stage, strided, as_optimizer):
+    dsx.init_distributed()
+    net, mpu = model(), Groups(strided)
+    optimizer = torch.optim.AdamW(groups_of(net), lr=1e-2, weight_decay=0.0) if as_optimizer else None
+    settings = config(
+        zero_optimization={"stage": stage}, tensor_parallel={"autotp_size": 2}, gradient_accumulation_steps=1
+    )
+    if as_optimizer:
+        del settings["optimizer"]
+    more = {"optimizer": optimizer} if as_optimizer else {"model_parameters": groups_of(net)}
+    engine = dsx.initialize(model=net, config=settings, mpu=mpu, **more)[0]
+    mine, found, batches = mpu.get_data_parallel_rank(), [], tokens(3 * (world_size // 2))
+    for update in range(3):
+        batch = batches[update * (world_size // 2) + mine]
+        engine.backward(engine(input_ids=batch, labels=batch).loss)
+        engine.step()
+        found.append(engine.last_step.grad_norm)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stage", "strided", "as_optimizer"),
+    [(2, 3, False, False), (4, 1, True, True)],
+)
+def test_slices_beside_an_optimizer_and_an_mpu(world_size, stage, strided, as_optimizer):
+    """The optimizer and its groups get the slices; the groups of the mpu are taken, whatever their order is."""
+    expected = one_process_of_groups(world_size // 2)
+    for found in run_ranks(_slices_of_groups, world_size, stage, strided, as_optimizer, timeout=120):
+        assert found == pytest.approx(expected, rel=1e-3)
+
+
+def _slices_refused(rank, world_size):
+    dsx.init_distributed()
+    net = model()
+    before = [p.data_ptr() for p in net.parameters()]
+    stepped = torch.optim.AdamW(net.parameters())
+    net(input_ids=tokens(1)[0], labels=tokens(1)[0]).loss.backward()
+    stepped.step()
+    settings = config(tensor_parallel={"autotp_size": 2})
+    for wrong, says in (
+        ({"mpu": Groups(False, slices=1)}, "got 1 model-parallel and 2 data-parallel ranks, expected 2 and 1"),
+        ({"optimizer": stepped}, "states of the whole model"),
+        ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)}, "no parameter of the model"),
+        ({"model_parameters": [{"params": [torch.ones(1)]}]}, "no parameter of the model"),
+    ):
+        with pytest.raises(EngineArgumentError, match=says):
+            dsx.initialize(model=net, config=settings, **wrong)
+    assert [p.data_ptr() for p in net.parameters()] == before
+
+
+def test_what_slices_cannot_take_is_refused_before_anything_is_cut():
+    run_ranks(_slices_refused, 2, timeout=60)
+
+
 def _unused(rank, world_size, sections):
     lines = []
     keep = logging.Handler()

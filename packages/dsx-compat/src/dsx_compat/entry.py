@@ -17,6 +17,7 @@ from dsx.entry import config_source
 
 from .engine import renamed
 from .settings import client_config
+from .slicing import with_recorded_slices
 
 __all__ = ["DeepSpeedConfig", "GatheredParameters", "Init", "initialize"]
 
@@ -43,6 +44,7 @@ def initialize(
     Returns:
         (engine, optimizer, data loader, scheduler); None in place of those that do not exist.
     """
+    source, mpu = with_recorded_slices(client_config(config_source(args, config, config_params)), model, mpu)
     found = dsx.initialize(
         model=model,
         optimizer=optimizer,
@@ -53,7 +55,7 @@ def initialize(
         mpu=mpu,
         dist_init_required=dist_init_required,
         collate_fn=collate_fn,
-        config=client_config(config_source(args, config, config_params)),
+        config=source,
         mesh_param=mesh_param,
     )
     engine = renamed(found[0])

@@ -155,6 +155,7 @@ _SCALERS = {
 MODULES: dict[str, dict[str, str]] = {
     "deepspeed": {
         "initialize": "dsx_compat.entry:initialize",
+        **_of("dsx_compat.slicing", "tp_model_init set_autotp_mode"),
         "init_distributed": "dsx_comm:init_distributed",
         **_of("dsx", "add_config_arguments add_tuning_arguments get_accelerator"),
         **_ENGINE,
@@ -196,6 +197,8 @@ MODULES: dict[str, dict[str, str]] = {
         "main": "dsx_compat.commands:deepspeed",
         **_of("dsx_compat.values", "DEEPSPEED_ENVIRONMENT_NAME DLTS_HOSTFILE EXPORT_ENVS"),
     },
+    "deepspeed.module_inject": {},
+    "deepspeed.module_inject.layers": _of("dsx_compat.slicing", "set_autotp_mode"),
     "deepspeed.moe": {},
     "deepspeed.moe.layer": _of("dsx_moe", "MoE"),
     "deepspeed.moe.sharded_moe": _of("dsx_moe", "TopKGate"),
@@ -353,8 +356,6 @@ UNSUPPORTED: dict[str, dict[str, str]] = {
         "replace_transformer_layer": _SERVING,
         "revert_transformer_layer": _SERVING,
         "DeepSpeedHybridEngine": "generate with deepspeed.zero.unwrap_model_for_generation(engine)",
-        "tp_model_init": _SLICING,
-        "set_autotp_mode": _SLICING,
         "DualPipeVEngine": "use a schedule of dsx_pipe such as 'zbv'",
         "DualPipeVModule": "use a schedule of dsx_pipe such as 'zbv'",
         "DeepSpeedDataLoader": "engine.deepspeed_io(dataset) makes the loader",

@@ -47,7 +47,8 @@ def with_parallelism(source: Any, request: Request, joins: bool, part: Callable[
         part: imports a sibling package.
 
     Raises:
-        EngineArgumentError: an `mpu` or objects over the uncut model are given too, or the ranks cannot be divided.
+        EngineArgumentError: an `mpu` has other groups than the configuration asks for, an optimizer or parameters
+            cannot be given the parameters of the cut model, or the ranks cannot be divided.
     """
     pipeline, slices = _sections(source, part)
     stages = pipeline.stages if pipeline is not None and pipeline.stages != "auto" else 1
@@ -63,32 +64,32 @@ def with_parallelism(source: Any, request: Request, joins: bool, part: Callable[
         return _with_grid(request)
     if stages <= 1 and sliced <= 1:
         return request
-    if request.mpu is not None:
-        raise EngineArgumentError(
-            f"initialize(mpu=...): got one beside pipeline.stages={stages}, tensor_parallel.autotp_size={sliced} in the"
-            " configuration, which make the groups; leave out one of the two"
-        )
     comm, pipe = part("dsx_comm"), part("dsx_pipe")
     if joins:
         comm.init_distributed(distributed_port=request.distributed_port)
     world, parts = comm.get_world_size() if comm.is_initialized() else 1, stages * max(1, sliced)
+    if request.mpu is not None:
+        _check_mpu(request.mpu, stages, sliced, world, comm)
     if world % parts:
         raise EngineArgumentError(
             f"pipeline.stages={stages}, tensor_parallel.autotp_size={sliced}: got {world} ranks, expected a multiple of"
             f" {parts}"
         )
+    names = _check_old_parameters(request, stages)
+    if stages > 1 and request.model_parameters:  # all of them, but those of the uncut model
+        request = dataclasses.replace(request, model_parameters=None)
     topology = pipe.PipeModelDataParallelTopology(num_pp=stages, num_mp=max(1, sliced), num_dp=world // parts)
-    request = _without_old_parameters(request)
-    model, grid = request.model, pipe.PipelineParallelGrid(topology)
+    model, grid = request.model, request.mpu or pipe.PipelineParallelGrid(topology)
     if slices is not None and sliced > 1:
-        _make_equal(model, grid.model, comm)
-        model = importlib.import_module("dsx_pipe.tensor").slice_model(
-            model, grid.model.group, **slices.slice_options()
-        )
+        ranks = comm.read_mpu(grid).model if request.mpu is not None else grid.model
+        _make_equal(model, ranks, comm)
+        model = importlib.import_module("dsx_pipe.tensor").slice_model(model, ranks.group, **slices.slice_options())
     if pipeline is not None and stages > 1:
         options = {key: value for key, value in pipeline.module_options().items() if key != "num_stages"}
         model = pipe.PipelineModule(model, topology=topology, **options)
         grid = model.mpu()
+    else:
+        request = _over_new_parameters(request, names, dict(model.named_parameters(remove_duplicate=False)))
     return dataclasses.replace(request, model=model, mpu=grid)
 
 
@@ -142,8 +143,64 @@ def _apply(pipeline: Any, stages: int, module: Any, pipe: ModuleType) -> None:
         logger.warning("pipeline.%s: the PipelineModule was made before, with its own", ", pipeline.".join(late))
 
 
-def _without_old_parameters(request: Request) -> Request:
-    """The request without parameters of the uncut model; raises if it depends on them."""
+def _check_mpu(mpu: Any, stages: int, sliced: int, world: int, comm: ModuleType) -> None:
+    """Raise unless the groups of a given mpu are as many as the configuration asks for."""
+    fix = "leave the mpu out, or take the size from it"
+    if stages > 1:
+        raise EngineArgumentError(
+            f"initialize(mpu=...): got one beside pipeline.stages={stages} in the configuration, which makes the groups;"
+            " leave out one of the two"
+        )
+    if not comm.is_initialized():
+        raise EngineArgumentError(
+            f"initialize(mpu=...): got a {type(mpu).__name__} and no process group, expected the groups it tells of;"
+            " call dsx.init_distributed and make the mpu's groups first"
+        )
+    found = comm.read_mpu(mpu)
+    if found.model.size != sliced or found.data.size * sliced != world:
+        raise EngineArgumentError(
+            f"initialize(mpu=...): got {found.model.size} model-parallel and {found.data.size} data-parallel ranks,"
+            f" expected {sliced} and {world // sliced}: tensor_parallel.autotp_size is {sliced} and there are {world}"
+            f" ranks; {fix}"
+        )
+    if set(found.model.ranks) & set(found.data.ranks) != {comm.get_rank()}:
+        raise EngineArgumentError(
+            f"initialize(mpu=...): got the model-parallel ranks {list(found.model.ranks)} and the data-parallel ranks"
+            f" {list(found.data.ranks)}, expected that only rank {comm.get_rank()} is in both; {fix}"
+        )
+
+
+def _check_old_parameters(request: Request, stages: int) -> dict[int, str]:
+    """The names of the uncut model's parameters, by id.
+
+    Raises:
+        EngineArgumentError: the optimizer or the parameter groups cannot be given the parameters of the cut model.
+    """
+    names: dict[int, str] = {}
+    for name, parameter in request.model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), name)
+    given, optimizer = request.model_parameters or [], request.optimizer
+    if stages > 1:
+        _check_whole_model(request)
+        return names
+    held = [p for group in given for p in (group["params"] if isinstance(group, dict) else [group])]
+    if isinstance(optimizer, torch.optim.Optimizer):
+        held += [p for group in optimizer.param_groups for p in group["params"]]
+        if optimizer.state:
+            raise EngineArgumentError(
+                f"initialize(optimizer=...): got a {type(optimizer).__name__} that has states of the whole model, which"
+                " tensor_parallel.autotp_size cuts; pass it before its first step, or a callable that makes one"
+            )
+    if any(id(p) not in names for p in held):
+        raise EngineArgumentError(
+            "initialize(optimizer=..., model_parameters=...): got a tensor that is no parameter of the model, expected"
+            " parameters of the model, which tensor_parallel.autotp_size cuts; leave it out"
+        )
+    return names
+
+
+def _check_whole_model(request: Request) -> None:
+    """Raise if the request depends on single parameters of a model that is cut into stages."""
     if isinstance(request.optimizer, torch.optim.Optimizer):
         raise EngineArgumentError(
             "initialize(optimizer=...): got an optimizer over the whole model, which the configuration cuts; pass a"
@@ -151,14 +208,31 @@ def _without_old_parameters(request: Request) -> Request:
         )
     given = request.model_parameters
     if not given:  # an empty list: refused later if an optimizer is to be made
-        return request
+        return
     all_of_them = {id(p) for p in request.model.parameters() if p.requires_grad}
     if not all(isinstance(p, torch.nn.Parameter) for p in given) or not all_of_them <= {id(p) for p in given}:
         raise EngineArgumentError(
             "initialize(model_parameters=...): got groups, or some of the parameters of a model that the configuration"
             " cuts; leave it out and freeze what is not to train"
         )
-    return dataclasses.replace(request, model_parameters=None)
+
+
+def _over_new_parameters(request: Request, names: dict[int, str], cut: dict[str, nn.Parameter]) -> Request:
+    """The request whose optimizer and parameter groups have the slices in place of the whole parameters."""
+
+    def slices_of(parameters: Any) -> list[nn.Parameter]:
+        return list({id(p): p for p in (cut[names[id(old)]] for old in parameters)}.values())
+
+    if isinstance(request.optimizer, torch.optim.Optimizer):
+        for group in request.optimizer.param_groups:
+            group["params"] = slices_of(group["params"])
+    if not request.model_parameters:
+        return request
+    groups = [
+        {**item, "params": slices_of(item["params"])} if isinstance(item, dict) else cut[names[id(item)]]
+        for item in request.model_parameters
+    ]
+    return dataclasses.replace(request, model_parameters=groups)
 
 
 def _make_equal(model: nn.Module, ranks: Any, comm: ModuleType) -> None:
