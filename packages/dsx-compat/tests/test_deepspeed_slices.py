@@ -105,12 +105,12 @@ def contradictions(rank, world):
     deepspeed.init_distributed()
     config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     net = model()
-    with pytest.raises(ValueError, match="tp_size.*got 2, expected 4"):
+    with pytest.raises(ValueError, match=r"tp_size.*got 2, expected 4"):
         deepspeed.tp_model_init(net, 2, torch.float32, config={"tensor_parallel": {"autotp_size": 4}})
     with pytest.raises(ValueError, match="at least 1"):
         deepspeed.tp_model_init(net, 0)
     deepspeed.tp_model_init(net, 2, torch.bfloat16)
-    with pytest.raises(ValueError, match="got torch.bfloat16, expected torch.float32"):
+    with pytest.raises(ValueError, match=r"got torch\.bfloat16, expected torch\.float32"):
         deepspeed.initialize(model=nn.Sequential(net), config=config)  # a part of the model
     deepspeed.tp_model_init(net, 2)
     with pytest.raises(ValueError, match="got 2, expected 4"):

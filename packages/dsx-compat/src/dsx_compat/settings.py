@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dsx.config.names import edits
+from dsx_core.errors import edits
 from dsx.config.source import read
 from dsx.errors import DsxConfigError
 

@@ -148,8 +148,8 @@ def _check_mpu(mpu: Any, stages: int, sliced: int, world: int, comm: ModuleType)
     fix = "leave the mpu out, or take the size from it"
     if stages > 1:
         raise EngineArgumentError(
-            f"initialize(mpu=...): got one beside pipeline.stages={stages} in the configuration, which makes the groups;"
-            " leave out one of the two"
+            f"initialize(mpu=...): got one beside pipeline.stages={stages} in the configuration, which makes the"
+            " groups; leave out one of the two"
         )
     if not comm.is_initialized():
         raise EngineArgumentError(

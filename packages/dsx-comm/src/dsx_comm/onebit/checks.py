@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from dsx_core import with_code
 
 from ..collectives import all_gather
-from ..errors import CommArgumentError, CommError, with_code
+from ..errors import CommArgumentError, CommError
 from ..fingerprint import fingerprint
 from ..groups import get_rank, get_world_size, is_initialized, member
 
