@@ -42,6 +42,7 @@ from .estimate import (
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
+from .full_state import full_state_dict, load_full_state_dict
 from .gather.external import register_external_parameter, unit_index, unregister_external_parameter
 from .gathered import GatheredParameters, UnownedEditError
 from .generation import gather_hooks_paused, unwrap_model_for_generation
@@ -126,7 +127,9 @@ __all__ = [
     "estimate_zero3_model_states_mem_needs",
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
+    "full_state_dict",
     "gather_hooks_paused",
+    "load_full_state_dict",
     "partition_of",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",

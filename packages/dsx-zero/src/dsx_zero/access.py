@@ -70,7 +70,7 @@ class _Owners:
 OWNERS = _Owners()
 
 
-class _View:
+class View:
     """One trainable parameter as this rank holds it. `gradient`: only its gradient is asked for, which may be read
     while masters and states are stepped.
     """
@@ -217,7 +217,7 @@ def safe_get_full_fp32_param(param: Parameter, *, optimizer: ZeroOptimizer | Non
     """
     if _is_frozen(param, optimizer):
         return None
-    view = _View(param, optimizer)
+    view = View(param, optimizer)
     return view.whole(view.master_slice() if view.masters else None)
 
 
@@ -232,7 +232,7 @@ def safe_set_full_fp32_param(param: Parameter, value: torch.Tensor, *, optimizer
     Raises:
         ZeroStateError: the shape is another one, or the parameter belongs to no sharded model.
     """
-    view = _View(param, optimizer)
+    view = View(param, optimizer)
     view.set_master_slice(view.cut(value))
     view.optimizer.refresh(view.name, value)
 
@@ -255,7 +255,7 @@ def safe_get_full_optimizer_state(
     """
     if _is_frozen(param, optimizer):
         return None
-    view = _View(param, optimizer)
+    view = View(param, optimizer)
     state = view.state(optim_state_key)
     if state is not None and (not isinstance(state, torch.Tensor) or state.numel() != view.part.numel):
         raise ZeroStateError(f"{view.name}: the state {optim_state_key!r} is a single value; read optimizer.state")
@@ -276,7 +276,7 @@ def safe_set_full_optimizer_state(
     Raises:
         ZeroStateError: there is no such state yet, or the shape is another one.
     """
-    view = _View(param, optimizer)
+    view = View(param, optimizer)
     part = view.cut(value)
     view.set_state(optim_state_key, part)
 
@@ -290,7 +290,7 @@ def safe_get_full_grad(param: Parameter, *, optimizer: ZeroOptimizer | None = No
     """
     if _is_frozen(param, optimizer):
         return None
-    view = _View(param, optimizer, gradient=True)
+    view = View(param, optimizer, gradient=True)
     view.complete_gradients()
     reduced = view.whole(view.grad_slice() if view.part.numel else None)
     return _sum(reduced, view.unreduced())
@@ -302,7 +302,7 @@ def safe_set_full_grad(param: Parameter, value: torch.Tensor, *, optimizer: Zero
     Raises:
         ZeroStateError: there is no reduced gradient now, or the shape is another one.
     """
-    view = _View(param, optimizer, gradient=True)
+    view = View(param, optimizer, gradient=True)
     part = view.cut(value)
     view.complete_gradients()
     _write_grad(view, part)
@@ -340,7 +340,7 @@ def safe_get_local_fp32_param(param: Parameter, *, optimizer: ZeroOptimizer | No
     """
     if _is_frozen(param, optimizer):
         return None
-    return _View(param, optimizer).master_slice().clone()
+    return View(param, optimizer).master_slice().clone()
 
 
 def safe_set_local_fp32_param(param: Parameter, value: torch.Tensor, *, optimizer: ZeroOptimizer | None = None) -> None:
@@ -350,7 +350,7 @@ def safe_set_local_fp32_param(param: Parameter, value: torch.Tensor, *, optimize
     Raises:
         ZeroStateError: another number of elements.
     """
-    view = _View(param, optimizer)
+    view = View(param, optimizer)
     view.set_master_slice(view.check_local(value))
     whole = view.whole(view.master_slice() if view.masters else None)
     if whole is not None:
@@ -365,7 +365,7 @@ def safe_get_local_optimizer_state(
     """
     if _is_frozen(param, optimizer):
         return None
-    state = _View(param, optimizer).state(optim_state_key)
+    state = View(param, optimizer).state(optim_state_key)
     return state.detach().reshape(-1).clone() if isinstance(state, torch.Tensor) else state
 
 
@@ -378,7 +378,7 @@ def safe_set_local_optimizer_state(
     Raises:
         ZeroStateError: another number of elements, or there is no such state yet.
     """
-    view = _View(param, optimizer)
+    view = View(param, optimizer)
     part = view.check_local(value)
     view.set_state(optim_state_key, part)
 
@@ -389,7 +389,7 @@ def safe_get_local_grad(param: Parameter, *, optimizer: ZeroOptimizer | None = N
     """
     if _is_frozen(param, optimizer):
         return None
-    view = _View(param, optimizer, gradient=True)
+    view = View(param, optimizer, gradient=True)
     own = view.unreduced()
     slices = (view.grad_slice(), None if own is None else view.cut(own))
     there = [piece for piece in slices if piece is not None]
@@ -403,12 +403,12 @@ def safe_set_local_grad(param: Parameter, value: torch.Tensor, *, optimizer: Zer
     Raises:
         ZeroStateError: there is no reduced gradient now, or another number of elements.
     """
-    view = _View(param, optimizer, gradient=True)
+    view = View(param, optimizer, gradient=True)
     part = view.check_local(value)
     _write_grad(view, part)
 
 
-def _write_grad(view: _View, part: torch.Tensor) -> None:
+def _write_grad(view: View, part: torch.Tensor) -> None:
     if view.unreduced() is not None or (view.part.numel and view.grad_slice() is None):
         raise ZeroStateError(
             f"{view.name}: has no reduced gradient now; write between the backward of an update's last micro-batch and"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -67,6 +67,33 @@ def _find_unfrozen(optimizer: Callable[[], ZeroOptimizer | None], module: Any, a
         owner.find_unfrozen()
 
 
+class WholeTensors(Protocol):
+    """Gives whole tensors to torch's functions that ask for them (`get_model_state_dict`, ...)."""
+
+    def asked_for(self) -> bool: ...
+
+    def of_model(self, values: dict[str, Any]) -> None: ...
+
+    def of_optimizer(self, optimizer: ZeroOptimizer) -> dict[str, Any]: ...
+
+
+def _give_whole_tensors(whole: WholeTensors, module: Any, values: Any, prefix: str, metadata: Any) -> None:
+    """A hook of `model.state_dict()` at stage 3."""
+    if whole.asked_for():
+        whole.of_model(values)
+
+
+def _call_of_inner(
+    optimizer: Callable[[], ZeroOptimizer | None], kind: type, name: str, *arguments: Any, **options: Any
+) -> Any:
+    """`state_dict` and `load_state_dict` of the optimizer that the user made."""
+    owner = optimizer()
+    if owner is None:
+        raise ZeroStateError(f"{kind.__name__}.{name}(): the model that it trained, sharded, is not there any more")
+    with owner.whole_states(f"{kind.__name__}.{name}()"):
+        return getattr(kind, name)(owner.inner, *arguments, **options)
+
+
 class StepOutcome:
     """What a step did.
 
@@ -113,12 +140,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         store: TensorStore | None = None,
         owners: Owners,
         replanner: Replanner,
+        whole_tensors: WholeTensors,
     ) -> None:
         # Not Optimizer.__init__: groups, state and hooks are the inner optimizer's, there is no second set of them.
         self.inner = inner
         self.store = store
         """Where state on disk lies, as it was given to `shard`; None: nowhere."""
-        self._owners, self._replanner = owners, replanner
+        self._owners, self._replanner, self._whole_tensors = owners, replanner, whole_tensors
         self._latest: StepOutcome | None = None
         self.released = False
         """Whether the model may be sharded again."""
@@ -134,6 +162,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         `offload_optimizer.late_update_after` counts them.
         """
         self._take(parts)
+        self._state_dict_hook: Any = None
+        if parts.runtime.stage == 3:
+            hook = CallingHook(partial(_give_whole_tensors, whole_tensors))
+            self._state_dict_hook = parts.runtime.model.register_state_dict_post_hook(hook)
+        me = weakref.ref(self)
+        for name in ("state_dict", "load_state_dict") if hasattr(inner, "state_dict") else ():
+            setattr(inner, name, partial(_call_of_inner, me, type(inner), name))
 
     def _take(self, parts: StepParts) -> None:
         """Step with these parts from now on."""
@@ -421,6 +456,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._before_forward.remove()
         self._runtime.gradients.remove_hooks()
         self._unused.remove_hooks()
+        if self._state_dict_hook is not None:
+            self._state_dict_hook.remove()
         self._runtime.publisher.remove_hooks()
         self._runtime.groups.give_back()
         for callback in self._on_release:
@@ -738,9 +775,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._parameters_written()
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """This rank's slices by parameter name, and the settings of the parameter groups. Tensors are not copied."""
+        """This rank's slices by parameter name ("slices"), and "param_groups". Where every rank has whole states, also
+        "state", as of a plain optimizer. Tensors are not copied.
+
+        Called by torch's `get_optimizer_state_dict` with `full_state_dict=True`, it is collective and gives whole
+        states.
+        """
+        if self._whole_tensors.asked_for():
+            return self._whole_tensors.of_optimizer(self)
         self._collect_edits()
-        return save_local(self)
+        found = save_local(self)
+        if not self._runtime.whole or not hasattr(self.inner, "state_dict"):
+            return found
+        whole = self.inner.state_dict()
+        for group, saved in zip(found["param_groups"], whole["param_groups"]):
+            group["params"] = saved["params"]
+        return {**found, "state": whole["state"]}
 
     def _collect_edits(self) -> None:
         self.check_model()
@@ -749,12 +799,45 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave on this rank of a job with the same stage and number of ranks (collective).
 
+        Where every rank has whole states (stage 0, or one rank without offload), the state dict of a plain optimizer is
+        taken too.
+
         Raises:
-            ZeroStateError: the slices are not this rank's. Checkpoints (`slices`, `load_slices`) have no such limit.
+            ZeroStateError: the slices are not this rank's. `dsx_zero.load_full_state_dict` has no such limit.
         """
         self._early.abandon()
         self._late.abandon()
-        load_local(self, state_dict)
+        plain = isinstance(state_dict, dict) and "state" in state_dict and "slices" not in state_dict
+        if not plain or not self._runtime.whole:
+            load_local(self, state_dict)
+            return
+        try:
+            self.inner.load_state_dict(state_dict)
+        except (KeyError, ValueError) as error:
+            raise ZeroStateError(f"the state dict does not fit the optimizer: {error}") from error
+
+    @contextmanager
+    def whole_states(self, asked: str) -> Iterator[None]:
+        """Inside the context the inner optimizer's groups hold what its states belong to, in the places of the model's
+        parameters.
+
+        Raises:
+            ZeroStateError: this rank's states are parts of tensors.
+        """
+        if not self._runtime.whole:
+            raise ZeroStateError(
+                f"{asked}: the states of this optimizer are divided among the ranks. With what dsx_zero.shard returned"
+                " (an engine's engine.optimizer): dsx_zero.full_state_dict(optimizer) and load_full_state_dict, on"
+                " every rank, for whole states; its state_dict() and load_state_dict() for this rank's part"
+            )
+        self.check_states()
+        found = [[(self._find_master(p) or (None, ""))[0] for p in group] for group in self._step_groups.shown]
+        members = [
+            [p if master is None else master for p, master in zip(group, masters)]
+            for group, masters in zip(self._step_groups.shown, found)
+        ]
+        with self._step_groups.masters(members):
+            yield
 
     # Single parameters (what `dsx_zero.access` works through) ------------------------------------------------------
 

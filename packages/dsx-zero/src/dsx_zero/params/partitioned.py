@@ -150,7 +150,7 @@ class PartitionedParameter(torch.Tensor):
             f" and cannot be {what}: its values are not on this rank outside the use of its module. Read it with"
             " p.full_tensor() or inside `with dsx_zero.GatheredParameters([p]):` (on every rank), under"
             " torch.no_grad() where `Init` builds the model; change it inside `with dsx_zero.GatheredParameters([p],"
-            " modifier_rank=0):`; save a model with its checkpoint function.",
+            " modifier_rank=0):`; save a model with dsx_zero.full_state_dict(optimizer), or engine.save_checkpoint.",
             code=code,
         )
 

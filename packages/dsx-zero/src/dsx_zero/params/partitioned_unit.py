@@ -139,7 +139,8 @@ class PartitionedGroup(FlatGroup):
     def _refusal(self, what: str) -> PartitionedParameterError:
         return PartitionedParameterError(
             f"a model sharded at stage 3 cannot be {what} (its parameter '{next(iter(self.layout.names), '')}' is"
-            " partitioned over the ranks): copy the model before it is sharded, or save it with a checkpoint function"
+            " partitioned over the ranks): copy the model before it is sharded, or save it with"
+            " dsx_zero.full_state_dict(optimizer) or engine.save_checkpoint"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
@@ -28,7 +29,25 @@ class SlicedOptimizer(Protocol):
     def read_slices(self, reader: Reader) -> SliceLoad: ...
 
 
-def save_local(optimizer: SlicedOptimizer) -> dict[str, Any]:
+class LocalState(OrderedDict[str, Any]):
+    """What `ZeroOptimizer.state_dict` gives on a rank that has parts of tensors. Saved and copied, it is an ordinary
+    dictionary.
+    """
+
+    def __missing__(self, key: str) -> Any:
+        if key == "state":
+            raise ZeroStateError(
+                "state_dict()['state']: the optimizer's states are divided among the ranks, and this rank's slices are"
+                " in 'slices'. Get whole ones with dsx_zero.full_state_dict(optimizer) on every rank (or torch's"
+                " get_optimizer_state_dict with full_state_dict=True); load them with dsx_zero.load_full_state_dict"
+            )
+        raise KeyError(key)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, (), None, None, iter(self.items())
+
+
+def save_local(optimizer: SlicedOptimizer) -> LocalState:
     """See `ZeroOptimizer.state_dict`."""
     slices = {
         part.name: {
@@ -45,7 +64,7 @@ def save_local(optimizer: SlicedOptimizer) -> dict[str, Any]:
     groups = [
         {k: v for k, v in group.items() if k not in ("params", "param_names")} for group in optimizer.param_groups
     ]
-    return {"slices": slices, "param_groups": groups}
+    return LocalState(slices=slices, param_groups=groups)
 
 
 def _by_key(ranges: Iterable[tuple[str, int, torch.Tensor]]) -> dict[str, list[tuple[int, torch.Tensor]]]:
@@ -68,7 +87,8 @@ class _LocalReader:
         if not held["start"] <= start <= stop <= held["stop"]:
             raise ZeroStateError(
                 f"{name}: this rank needs elements {start} to {stop}, the state dict has {held['start']} to "
-                f"{held['stop']}; it was made with another stage or number of ranks (use a checkpoint to change them)"
+                f"{held['stop']}; it was made with another stage or number of ranks, for which there are"
+                " dsx_zero.full_state_dict and load_full_state_dict"
             )
         return value[start - held["start"] : stop - held["start"]]
 
@@ -95,7 +115,7 @@ def load_local(optimizer: SlicedOptimizer, state: dict[str, Any]) -> None:
     if not isinstance(state, dict) or not {"slices", "param_groups"} <= set(state):
         raise ZeroStateError(
             "the state dict is none of a ZeroOptimizer: expected the keys slices and param_groups; a plain optimizer's "
-            "state can be loaded into it before dsx_zero.shard"
+            "state is loaded with dsx_zero.load_full_state_dict(optimizer, {'model': ..., 'optimizer': ...})"
         )
     slices, groups = state["slices"], state["param_groups"]
     mine: Iterable[ParamSlice] = list(optimizer.held_slices())

@@ -1,0 +1,309 @@
+"""The whole state of a sharded model and its optimizer, as ordinary dictionaries.
+
+With them training goes on at another stage, with another number of ranks, or in plain PyTorch: `"model"` is what
+`model.state_dict()` of the plain model gives, `"optimizer"` what the plain optimizer's gives, and `"masters"` has the
+fp32 values of parameters in 16 bits. Whole tensors are collected one after the other; only the ranks that keep them
+hold more than one. Loading reads this rank's part only, so that a file opened with `torch.load(..., mmap=True)` does
+not come into memory.
+
+Left out: parameters that only some of the data-parallel ranks hold (experts, tensor slices) and optimizers that
+communicate by themselves; the checkpoints of an engine have them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import dsx_comm
+import torch
+
+from .access import OWNERS, View
+from .alike import agree, hash_of, telling
+from .errors import ZeroStateError
+from .grads.averaging import averages_itself
+from .params.partitioned import PartitionedParameter
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from .optimizer import ZeroOptimizer
+
+__all__ = ["full_state_dict", "load_full_state_dict", "torch_asks_for_whole_tensors", "whole_optimizer", "whole_values"]
+
+_SAVE, _LOAD = "dsx_zero.full_state_dict", "dsx_zero.load_full_state_dict"
+_MAX_NAMED = 5
+
+
+def full_state_dict(optimizer: ZeroOptimizer, *, rank0_only: bool = True) -> dict[str, Any]:
+    """The whole state of a sharded model and its optimizer (collective).
+
+    Args:
+        optimizer: what `dsx_zero.shard` returned.
+        rank0_only: only the first data-parallel rank gets it; the others get an empty dictionary.
+
+    Returns:
+        "model": parameters and buffers by name, in the model's dtypes; "masters": whole masters by name, where they
+        have another dtype; "optimizer": `{"state": ..., "param_groups": ...}` as of a plain `torch.optim`
+        optimizer, parameters numbered in the order of its groups; "steps_done". All tensors are new host tensors.
+
+    Raises:
+        RanksDifferError, ZeroStateError: the states cannot be read now (see `ZeroOptimizer.slices`), or some ranks hold
+            parameters that others do not.
+    """
+    run = optimizer.runtime
+    kinds = _kinds_of_states(optimizer)
+    keep = not rank0_only or run.ranks.rank == 0
+    model = dict(run.model.state_dict())
+    whole_values(model, keep=keep)
+    masters = {}
+    for info in run.infos:
+        group = optimizer.group_of(info.name)
+        if info.trainable and group.master_dtype != group.key.dtype:
+            view = View(info.name, optimizer)
+            _keep(masters, info.name, view.whole(view.master_slice() if view.masters else None), keep)
+    states = _whole_optimizer(optimizer, kinds, keep=keep)
+    if not keep:
+        return {}
+    return {"model": model, "masters": masters, "optimizer": states, "steps_done": optimizer.steps_done}
+
+
+def whole_optimizer(optimizer: ZeroOptimizer) -> dict[str, Any]:
+    """The part `"optimizer"` of `full_state_dict`, on every rank (collective)."""
+    return _whole_optimizer(optimizer, _kinds_of_states(optimizer), keep=True)
+
+
+def load_full_state_dict(optimizer: ZeroOptimizer, state_dict: Mapping[str, Any]) -> None:
+    """Go on from the whole state of a model and its optimizer (collective).
+
+    Args:
+        optimizer: what `dsx_zero.shard` returned, for the same model; at any stage and number of ranks.
+        state_dict: what `full_state_dict` gave, the same on every rank (`torch.load(path, mmap=True)`). "model" and
+            "optimizer" may be those of plain PyTorch.
+
+    Raises:
+        RanksDifferError: the ranks give different states, or one of them has raised.
+        ZeroStateError: names, shapes or parameter groups are not those of the model. Nothing has been changed.
+    """
+    run = optimizer.runtime
+    with telling(run.ranks.group):
+        _check_plain(optimizer)
+        reader = _WholeReader(optimizer, state_dict)
+        load = optimizer.read_slices(reader)
+    agree(_LOAD, reader.facts(), run.ranks.group)
+    load.install()
+    with torch.no_grad():
+        for write in reader.others:
+            write()
+    for group, saved in zip(optimizer.param_groups, reader.groups):
+        group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
+    optimizer.steps_done = int(state_dict.get("steps_done", optimizer.steps_done))
+
+
+def whole_values(values: dict[str, Any], *, keep: bool = True) -> None:
+    """Replace the tensors of a model's state dict by host tensors with whole values (collective at stage 3). Names of
+    one tensor share the new one. Without `keep` this rank only takes part.
+    """
+    made: dict[Any, torch.Tensor] = {}
+    for name, value in values.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        partitioned = isinstance(value, PartitionedParameter)
+        key: Any = id(value.source) if partitioned else (value.untyped_storage()._cdata, value.storage_offset())
+        key = (key, tuple(value.shape), tuple(value.stride()))
+        if key not in made:
+            whole = value.full_tensor() if partitioned else value.detach()
+            made[key] = whole.to("cpu", copy=not partitioned) if keep else torch.empty(0)
+        values[name] = made[key]
+
+
+def torch_asks_for_whole_tensors() -> bool:
+    """Whether a function of `torch.distributed.checkpoint.state_dict` is calling with `full_state_dict=True`. It would
+    gather DTensors only.
+    """
+    module = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    frame = None if module is None else sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == module.__file__ and "info" in frame.f_locals:  # type: ignore[union-attr]
+            return bool(getattr(frame.f_locals["info"], "full_state_dict", False))
+        frame = frame.f_back
+    return False
+
+
+# What is collected ----------------------------------------------------------------------------------------------------
+
+
+def _check_plain(optimizer: ZeroOptimizer) -> None:
+    """Refuse what has no whole state that is equal on all data-parallel ranks. Raises ZeroStateError."""
+    run = optimizer.runtime
+    if averages_itself(optimizer.inner):
+        raise ZeroStateError(
+            f"{type(optimizer.inner).__name__} communicates by itself, and each rank has states of its own; save with"
+            " the checkpoints of an engine (dsx.initialize), or this rank's part with optimizer.state_dict()"
+        )
+    for unit in run.units:
+        for group in unit.groups:
+            if group.ranks.holders is not run.ranks.group or group.ranks.tensor_groups:
+                raise ZeroStateError(
+                    f"{group.layout.names[0]}: only some ranks hold this tensor (an expert, or a slice), so no rank"
+                    " could have the whole state; save with the checkpoints of an engine (dsx.initialize)"
+                )
+
+
+def _kinds_of_states(optimizer: ZeroOptimizer) -> dict[str, dict[str, Any]]:
+    """For each parameter the names of its states; with None for a state per element, else with its value (collective).
+
+    A rank that owns nothing of a parameter does not know.
+    """
+    ranks, mine = optimizer.runtime.ranks, dict[str, dict[str, Any]]()
+    with telling(ranks.group):
+        _check_plain(optimizer)
+        for part in optimizer.slices(lazily=True):
+            mine[part.name] = {key: _single(value) for key, value in part.states.items() if "@" not in key}
+    agree(_SAVE, {}, ranks.group)
+    by_rank: list[Any] = [mine]
+    if ranks.size > 1:
+        by_rank = [None] * ranks.size
+        dsx_comm.all_gather_object(by_rank, mine, group=ranks.group)
+    return {name: {key: value for kinds in by_rank for key, value in kinds[name].items()} for name in mine}
+
+
+def _single(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return None if value.dim() else value.detach().cpu()
+    return value if isinstance(value, (int, float)) else None
+
+
+def _whole_optimizer(optimizer: ZeroOptimizer, kinds: Mapping[str, Mapping[str, Any]], *, keep: bool) -> dict[str, Any]:
+    numbers = _numbers(optimizer)
+    state: dict[int, dict[str, Any]] = {}
+    for name, number in numbers.items():
+        found: dict[str, Any] = {}
+        for key, value in kinds[name].items():
+            if value is None:
+                view = View(name, optimizer)
+                _keep(found, key, view.whole(view.state(key) if view.masters else None), keep)
+            else:
+                found[key] = value
+        if found:
+            state[number] = found
+    groups, start = [], 0
+    for group in optimizer.param_groups:
+        count = len(group["params"])
+        options = {key: value for key, value in group.items() if key != "params"}
+        groups.append({**options, "params": list(range(start, start + count))})
+        start += count
+    return {"state": state, "param_groups": groups}
+
+
+def _numbers(optimizer: ZeroOptimizer) -> dict[str, int]:
+    """The number of each parameter that the optimizer holds, by name, in the order of its groups."""
+    members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {found[1]: number for number, p in enumerate(members) if (found := OWNERS.find(p)) is not None}
+
+
+def _keep(found: dict[Any, Any], key: Any, whole: torch.Tensor | None, keep: bool) -> None:
+    if whole is not None and keep:
+        found[key] = whole.cpu()
+
+
+# What is loaded -------------------------------------------------------------------------------------------------------
+
+
+class _WholeReader:
+    """Gives ranges of whole tensors (see `Reader`), after checking that they are the model's.
+
+    Attributes:
+        groups: the saved parameter groups.
+        others: what has to be called to install the rest of the model's state: buffers and extra state.
+    """
+
+    def __init__(self, optimizer: ZeroOptimizer, state_dict: Any) -> None:
+        if not isinstance(state_dict, Mapping) or not {"model", "optimizer"} <= set(state_dict):
+            got = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
+            raise ZeroStateError(
+                f"got {got}, expected the keys model and optimizer, as dsx_zero.full_state_dict gives them, on every"
+                " rank: torch.load(path, mmap=True)"
+            )
+        self._model, self._masters = state_dict["model"], state_dict.get("masters") or {}
+        self.groups: list[dict[str, Any]] = state_dict["optimizer"]["param_groups"]
+        self._of = {info.name: (info.name, *info.aliases) for info in optimizer.runtime.infos}
+        self._check_parameters(optimizer)
+        self.others = list(self._rest(optimizer.runtime.model))
+        self._states = self._states_by_name(optimizer, state_dict["optimizer"]["state"])
+
+    def facts(self) -> dict[str, str]:
+        """What has to be equal on all ranks."""
+        names = (f"{name} {tuple(getattr(value, 'shape', ()))}" for name, value in self._model.items())
+        states = (f"{name} {sorted(states)}" for name, states in self._states.items())
+        return {"names and shapes": hash_of(names), "optimizer states": hash_of(states)}
+
+    def _tensor(self, name: str) -> torch.Tensor | None:
+        return next((self._model[known] for known in self._of[name] if known in self._model), None)
+
+    def _check_parameters(self, optimizer: ZeroOptimizer) -> None:
+        shapes = {info.name: tuple(info.shape) for info in optimizer.runtime.infos}
+        missing = [name for name in shapes if self._tensor(name) is None]
+        known = set(dict(optimizer.runtime.model.state_dict())) | {
+            name for names in self._of.values() for name in names
+        }
+        unexpected = [name for name in self._model if name not in known]
+        if missing or unexpected:
+            raise ZeroStateError(
+                f"the state is of another model: missing {missing[:_MAX_NAMED]}, unexpected {unexpected[:_MAX_NAMED]}"
+            )
+        for name, shape in shapes.items():
+            for kind, tensor in (("model", self._tensor(name)), ("masters", self._masters.get(name))):
+                if tensor is not None and tuple(tensor.shape) != shape:
+                    raise ZeroStateError(f"{kind}: {name}: got shape {tuple(tensor.shape)}, expected {shape}")
+
+    def _rest(self, model: nn.Module) -> Iterator[Callable[[], object]]:
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            value = self._model.get(name)
+            if value is not None:
+                if value.shape != buffer.shape:
+                    raise ZeroStateError(f"{name}: got shape {tuple(value.shape)}, expected {tuple(buffer.shape)}")
+                yield lambda buffer=buffer, value=value: buffer.copy_(value)
+        for name, value in self._model.items():
+            path, _, last = name.rpartition(".")
+            if last == "_extra_state":
+                yield lambda path=path, value=value: model.get_submodule(path).set_extra_state(value)
+
+    def _states_by_name(self, optimizer: ZeroOptimizer, states: Mapping[Any, Any]) -> dict[str, Mapping[str, Any]]:
+        got = [len(group["params"]) for group in self.groups]
+        expected = [len(group["params"]) for group in optimizer.param_groups]
+        if got != expected:
+            raise ZeroStateError(
+                f"got parameter groups of {got} parameters, expected {expected}: build the optimizer with the groups"
+                " that were saved"
+            )
+        saved = [key for group in self.groups for key in group["params"]]
+        found = {name: states.get(saved[number], {}) for name, number in _numbers(optimizer).items()}
+        for name, entries in found.items():
+            numel = max(1, _numel(self._tensor(name)))
+            for key, value in entries.items():
+                if isinstance(value, torch.Tensor) and value.numel() not in (1, numel):
+                    raise ZeroStateError(f"{name}: {key} has {value.numel()} elements, expected {numel}, or one value")
+        return found
+
+    def param(self, name: str, start: int, stop: int) -> torch.Tensor | None:
+        tensor = self._tensor(name)
+        return None if tensor is None else tensor.reshape(-1)[start:stop]
+
+    def master(self, name: str, start: int, stop: int) -> torch.Tensor | None:
+        tensor = self._masters.get(name)
+        return None if tensor is None else tensor.reshape(-1)[start:stop]
+
+    def state_keys(self, name: str) -> tuple[str, ...]:
+        return tuple(self._states.get(name, ()))
+
+    def state(self, key: str, name: str, start: int, stop: int) -> Any:
+        value = self._states[name].get(key)
+        if isinstance(value, torch.Tensor) and value.dim():
+            return value.reshape(-1)[start:stop]
+        return value
+
+
+def _numel(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.numel()
