@@ -105,6 +105,24 @@ def use_names_of_clients(rank, world, stage):
     return True
 
 
+def averages(rank, world):
+    import deepspeed
+
+    for op, default in (("mean", True), ("sum", False)):
+        engine, *_ = deepspeed.initialize(model=model(), config={**settings(1), "gradient_allreduce_op": op})
+        assert engine.gradient_average is default
+        engine.gradient_average = default
+        other = "sum" if default else "mean"
+        with pytest.raises(ValueError, match=f'"gradient_allreduce_op": "{other}"'):
+            engine.gradient_average = not default
+        engine.destroy()
+    return True
+
+
+def test_whether_gradients_are_averaged_is_asked_and_cannot_be_changed():
+    assert all(run_ranks(averages, 2))
+
+
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_engine_has_the_names_that_clients_use(stage):
     assert all(run_ranks(use_names_of_clients, 2, stage))

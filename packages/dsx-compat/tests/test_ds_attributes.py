@@ -31,7 +31,8 @@ def stage3(rank, world, threshold):
 
     torch.manual_seed(0)
     net = Net()
-    assert not any(hasattr(p, name) for p in net.parameters() for name in NAMES)
+    given = list(net.parameters())
+    assert not any(hasattr(p, name) for p in given for name in NAMES)
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
@@ -49,6 +50,10 @@ def stage3(rank, world, threshold):
         p.ds_active_sub_modules.clear()
         ids[name] = p.ds_id
     assert len(set(ids.values())) == 4
+    for p, old in zip(net.parameters(), given):  # what the program held before
+        assert old.ds_id == p.ds_id and torch.equal(old.ds_tensor, p.ds_tensor) and old.ds_shape == p.shape
+        whole = deepspeed.utils.safe_get_full_fp32_param(old)
+        assert torch.equal(whole, deepspeed.utils.safe_get_full_fp32_param(p))
     with deepspeed.zero.GatheredParameters(net.parameters()):
         assert all(p.ds_status is ZeroParamStatus.AVAILABLE for p in net.parameters())
         assert {name: p.ds_id for name, p in net.named_parameters()} == ids

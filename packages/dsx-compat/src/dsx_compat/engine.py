@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from dsx.engine import Engine
+from dsx.engine.errors import EngineArgumentError
 from dsx.engine.pipeline import PipelineEngine as DsxPipelineEngine
 from dsx_zero import ZeroOptimizer, gather_hooks_paused
 from torch import nn
@@ -51,6 +52,24 @@ class DeepSpeedEngine(Engine):
     def state(self) -> Any:
         """The state of the optimizer; empty without one."""
         return getattr(super().optimizer, "state", {})
+
+    @property
+    def gradient_average(self) -> bool:
+        """Whether gradients are averaged over the data-parallel ranks; False if they are summed.
+
+        Raises:
+            EngineArgumentError: another value is set: the reductions are built for one of the two.
+        """
+        return super().config.use("gradient_allreduce_op") == "mean"
+
+    @gradient_average.setter
+    def gradient_average(self, value: bool) -> None:
+        if bool(value) != self.gradient_average:
+            op = "mean" if value else "sum"
+            raise EngineArgumentError(
+                f"engine.gradient_average: got {value!r} after the engine was built; set"
+                f' "gradient_allreduce_op": "{op}" in the configuration'
+            )
 
     # - whole weights
 

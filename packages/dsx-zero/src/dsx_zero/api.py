@@ -393,8 +393,8 @@ def _inner(model: nn.Module, optimizer: Any, *, stage: int) -> torch.optim.Optim
             f"the optimizer callable returned {type(made).__name__}, expected a torch.optim.Optimizer"
         )
     check_optimizer(made, stage=stage)
-    replace_parameters(made, current_parameter)
     known = {id(p) for p in model.parameters()}
+    replace_parameters(made, lambda p: p if id(p) in known else current_parameter(p))
     for index, group in enumerate(made.param_groups):
         for place, parameter in enumerate(group["params"]):
             if id(parameter) not in known:

@@ -24,6 +24,7 @@ from ..plan.units import GroupPlan, ParameterInfo, UnitPlan
 from .flat import FlatGroup, Unit, cut_at_parts, label_of, local_parts
 from .memory import Memory, OrdinaryMemory
 from .partitioned import PartitionedParameter, PartitionedParameterError
+from .restored import note_replaced
 from .sources import SourceWithPlain
 from .storage import GatheredStorage
 from .whole import read_whole, write_whole
@@ -224,6 +225,8 @@ class PartitionedUnit:
         partitioned = self._face(original, UnitParameter(info.name, self, group), info)
         for face in (plain, partitioned):
             vars(face).update(attributes)
+        if original is not partitioned:
+            note_replaced(original, partitioned)
         for name in (info.name, *info.aliases):
             path, _, attribute = name.rpartition(".")
             module = model.get_submodule(path)

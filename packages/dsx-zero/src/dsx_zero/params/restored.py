@@ -2,11 +2,13 @@
 
 The modules get an ordinary `nn.Parameter` instead. The partitioned object, which an optimizer or a list of
 parameters may still hold, refers to the new one: reads, in-place writes and accessors work on the parameter that is
-trained.
+trained. Where stage 3 replaces an ordinary parameter, accessors find the new one from the old one (`note_replaced`);
+the old one keeps the values that it had.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +19,7 @@ from ..plan.leaves import marked_parameter
 from .partitioned import PartitionedParameter
 from .sources import SourceWithPlain
 
-__all__ = ["WholeParameter", "current_parameter", "restore_model", "restore_parameter"]
+__all__ = ["WholeParameter", "current_parameter", "note_replaced", "restore_model", "restore_parameter"]
 
 
 class WholeParameter(SourceWithPlain):
@@ -74,8 +76,21 @@ def restore_model(model: nn.Module) -> None:
         restore_parameter(model, names[key], face)
 
 
+_REPLACED: dict[int, tuple[weakref.ref, weakref.ref]] = {}
+"""The parameter of stage 3 that took the place of an ordinary one, by the `id` of that. Keeps neither alive."""
+
+
+def note_replaced(original: torch.Tensor, face: PartitionedParameter) -> None:
+    """`face` has taken the place of `original` in its module."""
+    key = id(original)
+    _REPLACED[key] = weakref.ref(original, lambda _: _REPLACED.pop(key, None)), weakref.ref(face)
+
+
 def current_parameter(parameter: Any) -> Any:
-    """The parameter that replaced a partitioned object and is trained now; any other object unchanged."""
+    """The parameter that took the place of this one and is trained now; any other object unchanged."""
+    known = _REPLACED.get(id(parameter))
+    if known is not None and known[0]() is parameter and (face := known[1]()) is not None:
+        parameter = face
     if isinstance(parameter, PartitionedParameter) and isinstance(parameter.source, WholeParameter):
         return parameter.source.plain
     return parameter
