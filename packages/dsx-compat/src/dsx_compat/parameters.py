@@ -59,6 +59,7 @@ _ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "ds_param_type": lambda partition: ZeroParamType.PARTITIONED,
     "ds_persist": lambda partition: partition.gathered and partition.local_shard.numel() == partition.numel,
     "ds_active_sub_modules": lambda partition: set(),  # dsx counts uses per unit, not per parameter
+    "is_external_param": lambda partition: False,  # no parameter stays gathered because a forward has returned it
     "partition_numel": lambda partition: partition.local_shard.numel,
 }
 
