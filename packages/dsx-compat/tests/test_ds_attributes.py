@@ -104,6 +104,35 @@ def test_parameters_built_under_init_have_the_attributes():
     assert all(run_ranks(build_under_init, 2))
 
 
+def attach_after_init(rank, world):
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    }
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        net = Net()
+    net.layers.append(torch.nn.Linear(6, 6))
+    net.layers[0].weight.convert_to_zero_parameters(param_list=net.layers[2].parameters())
+    with pytest.raises(ValueError, match="got int, expected parameters"):
+        net.layers[0].weight.convert_to_zero_parameters([1])
+    engine, *_ = deepspeed.initialize(model=net, config=config)
+    before = deepspeed.utils.safe_get_full_fp32_param(net.layers[2].weight)
+    engine.backward(engine(torch.ones(1, 6)).sum())
+    engine.step()
+    assert not torch.equal(before, deepspeed.utils.safe_get_full_fp32_param(net.layers[2].weight))
+    late = torch.nn.Linear(6, 6)
+    with pytest.raises(ValueError, match=r"attach modules before deepspeed\.initialize"):
+        net.layers[0].weight.convert_to_zero_parameters(late.parameters())
+    return net.layers[2].weight.partition_numel()
+
+
+def test_a_module_attached_after_init_is_divided_with_the_model():
+    assert sum(run_ranks(attach_after_init, 2)) == 36
+
+
 def test_a_program_may_keep_its_own_value_under_such_a_name():
     import deepspeed  # noqa: F401
 

@@ -10,7 +10,8 @@ Left out: methods that move partitions (`param.all_gather()`, `param.partition()
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,6 +51,25 @@ class _ComputedAttribute:
         del vars(parameter)[self.name]
 
 
+def _convert_to_zero_parameters(partition: Any, param_list: Iterable[Any]) -> None:
+    """Hand over parameters that were attached to a model after `zero.Init` (adapters). dsx divides them when the engine
+    is built, with all other parameters of the model, so that nothing is left to do before.
+
+    Raises:
+        EngineArgumentError: the engine is built already, or something else than parameters is given.
+    """
+    from dsx.engine.errors import EngineArgumentError  # lazy import: this module is loaded before anything of dsx
+
+    given = list(param_list)
+    if wrong := [type(p).__name__ for p in given if not isinstance(p, torch.nn.Parameter)]:
+        raise EngineArgumentError(f"convert_to_zero_parameters: got {wrong[0]}, expected parameters")
+    if partition.sharded and any(not is_zero_param(p) for p in given):
+        raise EngineArgumentError(
+            f"convert_to_zero_parameters: the engine of parameter '{partition.name}' is built already, and new"
+            " parameters would not be divided or trained; attach modules before deepspeed.initialize, or call it again"
+        )
+
+
 _ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "ds_id": lambda partition: partition.key,
     "ds_numel": lambda partition: partition.numel,
@@ -59,6 +79,7 @@ _ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "ds_param_type": lambda partition: ZeroParamType.PARTITIONED,
     "ds_persist": lambda partition: partition.gathered and partition.local_shard.numel() == partition.numel,
     "ds_active_sub_modules": lambda partition: set(),  # dsx counts uses per unit, not per parameter
+    "convert_to_zero_parameters": lambda partition: partial(_convert_to_zero_parameters, partition),
     "is_external_param": lambda partition: False,  # no parameter stays gathered because a forward has returned it
     "partition_numel": lambda partition: partition.local_shard.numel,
 }

@@ -32,6 +32,7 @@ class Partition:
         shape: of the whole parameter.
         gathered: whether the whole values are in this rank's memory now.
         key: a number of this parameter in this process; both objects that stand for a parameter have the same.
+        sharded: whether its model is sharded; False for a parameter that only `Init` has divided.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Partition:
     gathered: bool
     key: int
     _read: Callable[[], torch.Tensor] = field(repr=False, compare=False)
+    sharded: bool = True
 
     @property
     def numel(self) -> int:
@@ -62,7 +64,8 @@ def partition_of(parameter: torch.Tensor) -> Partition | None:
         if isinstance(source, UnitParameter):
             return _of_group(source.group, source.name, source.local_shard)
         if isinstance(source, InitParameter):
-            return Partition(source.name, parameter.shape, source.borrow() is not None, id(source), source.local_shard)
+            opened = source.borrow() is not None
+            return Partition(source.name, parameter.shape, opened, id(source), source.local_shard, sharded=False)
         return None  # a view of a parameter
     found = OWNERS.find(parameter)
     if found is None or found[0].released or found[0].runtime.stage != 3:
