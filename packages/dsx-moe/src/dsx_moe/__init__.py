@@ -36,6 +36,7 @@ from .state import (
 )
 from .stats import LayerStats
 from .watching import LoadHistory, layer_stats, moe_events
+from .wrappers import ignore_experts_in_ddp
 
 if TYPE_CHECKING:
     from .config import ExpertParallelConfig, apply_config
@@ -69,16 +70,17 @@ __all__ = [
     "apply_expert_parallel",
     "average_gradients",
     "broadcast_parameters",
+    "check_groups",
     "clip_grad_norm_",
     "configure_moe_param_groups",
     "expert_capacity",
-    "check_groups",
     "expert_groups_of",
     "expert_slices",
     "full_optimizer_state_dict",
     "full_state_dict",
     "has_expert_layers",
     "has_moe_layers",
+    "ignore_experts_in_ddp",
     "is_moe_param",
     "is_moe_param_group",
     "layer_stats",

@@ -54,8 +54,12 @@ def broadcast_parameters(model: nn.Module) -> None:
                 _broadcast(buffer, data)
 
 
-def average_gradients(model: nn.Module) -> None:
+def average_gradients(model: nn.Module, *, experts_only: bool = False) -> None:
     """Replace every gradient by the gradient of the mean loss of all data-parallel ranks (collective).
+
+    Args:
+        model: after its backward.
+        experts_only: leave the dense gradients alone, which DistributedDataParallel or FSDP2 averages.
 
     Raises:
         MoEConfigError: an expert parameter belongs to a group that does not exist, or experts are sliced over ranks
@@ -67,7 +71,7 @@ def average_gradients(model: nn.Module) -> None:
     data = data_ranks(model)
     by_group: dict[str | None, list[nn.Parameter]] = defaultdict(list)
     for parameter in model.parameters():
-        if parameter.requires_grad:
+        if parameter.requires_grad and (is_moe_param(parameter) or not experts_only):
             by_group[getattr(parameter, "group_name", None) if is_moe_param(parameter) else None].append(parameter)
     for name in sorted(by_group, key=str):
         where = data if name is None else _expert_groups(model, name)[1]

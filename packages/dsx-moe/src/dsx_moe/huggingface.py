@@ -40,6 +40,7 @@ from .slices import ExpertSlices
 from .state import gather_numbered, gather_rows_of_experts
 from .stats import LayerStats, stats_of
 from .tensor_parallel import copy_to_group, sum_over_group
+from .wrappers import refuse_wrappers
 
 _PROBE_TOKENS = 12
 _CUTS = {"gate_up_proj": (1, 2), "down_proj": (2, 1)}  # dimension and parts of the inner size
@@ -80,6 +81,7 @@ class PackedExpertShard(ExpertShard):
 
         A chosen expert with the number `num_experts` means no expert, as in transformers.
         """
+        refuse_wrappers(self, self.dispatch.groups, self.name)
         shape = hidden_states.shape
         tokens, chosen = hidden_states.reshape(-1, shape[-1]), chosen.reshape(-1, chosen.shape[-1]).long()
         routing = build_routing(
@@ -162,12 +164,13 @@ class ListedExpertBlock(nn.Module):
         """[..., h] -> [..., h]; or (that, the router's logits) if the original block returned a tuple."""
         if args or kwargs:
             raise ConversionError(f"{self.name}: got more arguments than hidden states; this block takes only them")
+        experts: Any = self.get_submodule(self.names["experts"])
+        refuse_wrappers(experts, self.dispatch.groups, self.name)
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         logits = self.get_submodule(self.names["router"])(tokens)
         chosen, weights = self._route(logits.float())
         routing = build_routing(chosen, weights, self.num_experts)
         bad = torch.isfinite(logits.detach()).all().logical_not()
-        experts: Any = self.get_submodule(self.names["experts"])
         shared_outputs: list[torch.Tensor] = []  # output of the shared experts, which run while tokens are sent
         shares = bool(self.names["shared_experts"])
         work = (

@@ -34,6 +34,7 @@ from .groups import ExpertGroups, expert_groups_of, make_exchange
 from .routing import Routing
 from .stats import LayerStats, stats_of
 from .tensor_parallel import GatheredExperts, copy_to_group, own_share, sum_over_group
+from .wrappers import refuse_wrappers
 
 
 class MoEOutput(NamedTuple):
@@ -261,6 +262,7 @@ class MoE(nn.Module):
                 f"{self.label}: got hidden states of {hidden_states.dtype} and shape {tuple(hidden_states.shape)}, "
                 f"expected floating point of shape [..., {self.hidden_size}]"
             )
+        refuse_wrappers(self.experts, self.groups, self.label)
         tokens = hidden_states.reshape(-1, self.hidden_size)
         logits = self.gate.logits(tokens)
         routing, l_aux = self.gate.route(logits, used_token)
