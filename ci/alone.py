@@ -72,7 +72,6 @@ def fresh_environment(folder: Path, wheels: list[Path], packages: list[Package])
     venv.EnvBuilder(with_pip=True).create(folder)
     python = folder / "bin" / "python"
     install = (python, "-m", "pip", "install", "-q", "--disable-pip-version-check")
-    call(*install, TORCH, "numpy")
     ours = {p.name for p in packages}
     needs = {r for p in packages for r in p.requires if requirement_name(r) not in {*ours, "torch"}}
     needs |= {r for r in packages[-1].test_requires if requirement_name(r) not in {*all_packages(), "dsx-testkit"}}

@@ -42,6 +42,15 @@ def test_dependencies_point_downwards_and_reach_the_gpu_machine(name):
             assert requirement.startswith("torch>=2.11,")
 
 
+@pytest.mark.parametrize("package", PACKAGES.values(), ids=list(PACKAGES))
+def test_a_package_that_writes_safetensors_gets_numpy(package):
+    """`safetensors.torch` imports numpy when it writes, and neither it nor torch declares it."""
+    sources = (path.read_text() for path in (package.path / "src").rglob("*.py"))
+    if any(re.search(r"^\s*(from|import) safetensors[. ]", text, re.M) for text in sources):
+        needed = {requirement_name(r) for name in closure(package.name, PACKAGES) for r in PACKAGES[name].requires}
+        assert {"safetensors", "numpy"} <= needed
+
+
 def test_readme_shows_a_runnable_example_in_every_package():
     for name, package in PACKAGES.items():
         assert "```python" in (package.path / "README.md").read_text(), f"{name}: README has no example"
