@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -37,7 +38,14 @@ def follow(folder: Path, python: Path, inherited: dict[str, str]) -> list[str]:
 
 def check(folder: Path, printed: list[str]) -> None:
     assert "trained on 1 processes" in printed[0] and "trained on 2 processes" in printed[1]
-    assert (folder / "runs" / "first" / "report.html").stat().st_size > 10_000
+    page = (folder / "runs" / "first" / "report.html").read_text()
+    assert "on 1 process, then 2 processes<" in page and "zero_<wbr>optimization.<wbr>stage" in page
+    content = json.loads(page.split('<script id="data" type="application/json">')[1].split("</script>")[0])
+    (loss,) = (panel for panel in content["panels"] if panel["title"] == "Loss")
+    assert [series["name"] for series in loss["series"]] == ["training, start 1", "training, start 2"]
+    assert all(series["x"] == [64 * step for step in range(1, 129)] for series in loss["series"])
+    meta = json.loads((folder / "runs" / "first" / "meta.json").read_text())
+    assert [start["world_size"] for start in meta["starts"]] == [1, 2]
     assert "continue from" in printed[2] and "at step 128" in printed[2]
     losses = [float(re.findall(r"loss ([0-9.]+)", text)[-1]) for text in printed]
     assert losses[1] < 2.0 and losses[2] < 2.0  # an untrained model has about 16

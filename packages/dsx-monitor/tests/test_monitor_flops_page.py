@@ -54,6 +54,17 @@ def test_the_page_needs_nothing_from_outside(tmp_path):
     assert "@" not in text.split("<style>")[0] and "src=" not in text and "href=" not in text and "http" not in text
 
 
+def test_no_name_ends_or_swallows_the_data_of_the_page(tmp_path):
+    model = nn.ModuleDict({"<!--<script>": nn.Linear(2, 2)})
+    profiler = FlopsProfiler(model)
+    profiler.start_profile()
+    model["<!--<script>"](torch.ones(1, 2)).sum().backward()
+    profiler.stop_profile()
+    text = profiler.write_html(tmp_path / "flops.html", 1).read_text()
+    data = text.split('<script id="data" type="application/json">')[1].split("</script>")[0]
+    assert "<" not in data and "\\u003c!--" in data
+
+
 @needs_browser
 def test_the_tree_folds_sorts_and_is_searched(page, tmp_path):
     path, profiler = write_page(tmp_path)

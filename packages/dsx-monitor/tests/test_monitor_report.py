@@ -102,6 +102,83 @@ def test_every_start_of_a_run_has_its_command(tmp_path, monkeypatch):
     assert [name.split(", ", 1)[1] for name in rows] == ["2 processes, at 0 samples", "1 process, at 800 samples"]
 
 
+def write_losses(folder, first, last):
+    writers = {"jsonl": {"enabled": True, "output_path": str(folder), "job_name": ""}}
+    with MonitorMaster(writers, rank=0) as monitor:
+        for step in range(first, last):
+            monitor.write_events([("Train/Samples/train_loss", 1.0 + step, step * 8)])
+
+
+def test_two_runs_in_one_folder_are_told_apart_and_a_resumed_run_is_one_curve(tmp_path, monkeypatch):
+    """Every rank calls `start_run`, as a script that is launched does; the variables say which rank this is."""
+    for ranks, first, last in ((1, 1, 11), (2, 1, 6), (2, 6, 9)):
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        for rank in range(ranks):
+            monkeypatch.setenv("RANK", str(rank))
+            monkeypatch.setattr("dsx_monitor.run._born", lambda key=(ranks, first, rank): str(key))  # its own process
+            assert start_run(tmp_path, title="t", step=8 * (first - 1)) == tmp_path
+        write_losses(tmp_path, first, last)
+    page = write_report(tmp_path).read_text()
+    assert data_of(page)["starts"] == [{"step": 0, "ranks": 1}, {"step": 0, "ranks": 2}, {"step": 40, "ranks": 2}]
+    assert "on 1 process, then 2 processes (2 starts)<" in page
+    one, two = panels_by_title(page)["Loss"]["series"]
+    assert (one["name"], two["name"]) == ("training, start 1", "training, start 2")
+    assert one["x"] == [8 * step for step in range(1, 11)] and two["x"] == [8 * step for step in range(1, 9)]
+    assert two["y"] == [1.0 + step for step in range(1, 9)] and len(two["t"]) == 8
+
+
+def test_steps_that_go_back_within_a_run_stay_one_curve(tmp_path):
+    start_run(tmp_path, title="t")
+    write_losses(tmp_path, 1, 6)
+    write_losses(tmp_path, 1, 6)
+    (series,) = panels_by_title(write_report(tmp_path).read_text())["Loss"]["series"]
+    assert len(series["x"]) == 10 and series["name"] == "training"
+
+
+def test_other_ranks_write_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    assert start_run(tmp_path / "run", title="t") == tmp_path / "run"
+    assert not (tmp_path / "run").exists()
+
+
+def test_secrets_are_masked(tmp_path, monkeypatch):
+    secret = "S3CR3T"
+    words = ["train.py", "--hf-token", secret, f"--api_key={secret}", f"comet.api_key={secret}", "--lr", "1"]
+    monkeypatch.setattr("sys.argv", [*words, "https://me:S3CR3T@host/data", "--max_tokens", "9", "--password"])
+    config = {
+        "comet": {"enabled": True, "api_key": secret, "workspace": "mine"},
+        "services": [{"accessKey": secret}, {"credentials": {"user": secret}}, ("https://u:S3CR3T@host",)],
+        "wandb": {"api_key": None}, "max_tokens": 4096, "pad_token": "<pad>", "token": "",
+    }  # fmt: skip
+    start_run(tmp_path, title="t", config=config, facts={"SECRET": secret, "parameters": 5})
+    write_losses(tmp_path, 1, 3)
+    write_report(tmp_path)
+    for name in ("meta.json", "report.html"):
+        assert secret not in (tmp_path / name).read_text()
+    meta = json.loads((tmp_path / "meta.json").read_text())
+    assert meta["config"] == {
+        "comet": {"enabled": True, "api_key": "***", "workspace": "mine"},
+        "services": [{"accessKey": "***"}, {"credentials": "***"}, ["https://***@host"]],
+        "wandb": {"api_key": None}, "max_tokens": 4096, "pad_token": "<pad>", "token": "",
+    }  # fmt: skip
+    assert meta["facts"] == {"SECRET": "***", "parameters": 5}
+    assert meta["starts"][0]["command"] == [
+        "train.py", "--hf-token", "***", "--api_key=***", "comet.api_key=***", "--lr", "1", "https://***@host/data",
+        "--max_tokens", "9", "--password",
+    ]  # fmt: skip
+    assert config["comet"]["api_key"] == secret, "the caller's configuration is not changed"
+
+
+@pytest.mark.parametrize("name", ["</script><b>", "<!--<script>", "<SCRIPT", "]]>", "\u2028"])
+def test_no_name_ends_or_swallows_the_data_of_the_page(tmp_path, name):
+    writers = {"jsonl": {"enabled": True, "output_path": str(tmp_path), "job_name": ""}}
+    with MonitorMaster(writers, rank=0) as monitor:
+        monitor.write_events([(name, 1.0, 8)])
+    page = write_report(tmp_path).read_text()
+    assert "<" not in re.search(r'<script id="data" type="application/json">(.*?)</script>', page, re.S)[1]
+    assert data_of(page)["panels"][0]["series"][0]["label"] == name
+
+
 def test_half_a_line_is_skipped_and_counted(run):
     with (run / "events.jsonl").open("a") as stream:
         stream.write('not json\n{"step": 3}\n{"time": 1, "step": 900, "label": "Train/Samp')
@@ -205,3 +282,8 @@ def test_a_framework_does_not_repeat_what_the_user_told(tmp_path):
     start_run(tmp_path, title="mine again", world_size=2)
     meta = json.loads((tmp_path / "meta.json").read_text())
     assert meta["title"] == "mine again" and len(meta["starts"]) == 1
+    assert meta["config"] == {}
+    start_run(tmp_path, title="the framework's", config={"a": 1}, facts={"parameters": 5}, quiet=True)
+    start_run(tmp_path, title="the framework's", config={"a": 2}, quiet=True)
+    meta = json.loads((tmp_path / "meta.json").read_text())
+    assert (meta["title"], meta["config"], meta["facts"]) == ("mine again", {"a": 1}, {"parameters": 5})

@@ -24,7 +24,8 @@ from typing import Any
 from dsx_core import replace_text
 
 from .memory import memory_snapshot
-from .processes import current_rank
+from .processes import current_rank, current_world_size
+from .secrets import command_without_secrets, without_secrets
 from .tolerance import tolerating
 from .writers.appended import AppendedFile
 
@@ -41,39 +42,47 @@ def start_run(
     *,
     title: str,
     config: Mapping[str, Any] | None = None,
-    world_size: int = 1,
+    world_size: int | None = None,
     step: int = 0,
     facts: Mapping[str, Any] | None = None,
     quiet: bool = False,
 ) -> Path:
-    """Write or extend `meta.json`. Call on rank 0 only, at the start and at each resume.
+    """Write or extend `meta.json`. Call it at the start and at each resume, on all ranks or on rank 0; rank 0 writes.
 
     If a folder cannot be made, the disk is full or `meta.json` is damaged, there is a warning and training goes on.
 
     Args:
         title: headline of the report.
-        config: the configuration of the run; values that JSON cannot hold are written as text.
+        config: the configuration of the run; values that JSON cannot hold are written as text. Keys of services,
+            passwords and tokens are masked, here, in `facts` and in the recorded command.
+        world_size: number of processes; None: that of the process group, else the variable WORLD_SIZE, else 1.
         step: samples seen so far (0 at the first start); the report marks the start there.
         facts: other facts, such as the number of parameters.
-        quiet: do nothing if this process has recorded its start already. Frameworks set it, so that a call of the user
-            takes precedence.
+        quiet: if this process has recorded its start already, only add what it has not told. Frameworks set it, so that
+            a call of the user takes precedence.
 
     Returns:
-        The run directory, which is made if needed.
+        The run directory. Rank 0 makes it if needed.
     """
     folder = Path(run_dir)
+    if current_rank() != 0:
+        return folder
     process = f"{platform.node()}:{os.getpid()}:{_born()}"
     with tolerating(f"{folder / META} cannot be written"):
         folder.mkdir(parents=True, exist_ok=True)
         meta = _read_meta(folder / META)
         known = meta["starts"] and meta["starts"][-1].get("process") == process
+        told = {"config": without_secrets(_text_keys(config)), "facts": without_secrets(_text_keys(facts))}
         if known and quiet:
-            return folder
-        if known and meta["starts"][-1].get("step") == step:
-            meta["starts"].pop()  # this process has recorded its start already; the new record replaces it
-        meta.update(title=title, config=_text_keys(config), environment=environment(), facts=_text_keys(facts))
-        start = {"time": time.time(), "step": step, "world_size": world_size, "command": sys.argv, "process": process}
-        meta["starts"].append(start)
+            meta.update({name: value for name, value in told.items() if not meta.get(name)})
+        else:
+            if known and meta["starts"][-1].get("step") == step:
+                meta["starts"].pop()  # this process has recorded its start already; the new record replaces it
+            meta.update(title=title, environment=environment(), **told)
+            meta["starts"].append({
+                "time": time.time(), "step": step, "world_size": world_size or current_world_size(),
+                "command": command_without_secrets(sys.argv), "process": process,
+            })  # fmt: skip
         replace_text(folder / META, json.dumps(meta, indent=1, default=str), durable=False)
     return folder
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import html
-import json
 from importlib.resources import files
 from typing import Any
+
+from ..embedding import script_json
 
 __all__ = ["profile_page"]
 
@@ -22,8 +23,7 @@ def profile_page(profile: dict[str, Any]) -> str:
         ),
         "@STYLE@": (assets / "flops.css").read_text(encoding="utf-8"),
         "@SCRIPT@": (assets / "flops.js").read_text(encoding="utf-8"),
-        # Inside <script> only "</" could end the block early.
-        "@DATA@": json.dumps(profile, separators=(",", ":")).replace("</", "<\\/"),
+        "@DATA@": script_json(profile),
     }
     page = (assets / "flops.html").read_text(encoding="utf-8")
     return "".join(replacements.get(f"@{part}@", part) for part in page.split("@"))

@@ -1,8 +1,13 @@
-"""Groups curves into charts, with titles, units and an order. The input and the result are plain data."""
+"""Groups curves into charts, with titles, units and an order. The input and the result are plain data.
+
+A run directory may hold several runs. Where the steps of a curve go back because the run was started again, the rest is
+a curve of its own, named after its start.
+"""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +34,9 @@ class Panel:
     main: bool = True
 
 
+Runs = list[tuple[int, Curve]]
+"""The pieces of a curve, each with the number of its start."""
+
 # Charts known by name: title, unit, ends of labels (without the part before the last slash) and name in the legend.
 _KNOWN = (
     ("Loss", "", (("train_loss", "training"), ("val_loss", "validation"))),
@@ -53,17 +61,18 @@ _MOST_POINTS = 2000
 
 def panels_of(data: RunData) -> list[Panel]:
     """The charts of a run, in the order in which they are shown."""
-    left = dict(data.curves)
+    starts = [float(start.get("time", 0)) for start in data.meta.get("starts", [])]
+    left = {label: _runs(curve, starts) for label, curve in data.curves.items()}
     panels = [panel for known in _KNOWN if (panel := _known(left, *known)) is not None]
     if any(panel.unit == "tokens/s" for panel in panels):
         panels = [panel for panel in panels if panel.unit != "samples/s"]  # the same curve in another unit
-    panels += _memory(data)
+    panels += _memory(data, starts)
     panels += [panel for group in _GROUPS if (panel := _group(left, *group)) is not None]
     timed = {label: left.pop(label) for label in list(left) if _last(label).startswith(_TIMES)}
     if timed:
-        series = [_series(curve, _last(label)[len(_TIMES) :]) for label, curve in timed.items()]
+        series = [one for label, runs in timed.items() for one in _series(runs, _last(label)[len(_TIMES) :])]
         panels.append(Panel("Time of a step", "ms", series))
-    panels += [Panel(label, "", [_series(curve, _last(label))], main=False) for label, curve in sorted(left.items())]
+    panels += [Panel(label, "", _series(runs, _last(label)), main=False) for label, runs in sorted(left.items())]
     return panels
 
 
@@ -76,22 +85,22 @@ def _named(label: str, name: str) -> bool:
     return _last(label) == name or label.endswith(f"Samples_{name}")
 
 
-def _known(left: dict[str, Curve], title: str, unit: str, names: tuple[tuple[str, str], ...]) -> Panel | None:
+def _known(left: dict[str, Runs], title: str, unit: str, names: tuple[tuple[str, str], ...]) -> Panel | None:
     series = []
     for name, shown in names:
         for label in [label for label in left if _named(label, name)]:
-            series.append(_series(left.pop(label), shown))
+            series += _series(left.pop(label), shown)
     return Panel(title, unit, series, log=title == "Loss scale") if series else None
 
 
-def _group(left: dict[str, Curve], title: str, unit: str, start: str, scale: float) -> Panel | None:
+def _group(left: dict[str, Runs], title: str, unit: str, start: str, scale: float) -> Panel | None:
     # The CSV writer's file names have "_" for "/".
     labels = [label for label in left if label.startswith((start, start.replace("/", "_")))]
-    series = [_series(left.pop(label), label[len(start) :], scale) for label in labels]
+    series = [one for label in labels for one in _series(left.pop(label), label[len(start) :], scale)]
     return Panel(title, unit, series) if series else None
 
 
-def _memory(data: RunData) -> list[Panel]:
+def _memory(data: RunData, starts: list[float]) -> list[Panel]:
     """One chart per kind of memory, one curve per rank; device memory only if there is any."""
     shown = (
         ("Memory of each process", "pss", "rss"),
@@ -102,9 +111,10 @@ def _memory(data: RunData) -> list[Panel]:
     for title, name, instead in shown:
         chosen = name if any(name in curves for curves in data.memory.values()) else instead
         series = [
-            _series(curves[chosen], f"rank {rank}", scale=2**-20)
+            one
             for rank, curves in sorted(data.memory.items())
             if chosen in curves and any(curves[chosen].values)
+            for one in _series(_runs(curves[chosen], starts), f"rank {rank}", scale=2**-20)
         ]
         if series:
             note = {"pss": "MiB, proportional share (PSS)", "rss": "MiB, resident (RSS)"}.get(str(chosen), "MiB")
@@ -112,7 +122,31 @@ def _memory(data: RunData) -> list[Panel]:
     return panels
 
 
-def _series(curve: Curve, name: str, scale: float = 1.0) -> dict[str, Any]:
+def _runs(curve: Curve, starts: list[float]) -> Runs:
+    """The curve cut where its steps go back behind a new start: start number (from 1) and part of each piece.
+
+    A resumed run goes on upwards and is one piece. Without times, or without starts, nothing is cut.
+    """
+    if len(curve.times) != len(curve.steps) or len(starts) < 2:
+        return [(1, curve)]
+    runs: Runs = []
+    before = 0
+    for step, value, time in zip(curve.steps, curve.values, curve.times):
+        start = max(1, bisect_right(starts, time))
+        if not runs or (step < runs[-1][1].steps[-1] and start != before):
+            runs.append((start, Curve(curve.label)))
+        runs[-1][1].add(step, value, time)
+        before = start
+    return runs
+
+
+def _series(runs: Runs, name: str, scale: float = 1.0) -> list[dict[str, Any]]:
+    """The pieces of a curve as JSON."""
+    one = len(runs) == 1
+    return [_piece(curve, name if one else f"{name}, start {start}", scale) for start, curve in runs]
+
+
+def _piece(curve: Curve, name: str, scale: float) -> dict[str, Any]:
     """A curve as JSON. A long curve is thinned: of each stretch the lowest and the highest point are kept."""
     points = _thinned(curve)
     return {

@@ -10,9 +10,11 @@ import shlex
 from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib.resources import files
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from ..embedding import script_json
 from ..straggler import PHASES
 from .panels import Panel, panels_of
 from .read import RunData, read_run
@@ -54,8 +56,7 @@ def _page(data: RunData, panels: list[Panel], run_dir: str) -> str:
         "@TABLES@": _tables(data),
         "@STYLE@": (assets / "report.css").read_text(encoding="utf-8"),
         "@SCRIPT@": (assets / "report.js").read_text(encoding="utf-8"),
-        # Inside <script> only "</" could end the block early.
-        "@DATA@": json.dumps(content, separators=(",", ":")).replace("</", "<\\/"),
+        "@DATA@": script_json(content),
     }
     page = (assets / "report.html").read_text(encoding="utf-8")
     parts = page.split("@")
@@ -67,8 +68,11 @@ def _subtitle(data: RunData) -> str:
     if not starts:
         return ""
     began = datetime.fromtimestamp(starts[0]["time"], tz=timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    ranks = ", then ".join(f"{s['world_size']} process{'es' if s['world_size'] != 1 else ''}" for s in starts)
-    return f"started {began} on {ranks}"
+    parts = []
+    for size, same in groupby(s.get("world_size", 1) for s in starts):
+        count = len(list(same))
+        parts.append(f"{size} process{'es' if size != 1 else ''}{f' ({count} starts)' if count > 1 else ''}")
+    return f"started {began} on {', then '.join(parts)}"
 
 
 def _tiles(data: RunData, panels: list[Panel]) -> str:

@@ -8,29 +8,22 @@ import platform
 from typing import Any
 
 import torch
+from dsx_monitor.secrets import without_secrets
 
 from .._version import __version__
 
 __all__ = ["checkpoint_facts"]
 
-_SECRET = ("api_key", "token", "password", "secret")
-
 
 def checkpoint_facts(config: Any, world_size: int) -> dict[str, dict[str, Any]]:
-    """`config` (the values that were set, without secret keys of services), `versions` and `layout`."""
+    """`config` (the values that were set; secrets of services are masked), `versions` and `layout`."""
     zero = config.zero
     placement = {
         name: "none" if section is None else section.device
         for name, section in (("parameters", zero.offload_param), ("optimizer", zero.offload_optimizer))
     }
     return {
-        "config": _without_secrets(config.to_dict()),
+        "config": without_secrets(config.to_dict()),
         "versions": {"dsx": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
         "layout": {"ranks": world_size, "zero_stage": zero.stage, "placement": placement},
     }
-
-
-def _without_secrets(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _without_secrets(v) for k, v in value.items() if not any(word in k.lower() for word in _SECRET)}
-    return [_without_secrets(item) for item in value] if isinstance(value, list) else value

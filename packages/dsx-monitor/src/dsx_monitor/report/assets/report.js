@@ -173,6 +173,7 @@ class Chart {
     let d = "", pen = "M";
     for (let k = 0; k < y.length; k++) {
       if (y[k] === null) { pen = "M"; continue; }
+      if (k && x[k] < x[k - 1]) pen = "M"; // steps that go back begin a new line
       d += `${pen}${X(x[k]).toFixed(1)},${Y(y[k]).toFixed(1)}`;
       pen = "L";
     }
