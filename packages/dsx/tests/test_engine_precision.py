@@ -191,3 +191,52 @@ def test_states_beside_bf16_masters_are_fp32_unless_bf16_is_asked_for(stage):
         assert (
             run_ranks(states_of, 2, settings, given) == [{f"torch.{expected}"}] * 2
         )  # a given optimizer's are its own
+
+
+SIXTEEN = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@pytest.mark.parametrize("layer", [torch.nn.Linear(6, 4), torch.nn.Conv1d(1, 2, 3), torch.nn.LSTM(6, 4)])
+@pytest.mark.parametrize("name", SIXTEEN)
+def test_inputs_of_another_dtype_are_cast_or_the_setting_is_named(name, layer):
+    import copy
+
+    import dsx
+    from dsx.engine.errors import EngineError
+
+    x = torch.randn(2, 1, 6)
+
+    def engine(**section):
+        settings = config(**{name: {"enabled": True, **section}})
+        return dsx.initialize(model=copy.deepcopy(layer), config=settings)[0]
+
+    with pytest.raises(EngineError, match=rf"got inputs of torch.float32[\s\S]*{name}\.auto_cast") as raised:
+        engine()(x)
+    assert "dtype" in str(raised.value.__cause__) or "should be the same" in str(raised.value.__cause__)
+    found = engine(auto_cast=True)(x)
+    plain = copy.deepcopy(layer).to(SIXTEEN[name])(x.to(SIXTEEN[name]))
+    torch.testing.assert_close(found, plain)
+    torch.testing.assert_close(engine()(x.to(SIXTEEN[name])), plain)
+
+
+def test_other_errors_of_the_model_stay_as_they_are():
+    import dsx
+
+    engine = dsx.initialize(model=torch.nn.Linear(6, 4), config=config(bf16={"enabled": True}))[0]
+    with pytest.raises(RuntimeError, match=r"^mat1 and mat2 shapes cannot be multiplied"):
+        engine(torch.randn(2, 5).bfloat16())
+    plain = dsx.initialize(model=torch.nn.Linear(6, 4), config=config())[0]
+    with pytest.raises(RuntimeError, match=r"^mat1 and mat2 must have the same dtype"):
+        plain(torch.randn(2, 6).double())
+
+
+def test_a_model_that_takes_both_dtypes_is_left_alone():
+    import dsx
+
+    class Casts(torch.nn.Linear):
+        def forward(self, x):
+            assert x.dtype == torch.float32
+            return super().forward(x.to(self.weight.dtype))
+
+    engine = dsx.initialize(model=Casts(6, 4), config=config(bf16={"enabled": True}))[0]
+    assert engine(torch.randn(2, 6)).dtype == torch.bfloat16

@@ -200,7 +200,7 @@ def resolve_precision(root: Any) -> Precision:
             buffers=root.data_types.buffer_dtype,
             autocast=root.torch_autocast.enabled,
             safe_modules=_safe_modules(root),
-            cast_inputs=name == "fp16" and root.fp16.auto_cast,
+            cast_inputs=root.fp16.auto_cast if name == "fp16" else root.bf16.auto_cast,
             check_overflow=name == "fp16" or root.bf16.check_grad_overflow,
         )
     compute = _autocast_dtype(root)

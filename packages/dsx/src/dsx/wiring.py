@@ -480,6 +480,7 @@ def _parts(
         inputs=InputChain(
             transforms,
             CastInputs(config.precision.dtype("params")) if config.precision.cast_inputs else PassInputs(),
+            uncast="" if _casts_inputs(config.precision) else config.precision.params,
         ),
         autocast=_forward_context(_autocast(config.precision, model), watch.forward),
         clock=watch.clock,
@@ -539,6 +540,11 @@ def _scheduler(config: Config, request: Request, optimizer: Any) -> tuple[Any, S
         )  # a class is a callable that makes one
         scheduler = given if made else given(target)
     return scheduler, DrivenSchedule(scheduler)
+
+
+def _casts_inputs(precision: Precision) -> bool:
+    """Whether inputs of any floating dtype can be given to the model."""
+    return precision.cast_inputs or precision.autocast or precision.params == "fp32"
 
 
 def _autocast(precision: Precision, model: nn.Module) -> Callable[[], Any]:

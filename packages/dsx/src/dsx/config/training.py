@@ -56,6 +56,7 @@ class Fp16(Toggle):
 class Bf16(Toggle):
     """Training with bf16 parameters and fp32 masters; no loss scale."""
 
+    auto_cast: bool = Field(False, description="cast floating-point inputs of the model to bf16")
     immediate_grad_update: bool = Field(False, description="accumulate fp32 gradients inside backward hooks")
     check_grad_overflow: bool = Field(True, description="skip a step whose gradients are not finite")
     bf16_master_weights_and_grads: bool = Field(False, description="keep master weights and gradients in bf16")

@@ -56,7 +56,13 @@ class Engine(EngineCheckpoints, WeightsMixin, EngineByHand, EngineData, EngineSw
     # - Training step
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module on a micro-batch and return its result; inputs are cast as the precision requires."""
+        """Run the module on a micro-batch and return its result.
+
+        Inputs are cast if `bf16.auto_cast` or `fp16.auto_cast` says so.
+
+        Raises:
+            EngineError: the inputs have another floating-point dtype than the parameters, and the model cannot do that.
+        """
         parts = self._living()
         if torch.is_grad_enabled():
             parts.gate.begin_update()
@@ -66,7 +72,7 @@ class Engine(EngineCheckpoints, WeightsMixin, EngineByHand, EngineData, EngineSw
         args, kwargs = parts.inputs(args, kwargs)
         for hook in parts.hooks:
             hook.before_forward(args, kwargs)
-        with parts.clock.range("forward"), parts.autocast():
+        with parts.clock.range("forward"), parts.inputs.naming_the_cast(args, kwargs), parts.autocast():
             return parts.module(*args, **kwargs)
 
     def scale(self, loss: torch.Tensor, scale_wrt_gas: bool = True) -> torch.Tensor:

@@ -267,7 +267,7 @@ class PipelineEngine(Engine):
         if stage == min(self._pipe.stages):  # once per micro-batch, also if this rank holds several stages
             for hook in parts.hooks:
                 hook.before_forward((value,), {})
-        with parts.autocast():
+        with parts.inputs.naming_the_cast(value if stage == 0 else ()), parts.autocast():
             return parts.module(value, stage=stage)
 
     def _before_backward(self, stage: int, micro_batch: int, last: bool) -> None:
