@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,3 +31,25 @@ def test_a_guide_says_what_to_expect_what_does_not_work_and_where_to_go(page):
     assert names(text, "What to expect", "How much to expect"), "what to expect"
     assert names(text, "What does not work", "Does not work"), "what does not work"
     assert re.search(r"^Next: |[.)] Next: ", text, re.M), "where next"
+
+
+def test_optimizers_that_pages_name_exist():
+    import dsx_ops
+
+    pages = [*GUIDES, *sorted(ROOT.glob("packages/*/README.md"))]
+    named = {name for page in pages for name in re.findall(r"`((?:Fused|CPU)(?:Ada|L)\w+|Adam8bit)`", page.read_text())}
+    assert named and sorted(name for name in named if not hasattr(dsx_ops, name)) == []
+
+
+def test_everything_is_dsx_and_what_it_needs_and_no_module_named_deepspeed():
+    """A glob over the packages would install dsx-compat, which other libraries take for DeepSpeed."""
+    sys.path.insert(0, str(ROOT / "ci"))
+    from workspace import all_packages, closure
+
+    install = (ROOT / "docs" / "start" / "install.md").read_text().replace("\\\n", " ")
+    readme = re.search(r"^\| everything \| `(.*)` \|$", (ROOT / "README.md").read_text(), re.M)[1]
+    commands = [readme, *re.findall(r"^pip (?:install|wheel) .*\./packages/dsx .*$", install, re.M)]
+    assert len(commands) == 3
+    for command in commands:
+        assert sorted(re.findall(r"\./packages/(\S+)", command)) == sorted(closure("dsx", all_packages()))
+    assert "./packages/*" not in install
