@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -526,6 +526,117 @@ def test_the_bug_is_caught_and_the_right_code_passes(index):
     right, wrong = outcomes()[index][False], outcomes()[index][True]
     assert right[0], f"without the bug: {right[2]}"
     assert not wrong[0], f"with the bug: {wrong[2]}"
+
+
+# - Bugs of checkpoints, which no training shows: a scenario through the public calls goes wrong
+
+
+def imports_whole_models_only(folder: Path) -> bool:
+    """A stage 3 checkpoint of DeepSpeed in which a name is missing is refused: others would get its values."""
+    from dsx.checkpoint import CheckpointError, read_foreign
+    from dsx_testkit import deepspeed_layout
+
+    engine = deepspeed_layout.build()
+    deepspeed_layout.train(engine, 0, 1)
+    for path in deepspeed_layout.write_stage3(engine, folder).glob("*/*_model_states.pt"):
+        head = torch.load(path, weights_only=False)
+        del head["param_shapes"][0]["a.weight"]
+        torch.save(head, path)
+    try:
+        read_foreign(folder)
+    except CheckpointError:
+        return True
+    return False
+
+
+def small_engine(frozen: int = 0) -> Any:
+    import dsx
+
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(frozen or 1, 4).requires_grad_(False))
+    config = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "steps_per_print": None}
+    return dsx.initialize(model=model, config=config)[0]
+
+
+def a_save_leaves_the_files_of_others(folder: Path) -> bool:
+    engine = small_engine()
+    for tag in ("best", "best"):
+        engine.save_checkpoint(folder, tag=tag)
+        (folder / tag / "tokenizer.json").touch()
+    engine.save_checkpoint(folder, tag="best")
+    return (folder / "best" / "tokenizer.json").is_file()
+
+
+def a_save_refuses_what_is_no_checkpoint(folder: Path) -> bool:
+    from dsx.checkpoint import CheckpointError
+
+    (folder / "models").mkdir()
+    (folder / "models" / "thesis.tex").touch()
+    try:
+        small_engine().save_checkpoint(folder, tag="models")
+    except CheckpointError:
+        return (folder / "models" / "thesis.tex").is_file()
+    return False
+
+
+def damage_is_not_inherited(folder: Path) -> bool:
+    """A frozen file is damaged after the first save; the second save has the right values in memory."""
+    from dsx.checkpoint import CheckpointError, open_checkpoint
+
+    engine = small_engine(frozen=1 << 20)
+    engine.save_checkpoint(folder, tag="a")
+    placed = open_checkpoint(folder, "a").index.tensors["model"]["1.weight"].placed
+    with (folder / "a" / placed.file).open("r+b") as file:
+        file.seek(placed.offset)
+        byte = file.read(1)[0]
+        file.seek(placed.offset)
+        file.write(bytes([byte ^ 1]))
+    engine.save_checkpoint(folder, tag="b")
+    try:
+        return engine.load_checkpoint(folder, tag="b")[0] is not None
+    except CheckpointError:
+        return False
+
+
+def no_check(name: str, function: str, replacement: Callable[..., Any]) -> Callable[[], Any]:
+    return lambda: patch.object(module(name), function, replacement)
+
+
+@contextmanager
+def replaces_anything() -> Iterator[None]:
+    with ExitStack() as planted:
+        for name in ("dsx.checkpoint.folder", "dsx.checkpoint.writing"):
+            planted.enter_context(no_check(name, "check_target", lambda *given, **options: None)())
+        yield
+
+
+CHECKPOINT_BUGS = {
+    "flat groups of DeepSpeed need not be used up": (
+        no_check("dsx.checkpoint.foreign.deepspeed", "check_used_up", lambda *given: None),
+        imports_whole_models_only,
+    ),
+    "files of others go with the checkpoint that is replaced": (
+        no_check("dsx.checkpoint.folder", "carry_over", lambda *given: None),
+        a_save_leaves_the_files_of_others,
+    ),
+    "a save replaces what is no checkpoint": (
+        replaces_anything,
+        a_save_refuses_what_is_no_checkpoint,
+    ),
+    "an old file is linked without a look at its bytes": (
+        no_check("dsx.checkpoint.writing", "intact_files", lambda plan, candidates, files: list(files)),
+        damage_is_not_inherited,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINT_BUGS)
+def test_the_bug_of_checkpoints_shows_and_the_right_code_passes(name, tmp_path):
+    plant, is_right = CHECKPOINT_BUGS[name]
+    for folder in ("right", "wrong"):
+        (tmp_path / folder).mkdir()
+    assert is_right(tmp_path / "right")
+    with plant():
+        assert not is_right(tmp_path / "wrong")
 
 
 def test_there_are_enough_distinct_bugs():

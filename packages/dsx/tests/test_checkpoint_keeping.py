@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -164,6 +165,78 @@ def test_frozen_parameters_are_linked_and_written_again_when_they_change(tmp_pat
     engine.save_checkpoint(tmp_path, tag="c")
     assert not set(files_of(tmp_path, "c").values()) & set(b.values())
     assert torch.equal(open_checkpoint(tmp_path, "c").whole("1.weight"), engine.module[1].weight)
+
+
+def frozen_file(folder, tag):
+    from dsx.checkpoint import open_checkpoint
+
+    placed = open_checkpoint(folder, tag).index.tensors["model"]["1.weight"].placed
+    return folder / tag / placed.file, placed.offset
+
+
+def flip(folder, tag):
+    path, offset = frozen_file(folder, tag)
+    with path.open("r+b") as file:
+        file.seek(offset + 12345)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 4]))
+
+
+@pytest.mark.parametrize("where", ["values", "header"])
+def test_a_damaged_file_is_not_linked_and_what_comes_after_it_loads(tmp_path, caplog, where):
+    from dsx.checkpoint import CheckpointCorruptError
+
+    engine = build(frozen=FROZEN)
+    engine.save_checkpoint(tmp_path, tag="a")
+    if where == "values":
+        flip(tmp_path, "a")
+    else:
+        with frozen_file(tmp_path, "a")[0].open("r+b") as file:
+            file.seek(20)
+            file.write(b"x")
+    engine.save_checkpoint(tmp_path, tag="b")
+    engine.save_checkpoint(tmp_path, tag="c")
+    assert sum("is damaged" in message for message in caplog.messages) == 1
+    inodes = [frozen_file(tmp_path, tag)[0].stat().st_ino for tag in "abc"]
+    assert inodes[0] != inodes[1] == inodes[2]
+    for tag in "bc":
+        assert engine.load_checkpoint(tmp_path, tag=tag)[0] == str(tmp_path / tag)
+    with pytest.raises(CheckpointCorruptError):
+        engine.load_checkpoint(tmp_path, tag="a")
+
+
+@pytest.mark.parametrize("keep_last", [None, 1, 2, 3])
+def test_damage_that_comes_later_never_takes_all_checkpoints(tmp_path, keep_last):
+    """Whichever file is damaged after the saves, another checkpoint loads if several were kept."""
+    engine = build(frozen=FROZEN, **({} if keep_last is None else {"keep_last": keep_last}))
+    shared = []
+    for number in range(7):
+        engine.save_checkpoint(tmp_path, tag=f"n{number}")
+        tags = sorted(path.parent.name for path in tmp_path.glob("*/dsx.json"))
+        shared.append(len({frozen_file(tmp_path, tag)[0].stat().st_ino for tag in tags}))
+        assert len(tags) == min(number + 1, keep_last or 7)
+    assert shared == {
+        None: [1, 1, 1, 1, 2, 2, 2], 1: [1] * 7, 2: [1, 2, 2, 2, 2, 2, 2], 3: [1, 1, 2, 2, 2, 2, 2],
+    }[keep_last]  # fmt: skip
+    flip(tmp_path, "n6")
+    if keep_last != 1:
+        other = build(frozen=FROZEN)
+        assert Path(other.load_checkpoint(tmp_path)[0]).name < "n6"
+
+
+def save_after_damage(rank, world, folder):
+    engine = build(frozen=FROZEN, stage=3)
+    engine.save_checkpoint(folder, tag="a")
+    if rank == 0:
+        flip(folder, "a")
+    torch.distributed.barrier()
+    engine.save_checkpoint(folder, tag="b")
+    return engine.load_checkpoint(folder, tag="b")[0]
+
+
+def test_ranks_share_out_the_check_of_old_files(tmp_path):
+    assert run_ranks(save_after_damage, 2, tmp_path) == [str(tmp_path / "b")] * 2
 
 
 def save_twice(rank, world, folder):

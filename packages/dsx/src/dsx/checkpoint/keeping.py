@@ -23,6 +23,8 @@ from .parsing import parse_index
 
 __all__ = ["Keeping", "removable", "updates_of"]
 
+_MOST_SHARING = 4
+
 
 @dataclass(frozen=True)
 class Keeping:
@@ -40,6 +42,13 @@ class Keeping:
         for name, value in (("keep_last", self.last), ("keep_every", self.every)):
             if value is not None and (type(value) is not int or value < 1):
                 raise CheckpointArgumentError(f"{name}: got {value!r}, expected a whole number of 1 or more, or None")
+
+    @property
+    def most_sharing(self) -> int:
+        """How many checkpoints may share a file that does not change. Where several are kept, at least two files of
+        their own are among them; where one is kept, it is shared with the one that is removed.
+        """
+        return 2 if self.last == 1 else _MOST_SHARING if self.last is None else min(_MOST_SHARING, self.last - 1)
 
     def remove_others(self, newest: Path) -> list[str]:
         """Remove checkpoints that need not be kept after `newest` was committed; returns their tags. An error is only

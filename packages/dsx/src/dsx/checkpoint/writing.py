@@ -46,7 +46,7 @@ from .folder import (
 )
 from .format import CHUNK_BYTES, FAMILIES, INDEX_NAME, WEIGHT_MAP_NAME, Entry, FileEntry, Index
 from .keeping import Keeping
-from .linking import Candidates, Known, find_candidates, hash_pieces, link, unchanged_files
+from .linking import Candidates, Known, find_candidates, hash_pieces, intact_files, link, unchanged_files
 from .parsing import parse_index
 from .plan import MAX_FILE_BYTES, Announcement, PieceKey, WritePlan
 from .ranks import Ranks, default_ranks
@@ -112,7 +112,7 @@ class PlannedSave:
         temporary, target, plan = self.temporary, self.target, self.plan
         with ExitStack() as lock:  # held by rank 0
             try:
-                only_zero = Rank0(lock, plan, temporary, target, self.latest) if ranks.rank == 0 else None
+                only_zero = Rank0(lock, plan, temporary, target, self.latest, self.keeping) if ranks.rank == 0 else None
                 candidates = ranks.together(f"making {temporary}", only_zero.prepare if only_zero else dict)[0]
                 known = self._link(ranks, only_zero, candidates) if candidates else {}
                 written = ranks.together(
@@ -134,10 +134,14 @@ class PlannedSave:
         plan, doing = self.plan, f"comparing with the checkpoint before {self.target}"
         everyone = ranks.together(doing, lambda: hash_pieces(plan, self.pieces, candidates))
         unchanged = unchanged_files(plan, candidates, everyone)
-        make = (lambda: only_zero.link_or_make(candidates, unchanged)) if only_zero else list
+        mine = unchanged[ranks.rank :: ranks.world_size]
+        intact = [
+            name for names in ranks.together(doing, lambda: intact_files(plan, candidates, mine)) for name in names
+        ]
+        make = (lambda: only_zero.link_or_make(candidates, intact)) if only_zero else list
         linked = ranks.together(f"making {self.temporary}", make)[0]
-        mine = everyone[ranks.rank]
-        return {key: registers for key, registers in mine.items() if plan.placed[key[0]][key[1]].file in linked}
+        known = everyone[ranks.rank]
+        return {key: registers for key, registers in known.items() if plan.placed[key[0]][key[1]].file in linked}
 
 
 def plan_save(
@@ -272,13 +276,14 @@ class Rank0:
     temporary: Path
     target: Path
     latest: bool
+    keeping: Keeping
 
     def prepare(self) -> Candidates:
         """Take the lock of the folder and make all files with their full size, except those that may be linked."""
         self.lock.enter_context(saving(self.target.parent, self.target.name))
         check_target(self.target, latest=self.latest)
         self.temporary.mkdir()
-        candidates = find_candidates(self.plan, self.target.parent)
+        candidates = find_candidates(self.plan, self.target.parent, self.keeping.most_sharing)
         for file in self.plan.files:
             if file.name not in candidates:
                 create(self.temporary / file.name, file.header, file.size)
@@ -286,9 +291,9 @@ class Rank0:
             create(self.temporary / WEIGHT_MAP_NAME, self.plan.map_text, len(self.plan.map_text))
         return candidates
 
-    def link_or_make(self, candidates: Candidates, unchanged: list[str]) -> list[str]:
+    def link_or_make(self, candidates: Candidates, intact: list[str]) -> list[str]:
         """Link the files that have not changed and make the others; returns the names of the linked ones."""
-        linked = [name for name in unchanged if link(candidates[name][0], self.temporary / name)]
+        linked = [name for name in intact if link(candidates[name][0], self.temporary / name)]
         for file in self.plan.files:
             if file.name in candidates and file.name not in linked:
                 create(self.temporary / file.name, file.header, file.size)
