@@ -34,7 +34,7 @@ class StepGate:
     def __init__(self, updates: Callable[[], int]) -> None:
         self._updates = updates
         self._changed = threading.Condition()
-        self._in_update = False
+        self._running: int | None = None  # the number of the update that was begun and is not over
         self._asking = 0
         self._due: list[tuple[int, Callable[[], None]]] = []
 
@@ -44,7 +44,8 @@ class StepGate:
         """
         with self._changed:
             self._asking += 1
-            begun = self._updates() + self._in_update
+            # Not counted from `updates`: at the end of an update it is counted already, while observers still run.
+            begun = self._updates() if self._running is None else self._running
         try:
             last = max(ranks.gather(begun))
             with self._changed:
@@ -59,29 +60,29 @@ class StepGate:
         """Run actions that are due. After that no rank stops before this update is over. A second call within an update
         does nothing.
         """
-        if self._in_update:
+        if self._running is not None:
             return
         with self._changed:
             while self._asking:
                 self._changed.wait()
             if not self._is_due():
-                self._in_update = True
+                self._running = self._updates() + 1
                 return
         self.at_rest()
         self.begin_update()
 
     def end_update(self) -> None:
         """Run the actions that are due after this update."""
-        self._in_update = False
+        self._running = None
         self.at_rest()
 
     def abandon_update(self) -> None:
         """Drop the update that was begun; another one may begin."""
-        self._in_update = False
+        self._running = None
 
     def at_rest(self) -> None:
         """Run actions that are due, unless an update is under way."""
-        while not self._in_update:
+        while self._running is None:
             with self._changed:
                 found = next((one for one in self._due if one[0] <= self._updates()), None)
                 if found is None:
