@@ -131,6 +131,8 @@ TENSORS = {
     "of bytes without end": tensor(storage(HUGE, kind="UntypedStorage"), maker="_rebuild_tensor_v3"),
     "of no storage": tensor(b"N"),
     "of a storage that is a table": tensor(b"}"),
+    "that is made larger": tensor() + b"(" + storage(4) + number(0) + numbers([HUGE]) + numbers([0]) + b"tb",
+    "that gets another state": tensor() + b"}b",
     "in an old form": tensor(size=(HUGE,), maker="_rebuild_tensor"),
     "of a module": b"(" + text("module") + name_of("os", "system") + text("a") + text("b") + b"tQ",
 }
@@ -144,6 +146,48 @@ VALUES = {
     "a dtype in another state": name_of("torch.storage", "UntypedStorage") + b"]Nab",
     "a changed dtype": name_of("torch.storage", "UntypedStorage") + b"N}" + text("dtype") + b"Ns\x86b",
 }
+
+
+def doubled(times, keep=b"", open_with=b"N\x85"):
+    """A tuple of two equal tuples, and so on: a few bytes, and 2^times parts."""
+    return open_with + (keep + b"q\x00h\x00\x86") * times
+
+
+def doubled_list(times):
+    return b"]" + b"q\x000(h\x00h\x00l" * times
+
+
+SHARING = {
+    "in the memo": doubled(60),
+    "in a memo without numbers": b"N\x85" + b"".join(b"\x94h" + bytes([n]) + b"\x86" for n in range(60)),
+    "on the stack": b"N\x85" + b"2\x86" * 60,
+    "behind an empty addition": doubled(60, keep=b"(e"),
+    "behind an empty table": doubled(60, keep=b"(u"),
+    "behind an empty set": doubled(60, keep=b"(\x90"),
+    "behind an empty state": doubled(60, keep=b"Nb"),
+    "in a set": b"(" + doubled(60) + b"\x91",
+    "in a function's set": call("builtins", "frozenset", b"(" + doubled(60) + b"l"),
+    "in a slice": call("builtins", "slice", doubled(60)),
+    "in the name of a module": b"(" + text("module") + doubled(60) + b"tQ",
+    "again and again": b"(" + doubled(20) + b"q\x01" + b"h\x01Nh\x01N" * 2000 + b"d",
+}
+LISTS = {
+    "as weights": b"\x80\x02}" + text("w") + doubled_list(60) + b"s.",
+    "as the size of a tensor": table(call(
+        "torch._utils", "_rebuild_tensor_v2",
+        storage(4) + number(0) + doubled_list(60) + doubled_list(60) + b"\x89N",
+    )),
+    "as the place of a tensor": table(call(
+        "torch._utils", "_rebuild_tensor_v2", storage(4) + doubled_list(60) + b"))\x89N"
+    )),
+    "as the length of a storage": table(b"(" + text("storage") + name_of("torch", "FloatStorage") + text("0")
+        + text("cpu") + doubled_list(60) + b"tQ"),
+    "as the name of a storage": table(b"(" + text("storage") + name_of("torch", "FloatStorage") + doubled_list(60)
+        + text("cpu") + number(4) + b"tQ"),
+    "as the kind of a storage": table(b"(" + doubled_list(60) + name_of("torch", "FloatStorage") + text("0")
+        + text("cpu") + number(4) + b"tQ"),
+    "as a file": b"\x80\x02" + doubled_list(60) + b".",
+}  # fmt: skip
 PICKLES = {
     "a memo without end": b"\x80\x02Nr\x00\xff\xff\xff.",
     "a written memo without end": b"\x80\x02Np999999999999\n.",
@@ -158,6 +202,9 @@ PICKLES = {
     "a tuple in larger tuples": b"\x80\x02})" + b"N\x86" * 200_000 + b"Ns.",
     "a tuple in tuples by marks": b"\x80\x02}" + b"(" * 200_000 + b"t" * 200_000 + b"Ns.",
     "a tuple in tuples of the memo": b"\x80\x02})" + b"q\x000h\x00\x85" * 200_000 + b"Ns.",
+    **{f"tuples that share their parts {how}": b"\x80\x04}" + code + b"Ns." for how, code in SHARING.items()},
+    **{f"lists that share their parts {how}": code for how, code in LISTS.items()},
+    "a list in itself": b"\x80\x02}" + text("w") + b"]q\x00h\x00as.",
     "no end": b"\x80\x02N",
     "an unknown instruction": b"\x80\x02\xff.",
     "a line without an end": b"\x80\x02I12345",
@@ -253,7 +300,15 @@ def sized(size, *chunks):
     return change
 
 
+def paths_that_share(metadata):
+    path = ["w"]
+    for _ in range(60):
+        path = [path, path]
+    metadata.planner_data = {name: ("model", path) for name in metadata.state_dict_metadata}
+
+
 DISTRIBUTED = {
+    "paths that share their parts": paths_that_share,
     "a file above": place(relative_path="../x"),
     "a file of the system": place(relative_path="/etc/passwd"),
     "a hidden file": place(relative_path=".metadata"),

@@ -5,7 +5,8 @@
 * a zip file may hold records that are larger unpacked than the file, and a program of TorchScript, which torch would
   load as such (`records_of`);
 * a pickle may speak of more bytes than follow, or of a memo of any size, and Python makes room for them first; or nest
-  tuples so deep that their hash ends the process (`check_pickle`);
+  tuples so deep that their hash ends the process, or let them share parts so often that it never ends (`check_pickle`);
+* lists and tables may share parts in the same way, and whoever goes through them would not end (`check_expansion`);
 * a tensor may be larger than its storage, which torch would then extend (`check_view`).
 
 Nothing is unpacked or unpickled here.
@@ -20,7 +21,9 @@ from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import IO, Any, Protocol
 
-__all__ = ["Bytes", "check_pickle", "check_view", "records_of"]
+from ..errors import shown
+
+__all__ = ["Bytes", "check_expansion", "check_pickle", "check_view", "records_of"]
 
 
 class Bytes(Protocol):
@@ -71,11 +74,11 @@ def check_view(nbytes: int, itemsize: int, offset: Any, size: Iterable[Any], str
     shape, steps = tuple(size), tuple(stride)
     numbers = (offset, *shape, *steps)
     if len(shape) != len(steps) or not all(type(n) is int and n >= 0 for n in numbers):
-        raise ValueError(f"a tensor of size {shape!r:.200}, stride {steps!r:.200} and offset {offset!r:.50}")
+        raise ValueError(f"a tensor of size {shown(shape)}, stride {shown(steps)} and offset {shown(offset)}")
     if math.prod(shape):
         end = offset + 1 + sum((n - 1) * step for n, step in zip(shape, steps))
         if end * itemsize > nbytes or math.prod(shape) * itemsize > max(nbytes, _EXPANDED):
-            raise ValueError(f"a tensor of size {shape!r:.200} does not lie in its storage of {nbytes} bytes")
+            raise ValueError(f"a tensor of size {shown(shape)} does not lie in its storage of {nbytes} bytes")
 
 
 _EXPANDED = 1 << 20
@@ -111,8 +114,16 @@ _ARGUMENTS: Mapping[int, tuple[int, bool]] = _arguments()
 _STOP, _FRAME, _LONG_PUT, _MARK, _DUP, _MEMOIZE = ord("."), 0x95, ord("r"), ord("("), ord("2"), 0x94
 _PUT, _GET = ord("p"), ord("g")
 _TUPLES, _PUTS, _GETS = frozenset(b"t\x85\x86\x87"), frozenset(b"pqr"), frozenset(b"ghj")
+_MAKES = frozenset(b"tR\x81\x85\x86\x87\x92oiPQ")
+"""Tuples, and what functions make of their arguments: it may have the hash of these, as a slice has, or be one."""
+_KEEPS = frozenset(b"ab\x90esu\x94")
+"""What adds to a value and leaves it on the stack; it may also add nothing, to any value."""
 _DEEPEST = 1000
 """Tuples in tuples."""
+_MOST_ITEMS, _MOST_PER_BYTE = 1 << 24, 64
+"""Parts of all tuples together, each as often as a hash goes through it: this many, and for each byte of the pickle."""
+_MOST_VALUES, _MOST_PER_VALUE = 1 << 20, 64
+"""The same for what a pickle has made: this many, and for each list and table."""
 
 
 def _effects() -> dict[int, tuple[int, bool, int]]:
@@ -131,17 +142,21 @@ _EFFECTS: Mapping[int, tuple[int, bool, int]] = _effects()
 
 
 class _Nesting:
-    """How deep tuples lie in each other, while a pickle is walked through: of the stack and the memo nothing else is
-    kept. Lists and tables count as flat: they have no hash.
+    """How deep tuples lie in each other, and of how many parts they consist, while a pickle is walked through: of the
+    stack and the memo nothing else is kept. Lists and tables count as one part: they have no hash.
+
+    Args:
+        most: parts of all tuples that are made or taken from the memo.
     """
 
-    def __init__(self) -> None:
-        self._stack: list[int] = []
+    def __init__(self, most: int) -> None:
+        self._stack: list[tuple[int, int]] = []  # depth and parts of each value
         self._marks: list[int] = []
-        self._memo: dict[int, int] = {}
+        self._memo: dict[int, tuple[int, int]] = {}
+        self._left = most
 
     def follow(self, code: int, number: int) -> None:
-        """One instruction, with its number. Raises `ValueError` where a tuple is too deep."""
+        """One instruction, with its number. Raises `ValueError` where tuples are too deep, or have too many parts."""
         stack = self._stack
         if code == _MARK:
             self._marks.append(len(stack))
@@ -149,19 +164,50 @@ class _Nesting:
         pops, to_mark, pushes = _EFFECTS[code]
         begin = self._marks.pop() if to_mark and self._marks else len(stack)
         begin = max(0, begin - pops)
-        depth = max(stack[begin:], default=0)
+        taken = stack[begin:]
         del stack[begin:]
-        if code in _TUPLES:
-            depth += 1
+        value = (0, 1)
+        if code in _MAKES:
+            deeper = code in _TUPLES
+            value = (max((depth for depth, _ in taken), default=0) + deeper, 1 + sum(parts for _, parts in taken))
+        elif code in _KEEPS and taken:
+            value = taken[0]
         elif code in _GETS:
-            depth = self._memo.get(number, 0)
-        elif code != _DUP:
-            depth = 0
-        stack.extend([depth] * pushes)
+            value = self._memo.get(number, value)
+        elif code == _DUP and taken:
+            value = taken[-1]
+        stack.extend([value] * pushes)
         if code in _PUTS or code == _MEMOIZE:
-            self._memo[number if code in _PUTS else len(self._memo)] = stack[-1] if stack else 0
-        if depth > _DEEPEST:
+            self._memo[number if code in _PUTS else len(self._memo)] = stack[-1] if stack else value
+        self._left -= value[1] - 1 if code in _MAKES or code in _GETS or code == _DUP else 0
+        if value[0] > _DEEPEST:
             raise ValueError(f"the pickle has tuples in tuples, more than {_DEEPEST} deep")
+        if self._left < 0:
+            raise ValueError("the pickle has tuples that share their parts so often that they have no end")
+
+
+def check_expansion(value: Any) -> None:
+    """Raise `ValueError` if lists, tuples and tables share their parts so often that whoever goes through all of it
+    would not end, or if one contains itself. Objects of other kinds count as one part.
+    """
+    parts: dict[int, int | None] = {}  # of each list and table; None while its items are counted
+    waiting: list[tuple[Any, bool]] = [(value, False)]
+    while waiting:
+        found, counted = waiting.pop()
+        if not isinstance(found, (list, tuple, dict, set, frozenset)):
+            continue
+        items = [*found.keys(), *found.values()] if isinstance(found, dict) else list(found)
+        if counted:
+            parts[id(found)] = min(1 << 62, 1 + sum(parts.get(id(item)) or 1 for item in items))
+        elif id(found) not in parts:
+            parts[id(found)] = None
+            waiting.append((found, True))
+            waiting += ((item, False) for item in items)
+        elif parts[id(found)] is None:
+            raise ValueError("a list or table contains itself")
+    total = parts.get(id(value)) or 1
+    if total > _MOST_VALUES + _MOST_PER_VALUE * len(parts):
+        raise ValueError("lists and tables share their parts so often that they have no end")
 
 
 def check_pickle(data: Bytes, start: int = 0) -> int:
@@ -170,7 +216,8 @@ def check_pickle(data: Bytes, start: int = 0) -> int:
     Raises:
         ValueError: an instruction speaks of more than there is.
     """
-    at, size, nesting = start, len(data), _Nesting()
+    at, size = start, len(data)
+    nesting = _Nesting(_MOST_ITEMS + _MOST_PER_BYTE * size)
     while True:
         head = data[at : at + 9]
         known = _ARGUMENTS.get(head[0]) if head else None

@@ -20,7 +20,7 @@ import torch
 
 from ...utils.logging import logger
 from ..checks import expect_file_name, expect_int, no_duplicates
-from ..errors import CheckpointCorruptError, CheckpointError, shown
+from ..errors import CheckpointCorruptError, CheckpointError, shown, words_of
 from ..files import opened, read_text
 from ..format import DTYPES, Placed, TensorSpec
 from ..regions import read_whole
@@ -75,7 +75,7 @@ def _listed(folder: Path) -> dict[str, set[str]]:
         for name, file in json.loads(read_text(index))["weight_map"].items():
             listed.setdefault(expect_file_name(file), set()).add(name)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointCorruptError(f"{index}: is damaged ({error!r:.300})") from error
+        raise CheckpointCorruptError(f"{index}: is damaged ({words_of(error)})") from error
     lost = sorted(file for file in listed if not (folder / file).is_file())
     if lost or not listed:
         raise CheckpointError(
@@ -131,7 +131,7 @@ def _safetensors(file: Path) -> dict[str, Tensor]:
         entries: dict[str, Any] = json.loads(header, object_pairs_hook=no_duplicates)
         placed = [_placed(file, n, e, 8 + length, size) for n, e in entries.items() if n != "__metadata__"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointCorruptError(f"{file}: its header is damaged ({error!r})") from error
+        raise CheckpointCorruptError(f"{file}: its header is damaged ({words_of(error)})") from error
     at = 8 + length
     for one in sorted(placed, key=lambda p: (p.offset, p.spec.nbytes)):
         if one.offset != at:
@@ -147,7 +147,7 @@ def _placed(file: Path, name: str, entry: dict[str, Any], begin: int, size: int)
     spec = TensorSpec(name, entry["dtype"], tuple(map(expect_int, entry["shape"])))
     first, last = map(expect_int, entry["data_offsets"])
     if last - first != spec.nbytes or begin + last > size:
-        raise ValueError(f"the place of {name!r}")
+        raise ValueError(f"the place of {shown(name)}")
     return Placed(spec, file.name, begin + first)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ..errors import CheckpointCorruptError, CheckpointError
+from ..errors import CheckpointCorruptError, CheckpointError, words_of
 from ..folder import check_folder
 from .deepspeed import deepspeed_folder, read_deepspeed
 from .plain import read_plain
@@ -35,7 +35,7 @@ def read_foreign(path: str | os.PathLike[str], tag: str | None = None) -> Source
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         # what was read without being run may be anything, and no list of checks would name it all
         raise CheckpointCorruptError(
-            f"{given}: is damaged, or no program that is known has written it ({type(error).__name__}: {error})"
+            f"{given}: is damaged, or no program that is known has written it ({words_of(error)})"
         ) from error
 
 

@@ -23,6 +23,7 @@ from ..checks import expect_int
 from ..errors import CheckpointCorruptError, CheckpointError, shown
 from ..files import opened
 from ..format import TensorSpec, dtype_name
+from .limits import check_expansion
 from .source import Source, Tensor, numbers_of_group
 from .unpickling import Opaque, read_bytes, unpickle
 
@@ -70,6 +71,10 @@ def read_dcp(folder: Path) -> Source:
         raise CheckpointCorruptError(f"{folder / METADATA}: is no metadata of torch.distributed.checkpoint")
     entries, places = metadata.value("state_dict_metadata") or {}, metadata.value("storage_data") or {}
     paths = metadata.value("planner_data") or {}
+    try:
+        check_expansion([entries, places, paths])
+    except ValueError as error:
+        raise CheckpointCorruptError(f"{folder / METADATA}: {error}") from error
     where: dict[str, list[tuple[tuple[int, ...] | None, Any]]] = {}
     for index, info in places.items():
         offset = index.value("offset")

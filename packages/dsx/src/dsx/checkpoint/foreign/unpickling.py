@@ -21,14 +21,15 @@ import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import torch
 
-from ..errors import CheckpointCorruptError, CheckpointError
+from ..errors import CheckpointCorruptError, CheckpointError, shown, words_of
 from ..files import opened
-from .limits import Bytes, check_pickle, check_view, records_of
+from .limits import Bytes, check_expansion, check_pickle, check_view, records_of
 
 __all__ = ["Opaque", "read_bytes", "read_file", "unpickle"]
 
@@ -147,7 +148,17 @@ def _view(storage: Any, dtype: torch.dtype, offset: Any, size: Any, stride: Any,
     if metadata:  # conjugated, or negated
         utils: Any = importlib.import_module("torch._utils")
         utils.set_tensor_metadata(made, metadata)
+    made.__setstate__ = _no_state
+    _made.get().append(made)
     return made
+
+
+_made: ContextVar[list[torch.Tensor]] = ContextVar("tensors of the file that is being read")
+
+
+def _no_state(state: Any) -> None:
+    """In the place of `Tensor.__setstate__`, which would give the tensor another size than its storage has."""
+    raise ValueError("a tensor is to be changed after it was made")
 
 
 def _rebuild_parameter(data: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -214,9 +225,11 @@ class _Limited(_Unpickler):
             kind, *given = saved
             if kind in ("module", b"module"):  # torch would compare the source code, and may write a file
                 return given[0]
-            of, key, _, numel = given[:4]
+            of, key, location, numel = given[:4]
+            if not all(isinstance(text, (str, bytes)) for text in (kind, key, location)):
+                raise ValueError(f"a storage called {shown([kind, key, location])}")
             if type(numel) is not int or numel < 0:
-                raise ValueError(f"a storage of {numel!r:.40} elements")
+                raise ValueError(f"a storage of {shown(numel)} elements")
             made[key] = numel * of.dtype.itemsize
             room = len(self._whole) if self._records is None else self._records.get(f"data/{key}", 0)
             if (sum(made.values()) if self._records is None else made[key]) > room:
@@ -276,7 +289,7 @@ def unpickle(path: Path, extra: Callable[[str, str], Any]) -> Any:
     kind = type("Unpickler", (_Unpickler,), {"extra": staticmethod(extra)})
     with _named(path), opened(path, os.O_RDONLY) as fd, _mapped(fd) as data, os.fdopen(fd, "rb", closefd=False) as file:
         check_pickle(data)
-        return kind(file).load()
+        return kind(file).load()  # an object, whose parts are looked at one by one
 
 
 _ZIP = b"PK\x03\x04"
@@ -284,7 +297,15 @@ _ZIP = b"PK\x03\x04"
 
 def _load(file: str | IO[bytes], data: Bytes, records: Mapping[str, int] | None, *, maps: bool = False) -> Any:
     module: Any = _PickleModule(data, records)
-    return torch.load(file, map_location="cpu", mmap=maps, weights_only=False, pickle_module=module)
+    before = _made.set([])
+    try:
+        found = torch.load(file, map_location="cpu", mmap=maps, weights_only=False, pickle_module=module)
+        for tensor in _made.get():
+            vars(tensor).pop("__setstate__", None)
+    finally:
+        _made.reset(before)
+    check_expansion(found)
+    return found
 
 
 @contextmanager
@@ -303,6 +324,4 @@ def _named(where: object) -> Iterator[None]:
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointCorruptError(
-            f"{where}: cannot be read as a file of torch.save ({type(error).__name__}: {error})"
-        ) from error
+        raise CheckpointCorruptError(f"{where}: cannot be read as a file of torch.save ({words_of(error)})") from error
