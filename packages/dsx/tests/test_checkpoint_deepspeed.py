@@ -272,6 +272,16 @@ def test_the_functions_of_zero_to_fp32(tmp_path):
         scripts.get_optim_files(tmp_path / "dsx" / "global_step2")
 
 
+@pytest.mark.parametrize("ranks", [1, 12, 101])
+def test_files_of_optimizer_states_come_in_the_order_of_the_ranks(tmp_path, ranks):
+    from dsx.checkpoint.zero_to_fp32 import get_optim_files
+
+    expected = [str(tmp_path / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt") for rank in range(ranks)]
+    for name in reversed(expected):
+        open(name, "w").close()
+    assert get_optim_files(tmp_path) == expected
+
+
 def test_the_command_and_the_function_that_round_to_16_bits(tmp_path, capsys):
     from dsx.checkpoint import CheckpointArgumentError, convert_zero_checkpoint_to_state_dict
     from dsx.checkpoint.zero_to_torch import main as zero_to_torch

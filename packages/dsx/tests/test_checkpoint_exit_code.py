@@ -11,6 +11,7 @@ SCRIPT = """
     atexit.register(lambda: print("an older function ran", flush=True))
     import torch, dsx
     from dsx.checkpoint import CheckpointError
+    from dsx.checkpoint.failures import Failures
 
     folder, ending = sys.argv[1:]
     engine = dsx.initialize(model=torch.nn.Linear(5, 3), config={"train_batch_size": 1, "steps_per_print": None})[0]
@@ -22,9 +23,14 @@ SCRIPT = """
             raise OSError(28, "No space left on device")
         return write(fd, data, offset)
 
+    failed, keep = threading.Event(), Failures.add
+    Failures.add = lambda *given: (keep(*given), failed.set())
     os.pwrite = failing
     engine.save_checkpoint(folder, tag="new", asynchronous=True)
     print("the last line", end="")
+    if ending.isdecimal() or ending == "text":
+        while not failed.is_set():
+            failed.wait(1)
     if ending == "caught":
         try:
             engine.wait_for_checkpoints()
@@ -32,8 +38,15 @@ SCRIPT = """
             pass
     elif ending == "dropped":
         del engine
-    elif ending == "other code":
-        sys.exit(3)
+    elif ending == "text":
+        sys.exit("it went wrong")
+    elif ending.isdecimal():
+        sys.exit(int(ending))
+    elif ending == "in a thread":
+        thread = threading.Thread(target=lambda: sys.exit(9))
+        failed.wait(30)
+        thread.start()
+        thread.join()
 """
 
 
@@ -45,11 +58,18 @@ def run(tmp_path, ending):
     return done.returncode, done.stderr, sorted(path.name for path in (tmp_path / "ckpt").iterdir())
 
 
-@pytest.mark.parametrize("ending", ["nothing", "dropped", "other code"])
+@pytest.mark.parametrize("ending", ["nothing", "dropped", "text", "0", "256", "in a thread"])
 def test_a_failure_that_no_call_raises_ends_the_process_with_a_code(tmp_path, ending):
     code, said, left = run(tmp_path, ending)
     assert code == 1 and left == ["latest", "old"]
     assert "ckpt/new was not written" in said and "No space left on device" in said and "exit code 1" in said
+
+
+@pytest.mark.parametrize("code", [3, 75])
+def test_the_code_that_the_program_asks_for_is_kept(tmp_path, code):
+    got, said, left = run(tmp_path, str(code))
+    assert got == code and left == ["latest", "old"]
+    assert "ckpt/new was not written" in said and f"exit code {code}" in said
 
 
 @pytest.mark.parametrize("ending", ["caught", "good"])

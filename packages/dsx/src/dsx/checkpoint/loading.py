@@ -105,7 +105,8 @@ def prepare_load(
         selection: which tensors to load, and under which names.
         disks: the disks of the nodes; None: all ranks see the same folder.
 
-    If no tag was given and the latest checkpoint is damaged, the previous one is loaded, with a warning.
+    If no tag was given and the latest checkpoint is damaged, the previous one is loaded, with a warning. If another job
+    has removed it meanwhile, the load begins once more with the one that is the latest now.
 
     Returns:
         None if `directory` has no checkpoint and no tag was given.
@@ -117,8 +118,23 @@ def prepare_load(
     root = ranks.all_or_none("finding a checkpoint", lambda: check_folder(directory, "directory"))
     request = LoadRequest(module, optimizer, places or {}, strict, optimizer_states, verify, selection or Selection())
     disks.check_folders("load", ranks.gather(os.path.realpath(root)))
+    tried: list[str] = []
+    try:
+        return _first_that_loads(root, tag, request, disks, ranks, tried)
+    except CheckpointError:  # the same on all ranks
+        # Another job may have saved a new checkpoint and removed this one meanwhile.
+        if tag is not None or next(iter(disks.candidates(root, tag, ranks)), None) in (None, *tried):
+            raise
+        return _first_that_loads(root, tag, request, disks, ranks, tried)
+
+
+def _first_that_loads(
+    root: Path, tag: str | None, request: LoadRequest, disks: LoadDisks, ranks: Ranks, tried: list[str]
+) -> Prepared | None:
+    """Read the checkpoint that is asked for, or the latest one that is not damaged. `tried` gets the tags."""
     damage: CheckpointError | None = None
     for name in disks.candidates(root, tag, ranks):
+        tried.append(name)
         try:
             prepared = _mended(root, name, request, disks, ranks)
         except CheckpointError as error:  # the same on all ranks, so that all go on here together

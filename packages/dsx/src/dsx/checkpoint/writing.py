@@ -125,8 +125,9 @@ class PlannedSave:
                 if ranks.rank == 0:
                     shutil.rmtree(temporary, ignore_errors=True)
                 raise
-            if only_zero:
-                self.keeping.remove_others(target)
+            # Together: a rank that goes on before would still see what is removed, and a folder that is locked.
+            clean_up = only_zero.clean_up if only_zero else _nothing
+            ranks.all_or_none(f"removing what {target} replaces", clean_up)
         return target
 
     def _link(self, ranks: Ranks, only_zero: Rank0 | None, candidates: Candidates) -> Known:
@@ -305,6 +306,11 @@ class Rank0:
         parse_index(text, str(self.target / INDEX_NAME))  # a checkpoint that could not be read is not committed
         replace_text(self.temporary / INDEX_NAME, text)
         remove_replaced(publish(self.temporary, self.target, latest=self.latest))
+
+    def clean_up(self) -> None:
+        """Remove older checkpoints, and give up the lock of the folder."""
+        self.keeping.remove_others(self.target)
+        self.lock.close()
 
 
 def build_index(plan: WritePlan, written: list[Written], state: Any, latest: bool) -> Index:

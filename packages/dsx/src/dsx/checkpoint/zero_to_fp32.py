@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -150,7 +151,7 @@ def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: Folde
 
 
 def get_optim_files(checkpoint_dir: Folder) -> list[str]:
-    """The files of optimizer states in a tag's folder of DeepSpeed.
+    """The files of optimizer states in a tag's folder of DeepSpeed, in the order of the ranks.
 
     Raises:
         CheckpointError: there are none. A checkpoint of dsx has `optimizer*.safetensors` and `dsx.json`
@@ -167,7 +168,7 @@ def get_model_state_file(checkpoint_dir: Folder, zero_stage: int) -> str:
 
 def _files(checkpoint_dir: Folder, pattern: str) -> list[str]:
     folder = check_folder(checkpoint_dir, "checkpoint_dir")
-    found = sorted(map(str, folder.glob(pattern)))
+    found = sorted(map(str, folder.glob(pattern)), key=_with_numbers)
     if not found:
         raise CheckpointError(
             f"{folder}: has no file {pattern}; such files are DeepSpeed's. dsx keeps weights and optimizer states as"
@@ -175,6 +176,11 @@ def _files(checkpoint_dir: Folder, pattern: str) -> list[str]:
             " dsx.checkpoint.open_checkpoint"
         )
     return found
+
+
+def _with_numbers(path: str) -> list[tuple[int, str]]:
+    """The sort key that puts rank 2 before rank 10."""
+    return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"([0-9]+)", Path(path).name)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

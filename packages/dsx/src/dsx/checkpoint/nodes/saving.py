@@ -186,7 +186,7 @@ class NodeSave(PlannedSave):
             except BaseException:
                 leader.give_up()
                 raise
-            leader.clean_up()
+            ranks.all_or_none(f"removing what {target.name} replaces", leader.clean_up)
         return target
 
     def _copy(self, ranks: Ranks, transfers: Sequence[Transfer], folder: Path) -> Registers:
@@ -260,6 +260,7 @@ class NodeLeader:
         """All nodes have the new checkpoint: older ones may go."""
         remove_replaced(self._replaced)
         self._save.keeping.remove_others(self._save.target)
+        self._lock.close()
 
 
 def create_sparse(path: Path, header: bytes, size: int, room: Sequence[tuple[int, int]]) -> None:
