@@ -221,6 +221,13 @@ def test_an_expert_is_missed(tmp_path, missing):
     refused(tag, "files (are missing|of experts of layer 0 are missing)")
 
 
+@pytest.mark.parametrize("text", ["x" * 100_000, "a/b", "..", "\0", "", "latest"])
+def test_a_latest_that_names_no_folder_is_a_named_error(copy, text):
+    root = copy("mapped").parent
+    (root / "latest").write_text(text)
+    refused(root, "got no checkpoint that can be imported")
+
+
 # - Hugging Face
 
 

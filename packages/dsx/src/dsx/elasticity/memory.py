@@ -224,7 +224,7 @@ def _shortened(key: str) -> str:
 
 
 def _key_of(disk: Path) -> str:
-    """What ties snapshots to a folder on disk: a text in it, written once."""
+    """What ties snapshots to a folder on disk: a text in it, written once, which all ranks read."""
     disk.mkdir(parents=True, exist_ok=True)
     path = disk / _KEY_NAME
     mine = disk / f"{_KEY_NAME}.{uuid.uuid4().hex}"
@@ -234,11 +234,25 @@ def _key_of(disk: Path) -> str:
     except FileExistsError:
         pass
     except OSError:  # a file system without links
-        if not path.exists():
-            os.replace(mine, path)
+        _rename_folder(mine, path)
     finally:
         mine.unlink(missing_ok=True)
-    return _shortened(path.read_text())
+    return _shortened((path / _KEY_NAME if path.is_dir() else path).read_text())
+
+
+def _rename_folder(text: Path, path: Path) -> None:
+    """Put a text into a folder and give that its name, which only the first of several ranks can: a folder that is not
+    empty is never replaced.
+    """
+    folder = text.with_name(f"{text.name}.d")
+    folder.mkdir()
+    os.rename(text, folder / _KEY_NAME)
+    try:
+        os.rename(folder, path)
+    except OSError:
+        if not path.exists():
+            raise
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _held(folder: Path) -> Spans:
