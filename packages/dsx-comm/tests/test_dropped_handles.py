@@ -19,14 +19,22 @@ def until(condition, seconds=20.0):
     return condition()
 
 
-def kept():
-    """Handles and works of this process that are not done."""
-    kinds = (dsx_comm.works.Handle, dsx_comm.shm.work.ShmWork)
-    return [found for found in gc.get_objects() if isinstance(found, kinds) and not found._done]
+def noted():
+    """From now on this rank notes the handles and works that are made; gives a function that lists those not done."""
+    made = []
+    for kind in (dsx_comm.works.Handle, dsx_comm.shm.work.ShmWork):
+
+        def make(self, *arguments, _make=kind.__init__, **named):
+            _make(self, *arguments, **named)
+            made.append(weakref.ref(self))  # whole only now: another thread may look at any moment
+
+        kind.__init__ = make
+    return lambda: [one for one in (ref() for ref in list(made)) if one is not None and not one._done]
 
 
 def sends(rank, n):
     """Messages larger than what sockets and mailboxes hold: they must go on after their handles are gone."""
+    kept = noted()
     for number in range(5):
         dsx_comm.isend(torch.full((300_000,), float(10 * rank + number)), 1 - rank, tag=number)
     gc.collect()
@@ -90,6 +98,7 @@ def test_dropped_collectives_are_carried_out(backend, name):
 
 def many(rank, n):
     """As in fire and forget: nothing piles up while a program runs."""
+    kept = noted()
     for _ in range(200):
         dsx_comm.all_reduce(torch.ones(100, dtype=torch.bfloat16), async_op=True)
     assert until(lambda: not kept()), len(kept())
@@ -105,7 +114,7 @@ def failing(rank, n):
     import logging
     from datetime import timedelta
 
-    said = []
+    said, kept = [], noted()
     logging.getLogger("dsx_comm").addHandler(handler := logging.Handler())
     handler.emit = lambda record: said.append(record.getMessage())
     group = dsx_comm.new_group(timeout=timedelta(seconds=1))

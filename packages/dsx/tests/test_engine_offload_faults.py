@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 
 import dsx
@@ -113,15 +114,16 @@ def test_a_removed_file_does_not_matter_while_it_is_open(tmp_path):
 def test_folders_that_cannot_be_used_are_refused_before_the_model_is_touched(tmp_path):
     (tmp_path / "file").write_text("")
     cases = [(tmp_path / "file", "cannot be written to"), ("/proc/self/none", "cannot be written to")]
-    if os.path.isdir("/dev/shm"):
-        cases.append(("/dev/shm", r"lies in memory \(tmpfs\); expected a folder on a disk.*set device to cpu"))
+    memory = tempfile.TemporaryDirectory(dir="/dev/shm") if os.path.isdir("/dev/shm") else None
+    if memory is not None:
+        cases.append((memory.name, r"lies in memory \(tmpfs\); expected a folder on a disk.*set device to cpu"))
     for folder, text in cases:
         model = Net()
         with pytest.raises(dsx_zero.ZeroConfigError, match=text):
             dsx.initialize(model=model, config=config(folder))
         assert all(type(p) is nn.Parameter for p in model.parameters())
-    if os.path.isdir("/dev/shm/dsx-rank0"):
-        os.rmdir("/dev/shm/dsx-rank0")
+    if memory is not None:
+        memory.cleanup()
 
 
 def test_two_jobs_in_one_folder(tmp_path):

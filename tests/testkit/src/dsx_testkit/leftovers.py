@@ -1,34 +1,48 @@
-"""What processes of a test left on the machine. Other programs run beside the tests, so only what is theirs counts."""
+"""What processes of a test left on the machine.
+
+Other programs run beside the tests, and have left things before them. So ask while the processes live what is theirs,
+and look later for that alone.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
 __all__ = ["segments_of", "sockets_of", "unix_inodes"]
 
-
-def segments_of(pids: Iterable[int]) -> set[str]:
-    """Names in /dev/shm that carry the prefix of this project, or the number of one of these processes."""
-    numbers = {str(pid) for pid in pids}
-    names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
-    return {name for name in names if name.startswith("dsx") or numbers & set(re.findall(r"\d+", name))}
+_SHARED_MEMORY = re.compile(r"/dev/shm/\S+")
 
 
-def sockets_of(pids: Iterable[int]) -> set[str]:
-    """Inodes of the Unix sockets that these processes (alive) have open; `inodes & set(unix_inodes())` are those left
-    later.
+def segments_of(pids: Iterable[int]) -> set[Path]:
+    """The files in /dev/shm that these processes (alive) have open or mapped, as far as they have a name;
+    `{path for path in segments if path.exists()}` are those left later.
     """
     found: set[str] = set()
     for pid in pids:
-        for name in os.listdir(f"/proc/{pid}/fd"):
-            try:
-                target = os.readlink(f"/proc/{pid}/fd/{name}")
-            except OSError:  # closed meanwhile
-                continue
-            found.update(re.findall(r"^socket:\[(\d+)\]$", target))
-    return found & unix_inodes()
+        found.update(_SHARED_MEMORY.findall(Path(f"/proc/{pid}/maps").read_text()))
+        found.update(name for target in _open_files(pid) for name in _SHARED_MEMORY.findall(target))
+    return {path for path in map(Path, found) if path.exists()}
+
+
+def sockets_of(pids: Iterable[int]) -> set[str]:
+    """Inodes of the Unix sockets that these processes (alive) have open; `inodes & unix_inodes()` are those left
+    later.
+    """
+    targets = (target for pid in pids for target in _open_files(pid))
+    return {inode for target in targets for inode in re.findall(r"^socket:\[(\d+)\]$", target)} & unix_inodes()
+
+
+def _open_files(pid: int) -> list[str]:
+    found: list[str] = []
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            found.append(os.readlink(f"/proc/{pid}/fd/{name}"))
+        except OSError:  # closed meanwhile
+            continue
+    return found
 
 
 def unix_inodes() -> set[str]:
