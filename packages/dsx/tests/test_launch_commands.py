@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from dsx.launcher import ResourceError
-from dsx.launcher.hosts import run_hosts
+from dsx.launcher.environment import exported
+from dsx.launcher.hosts import run_hosts, start_client
 from dsx.launcher.main import main
 from dsx.launcher.options import parse
 from dsx.launcher.plan import HostsPlan, make_plan
@@ -28,21 +29,24 @@ REMOTE = Remote(
 )
 AGENT = ("/py", "-u", "-m", "dsx.launcher.node")
 TAIL = ("--world_info=W", "--", "train.py", "x y", "50%n")
-STEPS = "cd '/my dir' && export NCCL_DEBUG=INFO && export UCX_NET=mlx5_0:1,mlx5_1:1 && exec /py -u -m dsx.launcher.node"
+EXPORTS = "export NCCL_DEBUG=INFO && export UCX_NET=mlx5_0:1,mlx5_1:1"
 
 
-def script(*extra: str, tail: str = "--world_info=W -- train.py 'x y' 50%n") -> str:
-    return f"sh -c {shlex.quote(' '.join([STEPS, *extra, tail]))}"
+def script(*extra: str, tail: str = "--world_info=W -- train.py 'x y' 50%n", exports: str = EXPORTS) -> str:
+    steps = f"cd '/my dir' && {exports} && exec /py -u -m dsx.launcher.node"
+    return f"sh -c {shlex.quote(' '.join([steps, *extra, tail]))}"
 
 
 def test_ssh_one_client_per_host_with_a_lifeline():
     first, second = BUILDERS["ssh"](REMOTE, {})
+    read = f'eval "$(head -c {len(EXPORTS)})"'
     assert first == Command(
-        ("ssh", "-o", "BatchMode=yes", "--extra", "1", "a", script("--node_rank=0", "--watch_stdin")),
+        ("ssh", "-o", "BatchMode=yes", "--extra", "1", "a", script("--node_rank=0", "--watch_stdin", exports=read)),
         host="a",
         lifeline=True,
+        exports=REMOTE.exports,
     )
-    assert second.argv[-2:] == ("b", script("--node_rank=1", "--watch_stdin"))
+    assert second.argv[-2:] == ("b", script("--node_rank=1", "--watch_stdin", exports=read))
 
 
 def test_ssh_port_and_environment_script():
@@ -72,19 +76,81 @@ def test_pdsh_doubles_percent_signs_and_appends_to_the_users_arguments():
 def test_openmpi_leaves_transports_alone():
     (command,) = BUILDERS["openmpi"](REMOTE, {})
     placing = ("mpirun", "-n", "2", "--host", "a:1,b:1", "--map-by", "ppr:1:node", "--bind-to", "none")
-    exports = ("-x", "NCCL_DEBUG=INFO", "-x", "UCX_NET=mlx5_0:1,mlx5_1:1")
+    exports = ("-x", "NCCL_DEBUG", "-x", "UCX_NET")
     assert command.argv == (*placing, *exports, "--extra", "1", *AGENT, "--rank_from=mpi", *TAIL)
     assert "btl" not in " ".join(command.argv) and "UCX_TLS" not in " ".join(command.argv)
 
 
 def test_hydra_family():
-    exports = ("-genv", "NCCL_DEBUG", "INFO", "-genv", "UCX_NET", "mlx5_0:1,mlx5_1:1")
+    exports = dict(REMOTE.exports)
     placing = ("mpirun", "-n", "2", "-ppn", "1", "-hosts", "a,b")
     end = ("--extra", "1", *AGENT, "--rank_from=mpi", *TAIL)
-    assert BUILDERS["mpich"](REMOTE, {})[0].argv == (*placing, *exports, *end)
-    assert BUILDERS["impi"](REMOTE, {})[0].argv == (*placing, "-genv", "I_MPI_PIN", "0", *exports, *end)
-    assert BUILDERS["impi"](REMOTE, {"I_MPI_PIN": "1"})[0].argv == (*placing, *exports, *end)
-    assert BUILDERS["mvapich"](REMOTE, {})[0].argv == (*placing, "-genv", "MV2_ENABLE_AFFINITY", "0", *exports, *end)
+    assert BUILDERS["mpich"](REMOTE, {}) == [Command((*placing, "-genvall", *end), env=exports)]
+    (pinned,) = BUILDERS["impi"](REMOTE, {})
+    assert pinned.argv == (*placing, "-genvlist", "I_MPI_PIN,NCCL_DEBUG,UCX_NET", *end)
+    assert pinned.env == {"I_MPI_PIN": "0", **exports}
+    assert BUILDERS["impi"](REMOTE, {"I_MPI_PIN": "1"})[0].argv == (*placing, "-genvlist", "NCCL_DEBUG,UCX_NET", *end)
+    mvapich = Command((*placing, "-genvall", *end), env={"MV2_ENABLE_AFFINITY": "0", **exports})
+    assert BUILDERS["mvapich"](REMOTE, {}) == [mvapich]
+    alone = Remote(**{**vars(REMOTE), "exports": {}})
+    assert BUILDERS["mpich"](alone, {}) == [Command((*placing, *end))]
+
+
+SECRETS = {
+    "MLFLOW_TRACKING_TOKEN": "hidden-1", "MLFLOW_TRACKING_PASSWORD": "hidden-2", "WANDB_API_KEY": "hidden-3",
+    "MLFLOW_TRACKING_URI": "https://me:hidden-4@host", "NCCL_DEBUG": "INFO",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("launcher", sorted(BUILDERS))
+def test_secrets_stand_on_no_command_line_and_are_not_shown(launcher, tmp_path, monkeypatch, capsys):
+    remote = Remote(**{**vars(REMOTE), "exports": SECRETS})
+    if launcher == "pdsh":
+        with pytest.raises(ResourceError, match=r"would show MLFLOW_TRACKING_TOKEN, .*--launcher ssh"):
+            BUILDERS[launcher](remote, {})
+        return
+    for command in BUILDERS[launcher](remote, {}):
+        assert "hidden" not in " ".join(command.argv)
+        assert {**command.env, **command.exports}.items() >= SECRETS.items()
+        text = command.shell_text()
+        assert "hidden" not in text and "NCCL_DEBUG=INFO" in text and "MLFLOW_TRACKING_TOKEN='***'" in text
+
+
+def test_pdsh_is_not_chosen_where_there_are_secrets(tmp_path, monkeypatch):
+    (tmp_path / "pdsh").write_text("")
+    (tmp_path / "pdsh").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    options = parse(["-H", hostfile(tmp_path), "--dry_run", "t.py"])
+    assert make_plan(options, {}).launcher == "pdsh"
+    assert make_plan(options, {"MLFLOW_TRACKING_TOKEN": "x"}).launcher == "ssh"
+
+
+def test_a_difference_to_the_file_is_logged_without_secrets(caplog):
+    with caplog.at_level("WARNING", "dsx.launcher"):
+        exported({"MLFLOW_TRACKING_TOKEN": "hidden-0", "NCCL_DEBUG": "INFO"}, {**SECRETS, "NCCL_DEBUG": "WARN"})
+    assert "MLFLOW_TRACKING_TOKEN" in caplog.text and "'INFO'" in caplog.text and "hidden" not in caplog.text
+
+
+def test_variables_arrive_over_ssh_as_they_are(tmp_path):
+    """Through the shell that the remote side runs: quotes, lines, dollars, letters; and the agent gets what follows."""
+    awkward = {"A": 'it\'s "$HOME" `x` \\ *', "B": "two\nlines\n", "C": "grüße ☂", "D": "", "E": "x" * 100_000}
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nexec {sys.executable} {tmp_path}/tell.py\n")
+    (tmp_path / "tell.py").write_text(
+        "import json, os, sys\nprint(json.dumps([{name: os.environ[name] for name in 'ABCDE'}, sys.stdin.read()]))"
+    )
+    python.chmod(0o755)
+    remote = Remote(hosts=("a",), python=str(python), agent_args=(), cwd=str(tmp_path), exports=awkward)
+    (command,) = BUILDERS["ssh"](remote, {})
+    told = Command(("sh", "-c", command.argv[-1]), lifeline=True, exports=command.exports)
+    reading, writing = os.pipe()
+    client = start_client(told, os.environ, stdout=writing)
+    os.close(writing)
+    client.stdin.write(b"more")
+    client.stdin.close()
+    with open(reading) as said:
+        arrived, rest = json.loads(said.read())
+    assert client.wait() == 0 and arrived == awkward and rest == "more"
 
 
 def test_slurm_carries_variables_in_the_environment():

@@ -1,10 +1,14 @@
 """Chooses the environment variables that are sent to the other hosts. Pure functions over mappings, except
 `read_env_files`, which reads files.
 
+Values may be secrets (MLFLOW_TRACKING_TOKEN). Every user of a host sees the command lines of its processes, so values
+travel in the environment or on the standard input of what is started (`runners/`), and are masked where commands are
+shown.
+
 There are two sources: variables whose names start with one of `PREFIXES`, and ``KEY=VALUE`` files. The files are
 ``.dsx_env`` or ``.deepspeed_env`` in the home folder and then in the current folder, which takes precedence; or the one
 file that ``DS_ENV_FILE`` names. If a file has another value for a variable that the user has set for this command
-(``NCCL_DEBUG=INFO dsx launch ...``), the command's value is used and the difference is logged.
+(``NCCL_DEBUG=INFO dsx launch ...``), the command's value is used and that is logged.
 """
 
 from __future__ import annotations
@@ -22,7 +26,23 @@ PREFIXES = ("NCCL", "PYTHON", "MV2", "UCX", "MLFLOW")
 FILE_NAMES = (".deepspeed_env", ".dsx_env")
 PATH_VARIABLE = "DS_ENV_FILE"
 
+MASK = "***"
+
 _NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
+_SECRET_NAME = re.compile(
+    r"TOKEN|PASSW|SECRET|CREDENTIAL|AUTH|(^|_)(API|ACCESS|PRIVATE)?KEY(_|$)|(^|_)PWD_", re.IGNORECASE
+)
+_SECRET_VALUE = re.compile(r"://[^/\s:@]*:[^/\s@]+@")  # a URL with a password
+
+
+def is_secret(name: str, value: str) -> bool:
+    """Whether a variable looks like one that others should not read."""
+    return bool(_SECRET_NAME.search(name) or _SECRET_VALUE.search(value))
+
+
+def shown(name: str, value: str) -> str:
+    """The value as it may be printed."""
+    return MASK if is_secret(name, value) else value
 
 
 def parse_env_file(lines: Sequence[str], *, name: str) -> dict[str, str]:
@@ -76,8 +96,8 @@ def exported(environ: Mapping[str, str], from_files: Mapping[str, str]) -> dict[
             log.warning(
                 "%s: the environment says %r, the environment file %r; the environment is used",
                 name,
-                chosen[name],
-                value,
+                shown(name, chosen[name]),
+                shown(name, value),
             )
         chosen.setdefault(name, value)
     return dict(sorted(chosen.items()))

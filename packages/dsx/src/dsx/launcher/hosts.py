@@ -21,6 +21,7 @@ from .failures import shell_code, signal_name
 from .plan import HostsPlan
 from .processes import adopt_orphans, dying_with_parent, kill_descendants
 from .runners import Command
+from .runners.base import statements
 
 log = logging.getLogger("dsx.launcher")
 
@@ -92,15 +93,21 @@ class Clients:
                     os.killpg(process.pid, signal.SIGKILL)
 
 
-def start_client(command: Command, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def start_client(command: Command, environ: Mapping[str, str], stdout: int | None = None) -> subprocess.Popen[bytes]:
     """Start the local client process of a host, or of all hosts."""
-    return subprocess.Popen(
+    process = subprocess.Popen(
         command.argv,
         env={**environ, **command.env},
         stdin=subprocess.PIPE if command.lifeline else subprocess.DEVNULL,
+        stdout=stdout,
         start_new_session=True,  # so Ctrl-C reaches only the launcher, which ends the job in order
         preexec_fn=dying_with_parent(signal.SIGTERM),
     )
+    if command.exports and process.stdin is not None:
+        with suppress(OSError):  # it has ended already, which is noticed
+            process.stdin.write(os.fsencode(statements(command.exports)))
+            process.stdin.flush()
+    return process
 
 
 def _explain(command: Command, returncode: int) -> None:

@@ -22,7 +22,7 @@ from ..errors import with_code
 from .binding import cores_for
 from .devices import device_count, devices_for, local_devices
 from .elastic_settings import DEFAULT_RESTARTS, Elastic
-from .environment import exported, read_env_files
+from .environment import exported, is_secret, read_env_files
 from .errors import ResourceError
 from .host import HostJob, Program
 from .host_rank import host_rank_from
@@ -220,7 +220,9 @@ def _one_of_changing(options: LaunchOptions, environ: Mapping[str, str], pool: P
 
 
 def _several_hosts(options: LaunchOptions, environ: Mapping[str, str], pool: Pool) -> HostsPlan:
-    launcher = options.launcher or ("pdsh" if shutil.which("pdsh") else "ssh")
+    exports = exported(environ, read_env_files(environ, home=Path.home(), here=Path.cwd()))
+    secret = any(is_secret(name, value) for name, value in exports.items())  # pdsh would show it to everybody
+    launcher = options.launcher or ("pdsh" if shutil.which("pdsh") and not secret else "ssh")
     if options.ssh_port is not None and launcher not in ("ssh", "pdsh"):
         raise ResourceError(
             f"--ssh_port is for ssh and pdsh; {launcher} reaches the hosts in its own way, use --launcher_args"
@@ -237,7 +239,7 @@ def _several_hosts(options: LaunchOptions, environ: Mapping[str, str], pool: Poo
         python=sys.executable,
         agent_args=_agent_args(options, pool, addr=addr, port=port, run_id=run_id),
         cwd=os.getcwd(),
-        exports=exported(environ, read_env_files(environ, home=Path.home(), here=Path.cwd())),
+        exports=exports,
         launcher_args=tuple(shlex.split(options.launcher_args)),
         ssh_port=options.ssh_port,
         venv_script=os.path.abspath(options.venv_script) if options.venv_script else "",

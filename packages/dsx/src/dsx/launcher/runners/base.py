@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from ..environment import shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,17 +32,21 @@ class Command:
     command is for one host.
 
     ``lifeline``: the remote agent watches its standard input and stops when it ends (see `dsx.launcher.node`).
+    ``exports``: variables that are written to its standard input at the start, as `statements` has them.
     """
 
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
     host: str = ""
     lifeline: bool = False
+    exports: Mapping[str, str] = field(default_factory=dict)
 
     def shell_text(self) -> str:
-        """The command as a person would type it."""
-        settings = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
-        return " ".join([*settings, shlex.join(self.argv)])
+        """The command as a person would type it, without secrets."""
+        settings = [f"{name}={shlex.quote(shown(name, value))}" for name, value in self.env.items()]
+        text = " ".join([*settings, shlex.join(self.argv)])
+        told = {name: shown(name, value) for name, value in self.exports.items()}
+        return f"{text}  # standard input: {statements(told)}" if told else text
 
 
 def agent_argv(remote: Remote, *extra: str) -> tuple[str, ...]:
@@ -53,11 +60,20 @@ def agent_argv(remote: Remote, *extra: str) -> tuple[str, ...]:
     return ("bash", "-c", script)
 
 
-def shell_script(remote: Remote, *extra: str) -> str:
+def statements(variables: Mapping[str, str]) -> str:
+    """Commands for a shell that set these variables."""
+    return " && ".join(f"export {name}={shlex.quote(value)}" for name, value in variables.items())
+
+
+def shell_script(remote: Remote, *extra: str, from_stdin: bool) -> str:
     """One line for the login shell of a host, for any shell: change to the folder, set the variables, and exec the
-    agent.
+    agent. `from_stdin`: the variables come as `statements` on the standard input, which the agent gets behind them.
     """
     steps = [f"cd {shlex.quote(remote.cwd)}"]
-    steps += [f"export {name}={shlex.quote(value)}" for name, value in remote.exports.items()]
+    text = statements(remote.exports)
+    if text and from_stdin:
+        steps.append(f'eval "$(head -c {len(os.fsencode(text))})"')
+    elif text:
+        steps.append(text)
     steps.append(f"exec {shlex.join(agent_argv(remote, *extra))}")
     return f"sh -c {shlex.quote(' && '.join(steps))}"

@@ -12,4 +12,4 @@ def commands(remote: Remote, environ: Mapping[str, str]) -> list[Command]:
     """MVAPICH pins each process to a core by default. That is switched off for the agents, unless the user has set it
     (exported as MV2*).
     """
-    return [hydra(remote, {} if "MV2_ENABLE_AFFINITY" in environ else {"MV2_ENABLE_AFFINITY": "0"})]
+    return [hydra(remote, {} if "MV2_ENABLE_AFFINITY" in environ else {"MV2_ENABLE_AFFINITY": "0"}, "-genvall")]

@@ -10,11 +10,12 @@ from .base import Command, Remote, agent_argv
 
 
 def commands(remote: Remote, environ: Mapping[str, str]) -> list[Command]:
-    """One mpirun. ``--bind-to none``, because an agent's ranks use the whole host, and an MPI rank would be bound to
-    one core.
+    """One mpirun, which takes the variables from its own environment. ``--bind-to none``, because an agent's ranks use
+    the whole host, and an MPI rank would be bound to one core.
     """
     del environ
     hosts = ",".join(f"{host}:1" for host in remote.hosts)
-    exports = [word for name, value in remote.exports.items() for word in ("-x", f"{name}={value}")]
+    exports = [word for name in remote.exports for word in ("-x", name)]
     placing = ("-n", str(len(remote.hosts)), "--host", hosts, "--map-by", "ppr:1:node", "--bind-to", "none")
-    return [Command(("mpirun", *placing, *exports, *remote.launcher_args, *agent_argv(remote, "--rank_from=mpi")))]
+    argv = ("mpirun", *placing, *exports, *remote.launcher_args, *agent_argv(remote, "--rank_from=mpi"))
+    return [Command(argv, env=dict(remote.exports))]

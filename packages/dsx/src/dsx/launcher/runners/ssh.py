@@ -2,6 +2,7 @@
 
 The client's input stays open as long as the launcher lives. The remote agent stops when its input ends, so that no
 process survives Ctrl-C, a killed launcher or a lost connection. No terminal is allocated, so the output is not changed.
+The variables for the hosts come on that input, before everything else.
 """
 
 from __future__ import annotations
@@ -24,6 +25,11 @@ def commands(remote: Remote, environ: Mapping[str, str]) -> list[Command]:
     del environ
     start = client(remote.launcher_args, remote.ssh_port)
     return [
-        Command((*start, host, shell_script(remote, f"--node_rank={rank}", "--watch_stdin")), host=host, lifeline=True)
+        Command(
+            (*start, host, shell_script(remote, f"--node_rank={rank}", "--watch_stdin", from_stdin=True)),
+            host=host,
+            lifeline=True,
+            exports=remote.exports,
+        )
         for rank, host in enumerate(remote.hosts)
     ]
