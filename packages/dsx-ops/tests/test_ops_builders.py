@@ -18,7 +18,7 @@ ELSEWHERE = {"AsyncIO": "dsx_nvme", "GDS": "dsx_nvme", "SparseAttn": "dsx_sparse
 @pytest.mark.parametrize("name", DEEPSPEED_NAMES)
 def test_every_name_is_there_and_loads_or_names_the_way(name):
     builder = getattr(op_builder, f"{name}Builder")()
-    assert op_builder.ALL_OPS[name] is type(builder)
+    assert op_builder.ALL_OPS[builder.NAME] is type(builder) and builder.NAME.islower()
     assert isinstance(builder.is_compatible(), bool)
     if isinstance(builder, op_builder.ElsewhereBuilder):
         with pytest.raises(dsx_ops.OpsError, match=ELSEWHERE.get(name, name)):

@@ -151,7 +151,7 @@ class Halved(torch.optim.Optimizer):
 def test_a_group_without_a_learning_rate_trains(stage):
     import dsx
 
-    settings = {"train_micro_batch_size_per_gpu": 1, "steps_per_print": 1, "zero_optimization": {"stage": stage}}
+    settings = {"train_batch_size": 1, "gradient_clipping": 0, "zero_optimization": {"stage": stage}}
     model = torch.nn.Linear(2, 1)
     before = model.weight.detach().clone()
     engine, *_ = dsx.initialize(model=model, optimizer=Halved(model.parameters()), config=settings)

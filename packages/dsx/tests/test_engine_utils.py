@@ -38,11 +38,17 @@ def test_levels_by_name():
         set_log_level("loud")
 
 
-def test_the_console_is_added_once_and_never_beside_handlers_of_the_application():
+def test_the_console_is_added_once_and_never_beside_handlers_of_the_application(capsys):
     root = logging.getLogger()
     kept, root.handlers[:] = list(root.handlers), []
     try:
         assert enable_console() and not enable_console()
+        logger.warning("shown by the console")
+        assert capsys.readouterr().err.count("shown by the console") == 1
+        root.addHandler(logging.StreamHandler())  # as logging.basicConfig does
+        logger.warning("shown by the application")
+        assert capsys.readouterr().err.count("shown by the application") == 1
+        root.handlers.clear()
         logger.handlers[:] = [logging.NullHandler()]
         root.addHandler(logging.NullHandler())
         assert not enable_console()

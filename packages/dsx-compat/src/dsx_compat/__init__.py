@@ -14,6 +14,8 @@ No training code is implemented here: each name maps to dsx.
 |---|---|
 | `names` | the tables: name of DeepSpeed -> name of dsx, or what to use instead |
 | `modules` | makes modules from the tables, on first use |
+| `getters` | configured values: methods of the engine, attributes of `DeepSpeedConfig` |
+| `scaler`, `operators` | the loss scale; which operators are compiled |
 | `engine`, `entry`, `settings` | the engine under DeepSpeed's names; `initialize`; removal of keys without effect |
 | `parameters` | `ds_shape`, `ds_numel`, `ds_status`, ... of parameters that stage 3 manages |
 | `gradients` | norms and checks of `deepspeed.runtime.utils` that all ranks agree on |

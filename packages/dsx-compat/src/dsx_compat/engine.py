@@ -6,7 +6,7 @@ method here calls the method of dsx that does the work.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,8 +14,12 @@ import torch
 from dsx.engine import Engine
 from dsx.engine.errors import EngineArgumentError
 from dsx.engine.pipeline import PipelineEngine as DsxPipelineEngine
+from dsx_comm import parallel_groups
 from dsx_zero import ZeroOptimizer, gather_hooks_paused
 from torch import nn
+
+from .getters import ENGINE_METHODS, Where, value_of
+from .scaler import LossScaleView
 
 __all__ = ["DeepSpeedEngine", "DeepSpeedOptimizer", "ParameterOffload", "PipelineEngine", "renamed"]
 
@@ -71,6 +75,33 @@ class DeepSpeedEngine(Engine):
                 f' "gradient_allreduce_op": "{op}" in the configuration'
             )
 
+    # - values of the configuration: see `getters.ENGINE_METHODS`, whose names are added below
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        """The data type in which gradients are sent."""
+        return super().config.precision.dtype("reduce")
+
+    def get_model_parallel_rank(self) -> int:
+        """This rank's place among the ranks that share one model."""
+        return self._parts.topology.tensor_slice[0]
+
+    get_tensor_parallel_rank = get_model_parallel_rank
+
+    def get_sequence_parallel_group(self) -> Any:
+        """The group of the ranks that hold parts of the same sequences."""
+        return parallel_groups.get_sequence_parallel_group()
+
+    @staticmethod
+    def is_map_style_dataset(obj: Any) -> bool:
+        """Whether items of a dataset are read by index."""
+        return hasattr(obj, "__getitem__") and hasattr(obj, "__len__")
+
+    @staticmethod
+    def is_iterable_style_dataset(obj: Any) -> bool:
+        """Whether a dataset can only be iterated over."""
+        return isinstance(obj, torch.utils.data.IterableDataset)
+
     # - whole weights
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
@@ -84,6 +115,18 @@ class DeepSpeedEngine(Engine):
         return self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters, rank0_only=True)
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+
+def _getter(name: str, where: Where) -> Callable[[DeepSpeedEngine], Any]:
+    def get(self: DeepSpeedEngine) -> Any:
+        return value_of(super(DeepSpeedEngine, self).config, where)
+
+    get.__name__, get.__doc__ = name, f"The configured value: `dsx_compat.getters.ENGINE_METHODS[{name!r}]`."
+    return get
+
+
+for _name, _where in ENGINE_METHODS.items():
+    setattr(DeepSpeedEngine, _name, _getter(_name, _where))
 
 
 class PipelineEngine(DsxPipelineEngine, DeepSpeedEngine):
@@ -103,6 +146,64 @@ class DeepSpeedOptimizer(ZeroOptimizer):
         if self.runtime.stage != 3:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute 'parameter_offload': no stage 3")
         return self.__dict__.setdefault("_parameter_offload", ParameterOffload(self.runtime.model))
+
+    # - the loss scale
+
+    @property
+    def loss_scaler(self) -> LossScaleView:
+        """The loss scale: `cur_scale`, `dynamic`, `cur_iter`, ..."""
+        return self.__dict__["_loss_scale_view"]
+
+    loss_scale_config = loss_scaler
+
+    def needs_scaler(self) -> bool:
+        """Whether the loss has to be scaled before a backward by hand."""
+        return self.dynamic_loss_scale
+
+    # - what one rank trains
+
+    @property
+    def bit16_groups(self) -> list[list[nn.Parameter]]:
+        """Stages 0 to 2: the parameters of each parameter group."""
+        return self._below_stage_3("bit16_groups", [list(group["params"]) for group in self.param_groups])
+
+    @property
+    def single_partition_of_fp32_groups(self) -> list[torch.Tensor]:
+        """Stages 0 to 2: the master weights that this rank updates, in the order of the model's parameters. DeepSpeed
+        has one tensor for each parameter group, dsx has one for each parameter, or piece of a parameter.
+        """
+        return self._below_stage_3("single_partition_of_fp32_groups", self._masters_in_memory())
+
+    @property
+    def fp16_groups(self) -> list[list[nn.Parameter]]:
+        """Stage 3: the parameters of each parameter group."""
+        return self._at_stage_3("fp16_groups", [list(group["params"]) for group in self.param_groups])
+
+    @property
+    def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
+        """Stage 3: the master weights that this rank updates, as `single_partition_of_fp32_groups` below stage 3."""
+        return self._at_stage_3("fp32_partitioned_groups_flat", self._masters_in_memory())
+
+    def _masters_in_memory(self) -> list[torch.Tensor]:
+        found = []
+        for info in self.runtime.infos:
+            if any(home.view() is None for home, _ in self.homes_of(info.name)):
+                raise RuntimeError(
+                    f"got the master weights of '{info.name}' on disk, expected them in memory; read them with"
+                    " deepspeed.utils.safe_get_local_fp32_param(parameter)"
+                )
+            found += [master.tensor.detach() for master in self.masters_of(info.name)]
+        return found
+
+    def _below_stage_3(self, name: str, found: Any) -> Any:
+        if self.runtime.stage == 3:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r} at stage 3")
+        return found
+
+    def _at_stage_3(self, name: str, found: Any) -> Any:
+        if self.runtime.stage != 3:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r} below stage 3")
+        return found
 
 
 class _Handle:
@@ -180,4 +281,6 @@ def renamed(engine: Engine) -> DeepSpeedEngine:
     optimizer = engine._parts.optimizer
     if isinstance(optimizer, ZeroOptimizer):
         optimizer.__class__ = DeepSpeedOptimizer
+        scale: Any = engine._parts.scaler
+        optimizer.__dict__["_loss_scale_view"] = LossScaleView(scale)
     return engine  # type: ignore[return-value]

@@ -1,25 +1,23 @@
-"""`deepspeed.initialize`, `DeepSpeedConfig`, `zero.Init` and `zero.GatheredParameters`: those of dsx with DeepSpeed's
+"""`deepspeed.initialize`, `zero.Init` and `zero.GatheredParameters`: those of dsx with DeepSpeed's
 signatures.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
 import dsx
 import dsx.zero
-import dsx_comm
 import dsx_zero
-from dsx.config import load_config
 from dsx.entry import config_source
 
 from .engine import renamed
+from .getters import DeepSpeedConfig
 from .settings import client_config
 from .slicing import with_recorded_slices
 
-__all__ = ["DeepSpeedConfig", "GatheredParameters", "Init", "initialize"]
+__all__ = ["GatheredParameters", "Init", "initialize"]
 
 
 def initialize(
@@ -44,7 +42,9 @@ def initialize(
     Returns:
         (engine, optimizer, data loader, scheduler); None in place of those that do not exist.
     """
-    source, mpu = with_recorded_slices(client_config(config_source(args, config, config_params)), model, mpu)
+    source = config_source(args, config, config_params)
+    source = source.loaded if isinstance(source, DeepSpeedConfig) else client_config(source)
+    source, mpu = with_recorded_slices(source, model, mpu)
     found = dsx.initialize(
         model=model,
         optimizer=optimizer,
@@ -60,20 +60,6 @@ def initialize(
     )
     engine = renamed(found[0])
     return engine, engine.optimizer, found[2], found[3]
-
-
-def DeepSpeedConfig(config: Any, mpu: Any = None, mesh_device: Any = None) -> Any:
-    """Read and check a configuration. Returns a `dsx.config.Config` for the current number of data-parallel ranks.
-
-    That number comes from `mpu`, else from the process group, else from the environment variable WORLD_SIZE.
-    """
-    if mpu is not None:
-        ranks = mpu.get_data_parallel_world_size()
-    elif dsx_comm.is_initialized():
-        ranks = dsx_comm.parallel_groups.get_data_parallel_world_size()
-    else:
-        ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    return load_config(client_config(config), world_size=ranks)
 
 
 class Init(dsx.zero.Init):

@@ -21,7 +21,7 @@ _ENGINE = {
     "DeepSpeedSchedulerCallable": "typing:Callable",
 }
 _CONFIG = {
-    "DeepSpeedConfig": "dsx_compat.entry:DeepSpeedConfig",
+    "DeepSpeedConfig": "dsx_compat.getters:DeepSpeedConfig",
     "DeepSpeedConfigError": "dsx.errors:DsxConfigError",
 }
 _OPTIMIZER = {"DeepSpeedOptimizer": "dsx_zero:ZeroOptimizer", "ZeROOptimizer": "dsx_zero:ZeroOptimizer"}
@@ -77,7 +77,10 @@ _BUILDERS = {
     **_of(
         "dsx_ops.op_builder",
         "OpBuilder CPUAdamBuilder CPUAdagradBuilder CPULionBuilder FusedAdamBuilder FusedLambBuilder FusedLionBuilder"
-        " QuantizerBuilder TransformerBuilder StochasticTransformerBuilder",
+        " QuantizerBuilder TransformerBuilder StochasticTransformerBuilder FPQuantizerBuilder RandomLTDBuilder"
+        " UtilsBuilder SparseAttnBuilder ShareMemCommBuilder CCLCommBuilder PinMemoryBuilder DeepCompileBuilder"
+        " EvoformerAttnBuilder InferenceBuilder InferenceCoreBuilder InferenceCutlassBuilder RaggedOpsBuilder"
+        " RaggedUtilsBuilder SpatialInferenceBuilder",
     ),
 }
 _TRANSFORMER = _of("dsx_ops", "DeepSpeedTransformerLayer DeepSpeedTransformerConfig")
@@ -215,7 +218,7 @@ MODULES: dict[str, dict[str, str]] = {
     "deepspeed.monitor.csv_monitor": _of("dsx_monitor", "csvMonitor"),
     "deepspeed.monitor.comet": _of("dsx_monitor", "CometMonitor"),
     "deepspeed.nvme": {},
-    "deepspeed.ops": _TRANSFORMER,
+    "deepspeed.ops": {**_TRANSFORMER, "__compatible_ops__": "dsx_compat.operators:COMPATIBLE_OPS"},
     "deepspeed.ops.adagrad": _of("dsx_ops", "DeepSpeedCPUAdagrad"),
     "deepspeed.ops.adam": _ADAM,
     "deepspeed.ops.adam.cpu_adam": {"DeepSpeedCPUAdam": _ADAM["DeepSpeedCPUAdam"]},
@@ -371,10 +374,6 @@ UNSUPPORTED: dict[str, dict[str, str]] = {
         "UlyssesSPDataLoaderAdapter": _SEQUENCE,
         "AutogradComputeMLP": "use TiledMLP with one shard",
     },
-    "deepspeed.ops.op_builder": {
-        name: "dsx has no such operator and compiles nothing at run time; `dsx doctor` lists the native parts it has"
-        for name in ("InferenceBuilder", "EvoformerAttnBuilder", "FPQuantizerBuilder", "RandomLTDBuilder")
-    },
     "deepspeed.ops.adam": {"ZenFlowCPUAdam": "ZenFlow is not available; use offload_optimizer with DeepSpeedCPUAdam"},
     "deepspeed.utils.timer": {
         "SynchronizedWallClockTimer": "use dsx_monitor.WallClock, or wall_clock_breakdown in the configuration"
@@ -389,6 +388,9 @@ UNSUPPORTED_MODULES: dict[str, str] = {
     "deepspeed.module_inject": f"{_SERVING}; for training, {_SLICING}",
     "deepspeed.ops.deepspeed4science": "use torch.nn.functional.scaled_dot_product_attention with a bias",
     "deepspeed.ops.fp_quantizer": "use dsx_ops.quantize_fp8",
+    "deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr": (
+        "set data_efficiency.data_sampling.dynamic_batching in the configuration and give initialize training_data"
+    ),
     "deepspeed.runtime.domino": "use dsx_pipe.tensor",
     "deepspeed.runtime.hybrid_engine": "generate with deepspeed.zero.unwrap_model_for_generation(engine)",
     "deepspeed.runtime.rollout": "generate with deepspeed.zero.unwrap_model_for_generation(engine)",

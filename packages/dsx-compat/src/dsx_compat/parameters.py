@@ -1,4 +1,4 @@
-"""`param.ds_shape`, `ds_numel`, `ds_status`, `ds_id`, `ds_tensor` and others: computed when they are read.
+"""`param.ds_shape`, `ds_numel`, `ds_status`, `ds_id`, `ds_tensor` ..., and `module._z3_leaf`: computed when read.
 
 DeepSpeed stores them on the tensors; dsx stores nothing on tensors (contract C1 of the architecture). So they are
 descriptors of `torch.Tensor` that ask `dsx_zero.partition_of`. A tensor that stage 3 does not manage does not have
@@ -85,8 +85,33 @@ _ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+class _LeafMark:
+    """`module._z3_leaf`: whether the module is gathered as a whole at stage 3. To assign to it marks the module, as
+    `set_z3_leaf_module` does. A module that was never marked has no such attribute.
+    """
+
+    def __get__(self, module: torch.nn.Module | None, owner: type | None = None) -> Any:
+        if module is None:
+            return self
+        zero = sys.modules.get("dsx_zero")  # before its import no module is marked
+        if zero is None or not zero.z3_leaf_module(module):
+            raise AttributeError(f"{type(module).__name__!r} object has no attribute '_z3_leaf'")
+        return True
+
+    def __set__(self, module: torch.nn.Module, value: bool) -> None:
+        from dsx_zero import set_z3_leaf_module  # lazy import: see `is_zero_param`
+
+        set_z3_leaf_module(module, bool(value))
+
+    def __delete__(self, module: torch.nn.Module) -> None:
+        self.__get__(module)
+        self.__set__(module, False)
+
+
 def attach() -> None:
-    """Add the attributes to `torch.Tensor`. A second call changes nothing."""
+    """Add the attributes to `torch.Tensor` and `torch.nn.Module`. A second call changes nothing."""
+    if not isinstance(vars(torch.nn.Module).get("_z3_leaf"), _LeafMark):
+        torch.nn.Module._z3_leaf = _LeafMark()  # type: ignore[assignment]
     for name, compute in _ATTRIBUTES.items():
         if not isinstance(vars(torch.Tensor).get(name), _ComputedAttribute):
             setattr(torch.Tensor, name, _ComputedAttribute(name, compute))

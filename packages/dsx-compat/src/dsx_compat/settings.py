@@ -19,9 +19,9 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dsx_core.errors import edits
 from dsx.config.source import read
 from dsx.errors import DsxConfigError
+from dsx_core.errors import edits
 
 from .errors import CompatWarning
 

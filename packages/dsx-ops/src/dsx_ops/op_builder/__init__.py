@@ -64,7 +64,7 @@ class ElsewhereBuilder(OpBuilder):
 
     def load(self, verbose: bool = False) -> SimpleNamespace:
         """Raises `OpsError`."""
-        raise OpsError(f"{self.NAME}Builder: {self.why_not()}")
+        raise OpsError(f"{type(self).__name__}: {self.why_not()}")
 
     def is_compatible(self, verbose: bool = False) -> bool:
         """False."""
@@ -133,13 +133,28 @@ _ELSEWHERE = {
 }
 
 
+_NAMES = {
+    "CPUAdam": "cpu_adam", "CPUAdagrad": "cpu_adagrad", "CPULion": "cpu_lion", "FusedAdam": "fused_adam",
+    "FusedLamb": "fused_lamb", "FusedLion": "fused_lion", "Quantizer": "quantizer", "FPQuantizer": "fp_quantizer",
+    "RandomLTD": "random_ltd", "Transformer": "transformer", "StochasticTransformer": "stochastic_transformer",
+    "Utils": "utils", "AsyncIO": "async_io", "GDS": "gds", "SparseAttn": "sparse_attn",
+    "ShareMemComm": "deepspeed_shm_comm", "CCLComm": "deepspeed_ccl_comm", "PinMemory": "pin_memory",
+    "DeepCompile": "dc", "EvoformerAttn": "evoformer_attn", "Inference": "transformer_inference",
+    "InferenceCore": "inference_core_ops", "InferenceCutlass": "cutlass_ops", "RaggedOps": "ragged_device_ops",
+    "RaggedUtils": "ragged_ops", "SpatialInference": "spatial_inference",
+}  # fmt: skip
+"""Prefix of the class -> `NAME`, by which DeepSpeed's scripts look operators up."""
+
+
 def _builder(name: str, base: type[OpBuilder] = OpBuilder) -> type[OpBuilder]:
-    return type(f"{name}Builder", (base,), {"NAME": name, "members": _GROUPS[name], "__doc__": f"{name}."})
+    return type(f"{name}Builder", (base,), {"NAME": _NAMES[name], "members": _GROUPS[name], "__doc__": f"{name}."})
 
 
 def _elsewhere(name: str) -> type[OpBuilder]:
     return type(
-        f"{name}Builder", (ElsewhereBuilder,), {"NAME": name, "way": _ELSEWHERE[name], "__doc__": f"{name}: elsewhere."}
+        f"{name}Builder",
+        (ElsewhereBuilder,),
+        {"NAME": _NAMES[name], "way": _ELSEWHERE[name], "__doc__": f"{name}: elsewhere."},
     )
 
 

@@ -47,9 +47,6 @@ def load_config(source: Any, *, world_size: int, template: bool = False) -> Conf
     Raises:
         DsxConfigError: with every problem found.
     """
-    if isinstance(source, Config):
-        derived = source.batch.derived
-        source = {key: value for key, value in source.to_dict().items() if key not in derived}
     document = read(source)
     ready = normalise(document.data)
     read_leniently(ready.data, Root)
@@ -183,8 +180,10 @@ def _build(root: Any, batch: BatchSizes, precision: Precision, document: Documen
 
 
 def _is_active(root: Any, key: str) -> bool:
-    """Whether a configured key asks for a feature; a section that is switched off does not."""
+    """Whether a configured key asks for a feature; null and a section that is switched off do not."""
     value = getattr(root, key)
+    if value is None:
+        return False
     return asks_for(value, None) if isinstance(value, BaseModel) and "enabled" in type(value).model_fields else True
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from ..errors import DsxConfigError, Problem
 from .jsonc import JsonTextError, Path, parse
+from .model import Config
 
 __all__ = ["Document", "read"]
 
@@ -41,11 +42,15 @@ def read(source: Any) -> Document:
     """Read a configuration.
 
     Args:
-        source: mapping, path of a JSON file, base64 text of a JSON object, or a `Document`, which is copied.
+        source: mapping, path of a JSON file, base64 text of a JSON object, a `Document`, which is copied, or a loaded
+            `Config`, of which the values that were written are read.
 
     Raises:
         DsxConfigError: the file is missing or unreadable, the text is not JSON, or the value is not an object.
     """
+    if isinstance(source, Config):
+        derived = source.batch.derived
+        source = {key: value for key, value in source.to_dict().items() if key not in derived}
     if isinstance(source, Document):
         return replace(source, data=copy.deepcopy(source.data))
     if isinstance(source, Mapping):

@@ -19,11 +19,16 @@ _FORMAT = "[%(asctime)s] [%(levelname)s] [dsx] %(message)s"
 
 
 class _ConsoleHandler(logging.StreamHandler):
-    """Writes to the `sys.stderr` of the moment, so that redirected streams work."""
+    """Writes to the `sys.stderr` of the moment, so that redirected streams work.
+
+    It writes nothing while the root logger has handlers, which get the lines too: an application that configures
+    logging later would see each line twice.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.setFormatter(logging.Formatter(_FORMAT, datefmt="%H:%M:%S"))
+        self.addFilter(lambda record: not (logger.propagate and logging.getLogger().handlers))
 
     @property
     def stream(self):  # type: ignore[override]

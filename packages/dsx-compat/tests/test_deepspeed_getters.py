@@ -1,0 +1,139 @@
+"""Configured values under the names of DeepSpeed's engine and `DeepSpeedConfig`; the values are those of 0.19.8."""
+
+from __future__ import annotations
+
+import argparse
+
+import dsx_compat
+import pytest
+import torch
+
+dsx_compat.activate()
+import deepspeed  # noqa: E402
+
+CONFIG = {
+    "train_batch_size": 6,
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.5, "torch_adam": True}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 7}},
+    "fp16": {"enabled": True, "initial_scale_power": 5, "loss_scale_window": 3, "hysteresis": 4, "min_loss_scale": 2},
+    "gradient_predivide_factor": 2.0,
+    "zero_optimization": {
+        "stage": 2,
+        "allgather_bucket_size": 11,
+        "reduce_bucket_size": 12,
+        "overlap_comm": False,
+        "sub_group_size": 13,
+        "ignore_unused_parameters": False,
+        "stage3_max_live_parameters": 14,
+        "stage3_prefetch_bucket_size": "auto",
+        "offload_optimizer": {"device": "cpu", "ratio": 0.5},
+    },
+    "flops_profiler": {"enabled": False, "profile_step": 9, "top_modules": 3},
+    "checkpoint": {"tag_validation": "FAIL"},
+    "data_efficiency": {"enabled": False, "seed": 5},
+}
+
+METHODS = {
+    "zero_allgather_bucket_size": 11,
+    "zero_reduce_bucket_size": 12,
+    "zero_overlap_comm": False,
+    "zero_sub_group_size": 13,
+    "zero_ignore_unused_parameters": False,
+    "zero_max_live_parameters": 14,
+    "zero_param_persistence_threshold": 100_000,
+    "zero_cpu_offload": True,
+    "zero_use_cpu_optimizer": True,
+    "zero_nvme_offload_optimizer": False,
+    "zero_partial_offload": 0.5,
+    "zero_offload_param": None,
+    "is_first_weights_partition_group": False,
+    "gradient_predivide_factor": 2.0,
+    "postscale_gradients": True,
+    "dynamic_loss_scale_args": {
+        "init_scale": 32, "scale_window": 3, "delayed_shift": 4, "consecutive_hysteresis": False, "min_scale": 2,
+    },
+    "initial_dynamic_scale": 32,
+    "fp16_master_weights_and_gradients": False,
+    "optimizer_params": {"lr": 0.5, "torch_adam": True},
+    "scheduler_params": {"warmup_num_steps": 7},
+    "flops_profiler_profile_step": 9,
+    "flops_profiler_top_modules": 3,
+    "checkpoint_tag_validation_enabled": True,
+    "checkpoint_tag_validation_fail": True,
+    "memory_breakdown": False,
+    "load_universal_checkpoint": False,
+    "torch_autocast_enabled": False,
+    "torch_autocast_dtype": None,
+    "autotp_size": 0,
+    "curriculum_learning_enabled": False,
+    "super_offload": False,
+    "zenflow_config": None,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def engine():
+    found, *_ = deepspeed.initialize(model=torch.nn.Linear(2, 2), config=CONFIG)
+    yield found
+    found.destroy()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_of_the_engine_gives_the_configured_value(engine, name):
+    assert getattr(engine, name)() == METHODS[name]
+
+
+def test_every_name_of_the_tables_has_a_value(engine):
+    from dsx_compat.getters import CONFIG_ATTRIBUTES, ENGINE_METHODS
+
+    read = deepspeed.DeepSpeedConfig(CONFIG)
+    for name in ENGINE_METHODS:
+        getattr(engine, name)()
+    for name in CONFIG_ATTRIBUTES:
+        getattr(read, name)
+    assert engine.communication_data_type is torch.float16
+    assert engine.data_efficiency_config()["seed"] == 5
+    assert engine.is_map_style_dataset([1]) and not engine.is_iterable_style_dataset([1])
+    assert engine.get_model_parallel_rank() == engine.get_tensor_parallel_rank() == 0
+    with pytest.raises(AttributeError):
+        engine.zero_nothing()
+
+
+def test_a_configuration_knows_all_batch_sizes_and_deepspeed_s_names():
+    read = deepspeed.DeepSpeedConfig({"train_batch_size": 64})
+    assert isinstance(read, deepspeed.runtime.config.DeepSpeedConfig)
+    assert (read.train_batch_size, read.train_micro_batch_size_per_gpu, read.gradient_accumulation_steps) == (64, 64, 1)
+    assert read.zero_enabled is False and read.zero_optimization_stage == 0 and read.optimizer_name is None
+    read = deepspeed.DeepSpeedConfig(CONFIG)
+    assert (read.train_batch_size, read.train_micro_batch_size_per_gpu, read.gradient_accumulation_steps) == (6, 2, 3)
+    assert read.zero_enabled and read.zero_config.stage == 2 and read.float16_config.enabled
+    assert (read.optimizer_name, read.scheduler_name) == ("adamw", "WarmupLR")
+    assert read.gradient_clipping == 1.0 and read.zero_optimization.stage == 2  # keys under their own names
+    read.train_batch_size = 5  # it is an ordinary object
+    assert read.train_batch_size == 5
+    with pytest.raises(AttributeError, match="nothing"):
+        read.nothing
+
+    class Mpu:
+        def get_data_parallel_world_size(self):
+            return 3
+
+    assert deepspeed.DeepSpeedConfig({"train_batch_size": 6}, mpu=Mpu()).train_micro_batch_size_per_gpu == 2
+
+
+@pytest.mark.parametrize("place", ["config", "args"])
+def test_an_engine_can_be_made_from_a_loaded_configuration(place):
+    read = deepspeed.DeepSpeedConfig(CONFIG | {"mine": 1})
+    given = {"config": read} if place == "config" else {"args": argparse.Namespace(deepspeed_config=read)}
+    engine, *_ = deepspeed.initialize(model=torch.nn.Linear(2, 2), **given)
+    assert engine.config["train_batch_size"] == 6 and engine.zero_sub_group_size() == 13
+    engine.destroy()
+
+
+def test_sections_of_a_loaded_configuration_are_read_before_it_is_loaded():
+    from dsx.config import load_config
+    from dsx.config.source import read
+
+    loaded = load_config({"train_batch_size": 8, "tensor_parallel": {"autotp_size": 2}}, world_size=2)
+    assert read(loaded).data == {"train_batch_size": 8, "tensor_parallel": {"autotp_size": 2}}
