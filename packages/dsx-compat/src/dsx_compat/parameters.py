@@ -86,17 +86,17 @@ _ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
 
 
 class _LeafMark:
-    """`module._z3_leaf`: whether the module is gathered as a whole at stage 3. To assign to it marks the module, as
-    `set_z3_leaf_module` does. A module that was never marked has no such attribute.
+    """`module._z3_leaf`: whether the module is marked to be gathered as a whole at stage 3. To assign to it marks the
+    module, as `set_z3_leaf_module` does.
+
+    Every module has it, False without a mark: torch.compile reads all attributes of the class.
     """
 
     def __get__(self, module: torch.nn.Module | None, owner: type | None = None) -> Any:
         if module is None:
             return self
         zero = sys.modules.get("dsx_zero")  # before its import no module is marked
-        if zero is None or not zero.z3_leaf_module(module):
-            raise AttributeError(f"{type(module).__name__!r} object has no attribute '_z3_leaf'")
-        return True
+        return zero is not None and zero.z3_leaf_module(module)
 
     def __set__(self, module: torch.nn.Module, value: bool) -> None:
         from dsx_zero import set_z3_leaf_module  # lazy import: see `is_zero_param`
@@ -104,7 +104,6 @@ class _LeafMark:
         set_z3_leaf_module(module, bool(value))
 
     def __delete__(self, module: torch.nn.Module) -> None:
-        self.__get__(module)
         self.__set__(module, False)
 
 
