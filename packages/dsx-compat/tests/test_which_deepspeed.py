@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -116,8 +117,6 @@ def test_doctor_runs_the_probes_that_packages_bring(monkeypatch):
 
 def test_files_of_another_installation_among_ours_stop_the_first_import(tmp_path):
     """Another installer has written into a copy of our folder: its RECORD lists the files as its own."""
-    import shutil
-
     package = tmp_path / "copy" / "dsx_compat"
     shutil.copytree(Path(dsx_compat.__file__).parent, package)
     info = package / "_site" / "deepspeed-0.19.8.dist-info"
@@ -128,6 +127,39 @@ def test_files_of_another_installation_among_ours_stop_the_first_import(tmp_path
     done = run(code, check=False)
     assert done.returncode == 1
     assert "pip uninstall -y deepspeed dsx-compat" in done.stderr
+
+
+def test_pip_can_replace_our_entry_by_the_real_deepspeed(tmp_path):
+    """`pip install -U deepspeed` first uninstalls the entry it finds: ours. It has to find a list of files."""
+    site = tmp_path / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    shutil.copytree(Path(dsx_compat.__file__).parent, site / "dsx_compat")
+    (site / "dsx_compat.pth").write_text("dsx_compat/_site\n")
+    (tmp_path / "pyvenv.cfg").write_text(
+        f"home = {Path(sys.base_prefix) / 'bin'}\ninclude-system-site-packages = false\n"
+    )
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    python.symlink_to(Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}")
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check"]
+    done = subprocess.run([*pip, "uninstall", "-y", "deepspeed"], capture_output=True, text=True, env=ENV, timeout=120)
+    assert done.returncode == 0 and "Successfully uninstalled deepspeed" in done.stdout, done.stderr
+    left = site / "dsx_compat" / "_site"
+    assert (left / "deepspeed" / "__init__.py").exists() and not list(left.glob("deepspeed-*"))
+    hint = f"""
+import dsx_compat.activation as a
+from pathlib import Path
+a.SITE = Path({str(left)!r}); sys.path[:] = [p for p in sys.path if not p.endswith('_site')] + [{str(left)!r}]
+import dsx_compat.diagnosis as d
+d.SITE = a.SITE
+print([(f.status, f.hint) for f in d.deepspeed_found()])
+"""
+    assert "warning" in run(hint).stdout and "--force-reinstall" in run(hint).stdout
+
+
+def test_our_own_list_of_files_names_the_entry_alone():
+    (info,) = SITE.glob("deepspeed-*.dist-info")
+    named = {line.split(",")[0] for line in (info / "RECORD").read_text().splitlines()}
+    assert named == {f"{info.name}/{file.name}" for file in info.iterdir()}
 
 
 def test_the_import_loads_no_heavy_part_of_dsx():

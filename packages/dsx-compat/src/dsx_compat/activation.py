@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from ._version import DEEPSPEED_VERSION
 from .errors import WrongDeepSpeedError
 
-__all__ = ["SITE", "OtherDeepSpeed", "activate", "loaded_from", "mixed_files", "on_path", "others"]
+__all__ = ["SITE", "OtherDeepSpeed", "activate", "has_metadata", "loaded_from", "mixed_files", "on_path", "others"]
 
 SITE = Path(__file__).resolve().parent / "_site"
 
@@ -98,11 +99,22 @@ def mixed_files() -> list[Path]:
     """Files in our folder that another distribution's RECORD claims: an installer has written over ours."""
     claimed = []
     for distribution in metadata.distributions(name="deepspeed"):
+        if distribution.version == DEEPSPEED_VERSION and _is_ours(distribution):
+            continue
         for file in distribution.files or ():
             path = Path(str(file.locate())).resolve()
             if SITE in path.parents and path.exists():
                 claimed.append(path)
     return claimed
+
+
+def has_metadata() -> bool:
+    """Whether our folder still says which version it is: `pip uninstall deepspeed` removes that entry."""
+    return any(SITE.glob("deepspeed-*.dist-info/METADATA"))
+
+
+def _is_ours(distribution: metadata.Distribution) -> bool:
+    return Path(str(distribution.locate_file(""))).resolve() == SITE
 
 
 def _path_folders() -> Iterator[Path]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dsx.doctor import BROKEN, OK, WARNING, Finding
 
 from ._version import DEEPSPEED_VERSION
-from .activation import SITE, mixed_files, on_path, others
+from .activation import SITE, has_metadata, mixed_files, on_path, others
 
 __all__ = ["deepspeed_found"]
 
@@ -20,6 +20,10 @@ def deepspeed_found() -> list[Finding]:
     if first is not None:
         hint = "pip uninstall -y deepspeed; or dsx_compat.activate() at the top of the script"
         found.append(Finding("compatibility", "import deepspeed", f"gives {first}, not dsx's", WARNING, hint))
+    elif on_path() and not has_metadata():
+        hint = "pip install --force-reinstall --no-deps dsx-compat"
+        text = "gives dsx's, but its entry among the installed packages was removed, which Accelerate looks for"
+        found.append(Finding("compatibility", "import deepspeed", text, WARNING, hint))
     elif on_path():
         found.append(Finding("compatibility", "import deepspeed", f"gives dsx's, as deepspeed {DEEPSPEED_VERSION}", OK))
     else:
