@@ -79,6 +79,7 @@ def test_subgroups_keep_their_states_apart_and_survive_a_state_dict():
     for a, b in zip(buffers, wanted):
         torch.testing.assert_close(a, b.detach(), rtol=2e-6, atol=1e-6)
     assert saved["state"]["subgroup 1"]["step"] == 2  # what was loaded is not what is stepped
+    assert optimizer.state[1] is optimizer.state["subgroup 1"] and 1 not in optimizer.state  # as scripts read it
 
 
 def test_a_subgroup_is_rolled_back():

@@ -180,6 +180,18 @@ def test_a_model_that_names_the_arguments_drops_by_itself():
     engine = engine_of(Drops(), **LAYERS)
     train(engine, 2)
     assert engine.module.seen == ((True, 1.0), (True, 0.558))
+
+    class TakesAll(Model):
+        seen = ()
+
+        def forward(self, tokens, **kwargs):
+            self.seen += (tuple(sorted(kwargs.items())),)
+            return super().forward(tokens)
+
+    engine = engine_of(TakesAll(), **LAYERS)
+    train(engine, 2)
+    assert [dict(seen)["progressive_layer_drop"] for seen in engine.module.seen] == [True, True]
+    assert [round(dict(seen)["pld_theta"], 3) for seen in engine.module.seen] == [1.0, 0.558]
     with pytest.raises(EngineArgumentError, match=r"convert_to_layer_drop\(model, LayerClass, schedule=...\)"):
         engine_of(**LAYERS)
 

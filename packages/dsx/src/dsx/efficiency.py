@@ -16,7 +16,14 @@ from torch import nn
 
 from .config import Config
 from .data import LoaderOptions
-from .engine.efficiency import FixedBatches, LayerDropping, SeqlenCurriculum, TokenBatches, TokenDropping
+from .engine.efficiency import (
+    FixedBatches,
+    LayerDropping,
+    SeqlenCurriculum,
+    TokenBatches,
+    TokenDropping,
+    takes_any_keyword,
+)
 from .engine.errors import EngineArgumentError
 from .engine.report import Counters
 from .pipelining import is_pipeline
@@ -118,6 +125,9 @@ def _convert_layers(model: nn.Module, config: Config, data: ModuleType, undo: li
     try:
         made = data.convert_to_layer_drop(model, schedule=schedule)
     except data.DataArgumentError as error:
+        if takes_any_keyword(model):  # DeepSpeed's contract: the model reads the arguments from its `**kwargs`
+            logger.info("progressive_layer_drop: pld_theta is given to %s, which takes **kwargs", type(model).__name__)
+            return data.LayerDrop(schedule, 0)
         raise EngineArgumentError(
             f"progressive_layer_drop: which layers may be skipped is not known ({error}); call"
             " dsx.data.convert_to_layer_drop(model, LayerClass, schedule=...) before dsx.initialize, or give the"

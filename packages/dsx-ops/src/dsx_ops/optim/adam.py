@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -132,12 +133,22 @@ def _subgroup_key(number: int) -> Any:
     return f"subgroup {number}"
 
 
+class _SubgroupStates(defaultdict[Any, Any]):
+    """An optimizer's `state`, of which `state[number]` gives the state of a subgroup, as scripts read it."""
+
+    def __missing__(self, key: Any) -> Any:
+        if isinstance(key, int) and (named := _subgroup_key(key)) in self:
+            return self[named]
+        return super().__missing__(key)
+
+
 class CPUAdam(FusedAdam):
     """Adam(W) for parameters in host memory (F78): moments in fp32 whatever the parameter's dtype.
 
     `fp32_optimizer_states=False` keeps them in the parameter's dtype. Numbers and rule as `FusedAdam`. `step_subgroup`
     and `rollback_subgroup` are for callers that put the buffers of an offloaded model into `param_groups` one after
-    another: what belongs to a buffer is kept by the number of its subgroup, and is part of the state dict.
+    another: what belongs to a buffer is kept by the number of its subgroup (`state[number]`), and is part of the state
+    dict.
 
     Args:
         model_params: parameters in host memory (float32, bfloat16, float16), or groups of them.
@@ -179,6 +190,11 @@ class CPUAdam(FusedAdam):
             state_dtype=torch.float32 if fp32_optimizer_states else None,
             split_master=split_master,
         )
+        self.state = _SubgroupStates(dict, self.state)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # torch calls it with the loaded states, too
+        self.state = _SubgroupStates(dict, self.state)
 
     def step_subgroup(self, subgroup_id: int, closure: Callable[[], Any] | None = None) -> Any:
         """Update the one parameter that has a gradient, with the state of subgroup `subgroup_id`; returns the closure's

@@ -244,13 +244,17 @@ class LayerDropping:
 
     Args:
         schedule: theta(t), a `dsx_data.ProgressiveLayerDrop`.
-        layers: the object that converted layers share, a `dsx_data.LayerDrop`; None: the model takes arguments.
+        layers: the object that converted layers share, a `dsx_data.LayerDrop`; None: the model takes arguments,
+            which it names or takes as `**kwargs`.
     """
 
     def __init__(self, schedule: Any, layers: Any, module: nn.Module) -> None:
         self._schedule, self._layers, self._module = schedule, layers, module
         self._step = 0
-        self._named = _named_arguments(module) if layers is None else set()
+        wanted = set(schedule.get_state())
+        self._named = wanted & _named_arguments(module) if layers is None else set()
+        if layers is None and not self._named and takes_any_keyword(module):
+            self._named = wanted
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Add the arguments that a model with its own layer dropping names."""
@@ -374,6 +378,11 @@ class EngineData:
                 "set_data_post_process_func: this engine has no loader; pass training_data to dsx.initialize"
             )
         self.training_dataloader.set_post_process(post_process_func)
+
+
+def takes_any_keyword(module: nn.Module) -> bool:
+    """Whether the forward takes `**kwargs`."""
+    return any(item.kind is item.VAR_KEYWORD for item in inspect.signature(module.forward).parameters.values())
 
 
 def _named_arguments(module: nn.Module) -> set[str]:
