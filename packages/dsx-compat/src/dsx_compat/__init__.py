@@ -20,6 +20,7 @@ No training code is implemented here: each name maps to dsx.
 | `parameters` | `ds_shape`, `ds_numel`, `ds_status`, ... of parameters that stage 3 manages |
 | `gradients` | norms and checks of `deepspeed.runtime.utils` that all ranks agree on |
 | `slicing` | `tp_model_init`, recorded until `initialize` slices the model |
+| `moe`, `sequence`, `sparse_tensor` | classes and functions with DeepSpeed's shapes and signatures |
 | `activation` | where the `deepspeed` package is, `activate()`, and which other one hides it |
 | `commands` | `deepspeed`, `ds_report`, `ds_bench`, ... |
 | `_site` | the folder that holds the package `deepspeed` and its metadata |

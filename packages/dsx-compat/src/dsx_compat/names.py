@@ -88,7 +88,12 @@ _PIPE = _of("dsx_pipe", "PipelineModule LayerSpec TiedLayerSpec")
 _TOPOLOGY = _of(
     "dsx_pipe", "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid"
 )
-_SCHEDULES = _of("dsx_pipe", "PipeSchedule InferenceSchedule TrainSchedule DataParallelSchedule")
+_SCHEDULES = _of(
+    "dsx_pipe.schedule.instructions",
+    "PipeSchedule InferenceSchedule TrainSchedule DataParallelSchedule PipeInstruction BufferOpInstruction"
+    " OptimizerStep ReduceGrads ReduceTiedGrads LoadMicroBatch ForwardPass BackwardPass SendActivation"
+    " RecvActivation SendGrad RecvGrad",
+)
 _MOE_UTILS = _of(
     "dsx_moe",
     "has_moe_layers is_moe_param is_moe_param_group split_params_into_shared_and_expert_params"
@@ -136,7 +141,12 @@ _GRADIENTS = {
     **_of("dsx_compat.gradients", "clip_grad_norm_ get_grad_zeros get_weight_norm CheckOverflow"),
     **_of("dsx_ops", "get_global_norm"),
 }
+_LR_CONSTANTS = (
+    "LR_RANGE_TEST ONE_CYCLE WARMUP_LR WARMUP_DECAY_LR WARMUP_COSINE_LR WARMUP_MIN_LR WARMUP_MAX_LR WARMUP_NUM_STEPS"
+    " WARMUP_TYPE WARMUP_LOG_RATE WARMUP_LINEAR_RATE TOTAL_NUM_STEPS"
+)
 _LR = {
+    **_of("dsx_compat.values", _LR_CONSTANTS),
     **_of(
         "dsx.lr_schedules",
         "LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR add_tuning_arguments parse_arguments"
@@ -150,6 +160,8 @@ _RUNTIME_UTILS = {
     **_GRADIENTS,
     **_of("dsx.utils", "see_memory_usage partition_uniform partition_balanced set_random_seed move_to_device"),
 }
+_ELASTICITY_ERRORS = _of("dsx.elasticity", "ElasticityError ElasticityConfigError ElasticityIncompatibleWorldSize")
+_ELASTICITY = {**_of("dsx.elasticity", "compute_elastic_config elasticity_enabled"), **_ELASTICITY_ERRORS}
 _SCALERS = {
     "LossScaler": "dsx.loss_scaler:StaticScale",
     "DynamicLossScaler": "dsx.loss_scaler:DynamicScale",
@@ -180,11 +192,9 @@ MODULES: dict[str, dict[str, str]] = {
     "deepspeed.checkpoint": {},
     "deepspeed.checkpoint.utils": _of("dsx.utils", "clone_tensors_for_torch_save"),
     "deepspeed.checkpoint.ds_to_universal": {"main": "dsx.checkpoint.ds_to_universal:main"},
-    "deepspeed.elasticity": _of(
-        "dsx.elasticity",
-        "compute_elastic_config elasticity_enabled"
-        " ElasticityError ElasticityConfigError ElasticityIncompatibleWorldSize",
-    ),
+    "deepspeed.elasticity": _ELASTICITY,
+    "deepspeed.elasticity.config": _ELASTICITY_ERRORS,
+    "deepspeed.elasticity.elasticity": _ELASTICITY,
     "deepspeed.comm": {**_COMM, "TorchBackend": "dsx_compat.values:TorchBackend"},
     "deepspeed.comm.comm": _COMM,
     "deepspeed.comm.torch": {"TorchBackend": "dsx_compat.values:TorchBackend"},
@@ -203,8 +213,11 @@ MODULES: dict[str, dict[str, str]] = {
     "deepspeed.module_inject": {},
     "deepspeed.module_inject.layers": _of("dsx_compat.slicing", "set_autotp_mode"),
     "deepspeed.moe": {},
-    "deepspeed.moe.layer": _of("dsx_moe", "MoE"),
-    "deepspeed.moe.sharded_moe": _of("dsx_moe", "TopKGate"),
+    "deepspeed.moe.layer": _of("dsx_compat.moe", "MoE"),
+    "deepspeed.moe.sharded_moe": {
+        **_of("dsx_moe", "TopKGate"),
+        **_of("dsx_compat.moe", "top1gating top2gating topkgating"),
+    },
     "deepspeed.moe.experts": _of("dsx_moe", "Experts"),
     "deepspeed.moe.utils": _MOE_UTILS,
     "deepspeed.monitor": {},
@@ -230,6 +243,14 @@ MODULES: dict[str, dict[str, str]] = {
     "deepspeed.ops.op_builder": _BUILDERS,
     "deepspeed.ops.quantizer": _of("dsx_ops", "ds_quantizer"),
     "deepspeed.ops.sparse_attention": _SPARSE,
+    "deepspeed.ops.sparse_attention.bert_sparse_self_attention": _of("dsx_sparse_attn", "BertSparseSelfAttention"),
+    "deepspeed.ops.sparse_attention.matmul": _of("dsx_sparse_attn", "MatMul"),
+    "deepspeed.ops.sparse_attention.softmax": _of("dsx_sparse_attn", "Softmax"),
+    "deepspeed.ops.sparse_attention.sparse_attention_utils": _of("dsx_sparse_attn", "SparseAttentionUtils"),
+    "deepspeed.ops.sparse_attention.sparse_self_attention": _of("dsx_sparse_attn", "SparseSelfAttention"),
+    "deepspeed.ops.sparse_attention.sparsity_config": {
+        name: place for name, place in _SPARSE.items() if name.endswith("Config")
+    },
     "deepspeed.ops.transformer": _TRANSFORMER,
     "deepspeed.pipe": {**_PIPE, **_TOPOLOGY},
     "deepspeed.profiling": {},
@@ -290,6 +311,7 @@ MODULES: dict[str, dict[str, str]] = {
         "TiledMLP": "dsx_compat.sequence:TiledMLP",
         **_of("dsx_zero.checkpointing", "SequenceTiledCompute sequence_tiled_compute TiledFusedLogitsLoss"),
     },
+    "deepspeed.runtime.sparse_tensor": _of("dsx_compat.sparse_tensor", "SparseTensor"),
     "deepspeed.runtime.utils": _RUNTIME_UTILS,
     "deepspeed.runtime.zero": _ZERO,
     "deepspeed.runtime.zero.config": {

@@ -24,6 +24,12 @@ version, git_hash, git_branch = DEEPSPEED_VERSION, None, None
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
 VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
 
+# runtime.lr_schedules: names of schedules, and of their arguments
+LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR = VALID_LR_SCHEDULES
+WARMUP_MIN_LR, WARMUP_MAX_LR, WARMUP_NUM_STEPS = "warmup_min_lr", "warmup_max_lr", "warmup_num_steps"
+WARMUP_TYPE, WARMUP_LOG_RATE, WARMUP_LINEAR_RATE = "warmup_type", "log", "linear"
+TOTAL_NUM_STEPS = "total_num_steps"
+
 # launcher.runner
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 DLTS_HOSTFILE = "/job/hostfile"
