@@ -13,6 +13,7 @@ from dsx_testkit import (
     Nodes,
     PacedLink,
     SleepingLinear,
+    StreamMemory,
     count_calls,
     recorded_collectives,
     tiny,
@@ -109,3 +110,70 @@ def test_recorded_collectives_move_nothing_and_note_their_waits():
         work.wait()
         assert not work.is_completed()
     assert [one.waits for one in works] == [[()]] and torch.equal(tensor, torch.ones(2))
+
+
+def two_streams(how):
+    """Reports of a program that uses memory on two streams, `how` it may."""
+    with FakeCuda().installed() as cuda, StreamMemory(cuda) as memory:
+        side, x = torch.cuda.Stream(), torch.zeros(8, device="meta")
+        if how == "waits":
+            side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            x[:4].add_(1)
+            done = side.record_event()
+        if how != "forgets to wait":
+            torch.cuda.current_stream().wait_event(done)
+        x[:4] * 2
+    return memory.reports
+
+
+def test_memory_that_two_streams_use_without_an_order_is_reported():
+    assert two_streams("waits") == []
+    early = two_streams("does not see what was written")
+    assert any("aten.add_.Tensor on stream 1 is not ordered behind aten.zeros.default on default" in r for r in early)
+    assert all(report.startswith("test_stand_ins.py:") for report in early)
+    assert any(
+        "aten.mul.Tensor on default is not ordered behind aten.add_" in r for r in two_streams("forgets to wait")
+    )
+
+
+def test_parts_of_memory_are_told_apart_and_reads_do_not_disturb_each_other():
+    with FakeCuda().installed() as cuda, StreamMemory(cuda) as memory:
+        side, x = torch.cuda.Stream(), torch.zeros(8, device="meta")
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            x[:4].add_(1)
+            x[4:].sum()
+        x[4:].sum()
+    assert memory.reports == []
+
+
+@pytest.mark.parametrize("how", ["dropped", "recorded", "waited for"])
+def test_memory_goes_back_to_the_stream_that_allocated_it(how):
+    with FakeCuda().installed() as cuda, StreamMemory(cuda) as memory:
+        side, x = torch.cuda.Stream(), torch.zeros(8, device="meta")
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            x.add_(1)
+        if how == "recorded":
+            x.record_stream(side)
+        del x
+        if how == "waited for":
+            torch.cuda.current_stream().wait_stream(side)
+        torch.zeros(8, device="meta")
+    assert len(memory.reports) == (how == "dropped")
+    assert all("handed out again on default" in report for report in memory.reports)
+
+
+def test_the_host_waits_for_copies_only_where_a_device_makes_it():
+    def after(copy):
+        with FakeCuda().installed() as cuda, StreamMemory(cuda) as memory:
+            x, host = torch.zeros(8, device="meta"), torch.ones(8)
+            copy(host, x)
+            host.add_(1)
+        return memory.reports
+
+    assert after(lambda host, x: host.copy_(x)) == []
+    assert after(lambda host, x: (host.copy_(x, non_blocking=True), x.sum().item())) == []
+    (late,) = after(lambda host, x: host.copy_(x, non_blocking=True))
+    assert "aten.add_.Tensor on host is not ordered behind aten.copy_.default on default" in late

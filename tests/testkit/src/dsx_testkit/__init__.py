@@ -10,7 +10,8 @@ assert run_ranks(work, 3) == [0, 1, 2]
 
 Files: `ranks` and `zygote` (processes), `numerics`, `tiny` (models), `paced` (links and computation of a known speed),
 `arena` and `labelled` (devices made of host memory), `nodes` (several nodes on one machine),
-`pycalls` (a count of Python calls), `fakes` (recording works, streams and events), `browser` (a headless Chromium),
+`pycalls` (a count of Python calls), `fakes` (recording works, streams and events), `stream_memory`
+(races between such streams), `browser` (a headless Chromium),
 `stores` (a store of tensors that counts what is held), `threads` (works at the same time), `limits` (little memory),
 `operations` (a count of what operators compute), `allocated` (the most host memory in use), `benches` (a GPT, and
 training steps that take turns) and `results` (what a bench found, printed and as a file), the last five imported by
@@ -28,6 +29,7 @@ from .paced import PacedLink, PacedTransfer, SleepingLinear
 from .pycalls import CallCount, count_calls
 from .ranks import RankError, RankFailure, RankTimeout, run_ranks, stop_zygote
 from .stores import MemoryStore
+from .stream_memory import StreamMemory
 from .threads import together
 
 __all__ = [
@@ -49,6 +51,7 @@ __all__ = [
     "RankTimeout",
     "RecordingWork",
     "SleepingLinear",
+    "StreamMemory",
     "assert_close_named",
     "count_calls",
     "find_browser",

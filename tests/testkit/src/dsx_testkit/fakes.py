@@ -7,7 +7,6 @@ code would have used a device: `RecordingWork` for `torch.distributed` works, `F
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -72,19 +71,34 @@ def recorded_collectives(completed: bool = True) -> Iterator[list[RecordingWork]
             setattr(dist, name, value)
 
 
-class FakeStream:
-    """A stream that notes what it is told to wait for."""
+Clock = dict[str, int]
+"""How far each stream, by name, is known to have come."""
 
-    def __init__(self, cuda: FakeCuda, name: str) -> None:
-        self._cuda, self.name = cuda, name
+
+def _merge(clock: Clock, other: Clock) -> None:
+    for name, tick in other.items():
+        clock[name] = max(tick, clock.get(name, 0))
+
+
+class FakeStream:
+    """A stream that notes what it is told to wait for.
+
+    `clock` says what of the other streams is over when its next operation runs (`StreamMemory` follows it).
+    """
+
+    def __init__(self, cuda: FakeCuda, name: str, index: int = 0) -> None:
+        self._cuda, self.name, self.device = cuda, name, torch.device("cuda", index)
+        self.clock: Clock = {name: 0}
 
     def wait_stream(self, other: FakeStream) -> None:
         """This stream continues behind all that is on `other` now."""
         self._cuda.note(f"{self.name} waits for {other.name}")
+        _merge(self.clock, other.clock)
 
     def wait_event(self, event: FakeEvent) -> None:
         """This stream continues behind the event."""
         self._cuda.note(f"{self.name} waits for event {event.number}")
+        _merge(self.clock, event.clock)
 
     def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
         """Put an event behind what is on this stream."""
@@ -95,6 +109,7 @@ class FakeStream:
     def synchronize(self) -> None:
         """The host waits for this stream."""
         self._cuda.note(f"host waits for {self.name}")
+        self._cuda.wait_for(self.clock)
 
 
 class FakeEvent:
@@ -103,10 +118,13 @@ class FakeEvent:
     def __init__(self, cuda: FakeCuda, number: int) -> None:
         self._cuda, self.number = cuda, number
         self.done = False
+        self.clock: Clock = {}
 
     def record(self, stream: FakeStream | None = None) -> None:
         """Put this event behind what is on the stream (the current one by default)."""
-        self._cuda.note(f"event {self.number} on {(stream or self._cuda.current).name}")
+        stream = stream or self._cuda.current
+        self._cuda.note(f"event {self.number} on {stream.name}")
+        self.clock = dict(stream.clock)
 
     def wait(self, stream: FakeStream | None = None) -> None:
         """The stream (the current one by default) continues behind this event."""
@@ -119,30 +137,66 @@ class FakeEvent:
     def synchronize(self) -> None:
         """The host waits for the event."""
         self._cuda.note(f"host waits for event {self.number}")
+        self._cuda.wait_for(self.clock)
 
 
 class FakeCuda:
     """Streams and events without a device; `log` is what was asked of them, in order.
 
     `with FakeCuda().installed() as cuda:` puts it in the place of `torch.cuda.Stream`, `Event`, `current_stream`,
-    `stream`, `synchronize`, `current_device` and `device`. Code must look these up in `torch.cuda` when it runs.
+    `stream`, `synchronize`, `current_device`, `set_device` and `device`. Code must look these up in `torch.cuda` when
+    it runs. There are as many devices as are named; each has a current stream, at first "default" ("default of 1").
     """
 
     def __init__(self) -> None:
         self.log: list[str] = []
-        self.default = FakeStream(self, "default")
-        self.current = self.default
-        self._streams = self._events = 0
+        self.host = FakeStream(self, "host")
+        """The host's own operations; its clock says what of the streams it has waited for."""
+        self._device = 0
+        self._defaults: dict[int, FakeStream] = {}
+        self._current: dict[int, FakeStream] = {}
+        self._made: list[FakeStream] = []
+        self._events = 0
+
+    @property
+    def default(self) -> FakeStream:
+        """The default stream of device 0."""
+        return self.default_stream(0)
+
+    @property
+    def current(self) -> FakeStream:
+        """The current stream of the current device."""
+        return self.current_stream()
 
     def note(self, text: str) -> None:
         """Add a line to the log; a test's jobs may add their own."""
         self.log.append(text)
 
-    def make_stream(self, *args: Any, **kwargs: Any) -> FakeStream:
+    def launch(self, stream: FakeStream) -> None:
+        """Put an operation on a stream. What the host has done and waited for is over before it."""
+        _merge(stream.clock, self.host.clock)
+        stream.clock[stream.name] += 1
+
+    def wait_for(self, clock: Clock) -> None:
+        """The host goes on only behind this."""
+        _merge(self.host.clock, clock)
+
+    def default_stream(self, device: Any = None) -> FakeStream:
+        """The default stream of a device, the current one if None."""
+        index = self._index(device)
+        if index not in self._defaults:
+            self._defaults[index] = FakeStream(self, f"default of {index}" if index else "default", index)
+        return self._defaults[index]
+
+    def current_stream(self, device: Any = None) -> FakeStream:
+        """The current stream of a device, the current one if None."""
+        return self._current.get(self._index(device)) or self.default_stream(device)
+
+    def make_stream(self, device: Any = None, **kwargs: Any) -> FakeStream:
         """A new stream: "stream 1", "stream 2", ..."""
-        del args, kwargs
-        self._streams += 1
-        return FakeStream(self, f"stream {self._streams}")
+        del kwargs
+        self._made.append(FakeStream(self, f"stream {len(self._made) + 1}", self._index(device)))
+        return self._made[-1]
 
     def event(self, *args: Any, **kwargs: Any) -> FakeEvent:
         """A new event, numbered from 1."""
@@ -152,12 +206,42 @@ class FakeCuda:
 
     @contextmanager
     def on(self, stream: FakeStream | None) -> Iterator[None]:
-        """Make a stream the current one."""
-        before, self.current = self.current, stream or self.current
+        """Make a stream the current one of its device, and its device the current one."""
+        before, device = dict(self._current), self._device
+        if stream is not None:
+            self._device = self._index(stream.device)
+            self._current[self._device] = stream
         try:
             yield
         finally:
-            self.current = before
+            self._current, self._device = before, device
+
+    @contextmanager
+    def at(self, device: Any) -> Iterator[None]:
+        """Make a device the current one."""
+        before = self._device
+        self.set_device(device)
+        try:
+            yield
+        finally:
+            self._device = before
+
+    def set_device(self, device: Any) -> None:
+        """Make a device the current one from now on."""
+        self._device = self._index(device)
+
+    def synchronize(self, device: Any = None) -> None:
+        """The host waits for everything."""
+        del device
+        self.note("host waits for the device")
+        for stream in (*self._defaults.values(), *self._made):
+            self.wait_for(stream.clock)
+
+    def _index(self, device: Any) -> int:
+        if isinstance(device, int):
+            return device
+        index = None if device is None else torch.device(device).index
+        return self._device if index is None else index
 
     @contextmanager
     def installed(self) -> Iterator[FakeCuda]:
@@ -165,12 +249,13 @@ class FakeCuda:
         replaced: dict[str, Callable[..., Any]] = {
             "Stream": self.make_stream,
             "Event": self.event,
-            "current_stream": lambda *args, **kwargs: self.current,
-            "default_stream": lambda *args, **kwargs: self.default,
+            "current_stream": self.current_stream,
+            "default_stream": self.default_stream,
             "stream": self.on,
-            "synchronize": lambda *args, **kwargs: self.note("host waits for the device"),
-            "current_device": lambda: 0,
-            "device": lambda *args, **kwargs: contextlib.nullcontext(),
+            "synchronize": self.synchronize,
+            "current_device": lambda: self._device,
+            "set_device": self.set_device,
+            "device": self.at,
         }
         before = {name: getattr(torch.cuda, name) for name in replaced}
         for name, value in replaced.items():
