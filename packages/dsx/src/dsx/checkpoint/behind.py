@@ -8,9 +8,9 @@ A slot is one block of host memory for all pieces of one save; it is kept and us
 on a CUDA device). There are as many slots as saves may be in flight: a program that saves faster than the disk writes
 waits for a slot. State on disk (`offload_optimizer` to nvme) is copied on disk, part by part, into a file without a
 name next to the checkpoint. That file disappears with the save, also if the process is killed. Only one part is in
-memory while it is copied, and one piece while it is written. On CUDA the copies run on a separate stream, and the
-current stream waits for them on the device, so that later work cannot overwrite values that are being copied; the host
-goes on.
+memory while it is copied, and one piece while it is written. On CUDA the copies run on a separate stream of each
+device, whose current stream waits for them on the device, so that later work cannot overwrite values that are being
+copied; the host goes on.
 
 The thread communicates with other ranks over a separate process group, so that its messages cannot mix with the
 collectives of training. An error is the same on all ranks; the next `submit` or `wait` raises it. If no call has raised
@@ -144,17 +144,36 @@ def _copy_now(copies: list[torch.Tensor], values: list[torch.Tensor]) -> Callabl
 
 
 def _copy_on_device(copies: list[torch.Tensor], values: list[torch.Tensor]) -> Callable[[], None]:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
+    """Copy on a stream of its own for each device that holds values: a rank may have its model on several devices, and
+    on others than the current one.
+    """
+    ends = [
+        _copy_from(device, [(copy, value) for copy, value in zip(copies, values) if value.device == device])
+        for device in dict.fromkeys(value.device for value in values if value.is_cuda)
+    ]
+    for copy, value in zip(copies, values):
+        if not value.is_cuda:
+            copy.copy_(value)
+
+    def wait() -> None:
+        for end in ends:
+            end.synchronize()
+
+    return wait
+
+
+def _copy_from(device: torch.device, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.Event:
+    """Start copies from a CUDA device. The current stream of the device goes on behind them."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        for copy, value in zip(copies, values):
+        for copy, value in pairs:
             copy.copy_(value, non_blocking=True)
-            if value.is_cuda:
-                value.record_stream(stream)
-    torch.cuda.current_stream().wait_stream(stream)
+            value.record_stream(stream)
+    torch.cuda.current_stream(device).wait_stream(stream)
     done = torch.cuda.Event()
     done.record(stream)
-    return done.synchronize
+    return done
 
 
 class WriteBehind:
