@@ -84,6 +84,32 @@ def test_memory_is_taken_again_only_behind_its_last_use(cuda):
     ]
 
 
+def test_two_streams_that_free_memory_in_turn_are_both_waited_for(cuda):
+    lane, other = lane_of(cuda), torch.cuda.Stream()
+    lane.free_after_use(TensorBuffer(torch.empty(1)))
+    with torch.cuda.stream(other):
+        lane.free_after_use(TensorBuffer(torch.empty(1)))
+    lane.submit(lambda: cuda.note("allocates"))
+    waits = ["stream 1 waits for event 1", "stream 1 waits for event 2"]
+    assert cuda.log == ["event 1 on default", "event 2 on stream 2", *waits, "allocates", "event 3 on stream 1"]
+
+
+def test_the_callers_stream_is_that_of_the_lanes_device(cuda):
+    """Not of the device that happens to be current."""
+    lane = make_lane(torch.device("cuda", 1))
+    ticket = lane.submit(lambda: cuda.note(f"job on {cuda.current.name}"), see_writes_so_far=True)
+    ticket.wait()
+    lane.free_after_use(TensorBuffer(torch.empty(1)))
+    assert cuda.log == [
+        "stream 1 waits for default of 1",
+        "job on stream 1",
+        "event 1 on stream 1",
+        "default of 1 waits for event 1",
+        "event 2 on default of 1",
+    ]
+    assert torch.cuda.current_device() == 0
+
+
 def test_an_event_is_of_the_stream_that_used_the_memory(cuda):
     lane = lane_of(cuda)
     with torch.cuda.stream(torch.cuda.Stream()):

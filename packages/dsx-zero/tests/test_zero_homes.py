@@ -10,7 +10,7 @@ import random
 import pytest
 import torch
 from dsx_testkit import MemoryStore
-from dsx_zero.homes.home import DeviceHome, HostHome, accumulate, fetched, opened, read, write
+from dsx_zero.homes.home import DeviceHome, HostHome, accumulate, fetching, opened, read, write
 from dsx_zero.homes.stored import StoredHome
 from dsx_zero.lanes import DeferringLane, HostLane, TensorBuffer
 
@@ -122,9 +122,7 @@ def test_on_a_deferring_lane_mistakes_of_order_show(make):
 
 def test_memory_on_the_device_is_the_home_itself():
     home, lane = device(), DeferringLane()
-    view, ticket = fetched(home, torch.device("cpu"), lane)
-    assert view is home.view()
-    assert ticket is None  # nothing to wait for
+    assert fetching(home, torch.device("cpu"), lane)() is home.view()
     with opened(home, 10, 20) as part:
         assert part.data_ptr() == read(home, 10).data_ptr()
 

@@ -6,8 +6,10 @@ frees a buffer with which the caller has finished: jobs submitted later may take
 still run before the caller's last use.
 
 * ``HostLane``: jobs start at once; what they return (a pending collective) is waited for.
-* ``CudaLane``: jobs are enqueued on a stream of their own; waiting is a stream wait, never a host wait. Memory
-  allocated in a job belongs to that stream, so a buffer may be freed only behind an event of the consuming stream.
+* ``CudaLane``: jobs are enqueued on a stream of their own; waiting is a stream wait, never a host wait. The caller's
+  stream is the current one of the lane's device, whatever device is current. Memory allocated in a job belongs to the
+  lane's stream: it may be dropped in the job, and outside only behind an event of the stream that used it last
+  (``free_after_use``). Memory allocated outside must stay referenced until its ticket was waited for.
 * ``DeferringLane``: for tests. Nothing runs until it is waited for, and buffers are filled with NaN before they are
   freed. Code that reads before it waits, or after it has freed a buffer, gets NaN.
 
@@ -67,17 +69,22 @@ or enqueued, inside the context that is returned.
 """
 
 
-def transfer(lane: Lane, job: Job, what: str, nbytes: int) -> Ticket:
-    """Submit a copy between tiers, and report it to the listener of the lane (`on_transfer`), if it has one."""
+def told(lane: Lane, job: Job, what: str, nbytes: int) -> Job:
+    """A job of `lane` that copies between tiers, and reports that to the lane's listener (`on_transfer`), if any."""
     listener: OnTransfer | None = getattr(lane, "on_transfer", None)
     if listener is None:
-        return lane.submit(job)
+        return job
 
-    def told() -> Pending | None:
+    def reporting() -> Pending | None:
         with listener(what, nbytes):
             return job()
 
-    return lane.submit(told)
+    return reporting
+
+
+def transfer(lane: Lane, job: Job, what: str, nbytes: int) -> Ticket:
+    """Submit a copy between tiers, and report it (`told`)."""
+    return lane.submit(told(lane, job, what, nbytes))
 
 
 def is_done(pending: Pending) -> bool:
@@ -162,15 +169,15 @@ class HostLane:
 
 
 class _CudaTicket:
-    def __init__(self, event: torch.cuda.Event, pending: Pending | None) -> None:
-        self._event = event
+    def __init__(self, event: torch.cuda.Event, device: torch.device, pending: Pending | None) -> None:
+        self._event, self._device = event, device
         self._pending = pending  # keeps the collective's own references alive until it is waited for
 
     def is_completed(self) -> bool:
         return self._event.query()
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        torch.cuda.current_stream(self._device).wait_event(self._event)
         self._pending = None
 
     def synchronize(self) -> None:
@@ -186,34 +193,36 @@ class CudaLane:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device=device, priority=-1)
-        self._last_use: torch.cuda.Event | None = None
+        self._device = self._stream.device
+        self._last_uses: dict[torch.cuda.Stream, torch.cuda.Event] = {}
 
     def submit(self, job: Job, *, see_writes_so_far: bool = False) -> Ticket:
         """Enqueue ``job`` behind the last use of the memory that was freed before: ``job`` may get that memory."""
         if see_writes_so_far:
             self.see_writes_so_far()
-        if self._last_use is not None:
-            self._stream.wait_event(self._last_use)
-            self._last_use = None
+        if self._last_uses:
+            for last_use in self._last_uses.values():
+                self._stream.wait_event(last_use)
+            self._last_uses.clear()
         with torch.cuda.stream(self._stream):
             pending = job()
             if pending is not None:
                 pending.wait()  # a stream wait: the collective's stream holds this one up, not the host
             event = torch.cuda.Event()
             event.record(self._stream)
-        return _CudaTicket(event, pending)
+        return _CudaTicket(event, self._device, pending)
 
     def see_writes_so_far(self) -> None:
         """Let the jobs submitted from now on see what the caller's stream has enqueued so far (updated shards)."""
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def free_after_use(self, buffer: Buffer) -> None:
-        """Free behind everything the current stream has enqueued: later jobs wait for this moment before they
-        allocate.
+        """Free behind everything the caller's stream has enqueued: later jobs wait for this moment before they
+        allocate. One event is kept for each stream that has freed something, the latest: a stream is in order.
         """
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream())
-        self._last_use = event
+        stream, event = torch.cuda.current_stream(self._device), torch.cuda.Event()
+        event.record(stream)
+        self._last_uses[stream] = event
         buffer.free()
 
 

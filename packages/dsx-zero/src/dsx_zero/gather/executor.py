@@ -4,22 +4,26 @@ calls.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from ..homes.home import fetched
+from ..homes.home import fetching
 from ..lanes import Lane, Ticket
 from ..params.flat import FlatGroup
 from ..params.partitioned_unit import PartitionedUnit, UnitState
 from ..params.storage import GatheredStorage
-from ..transports.protocol import Transport
+from ..transports.protocol import Then, Transport
 from .read_ahead import ReadAhead
 
 __all__ = ["GatherExecutor", "GatherLimits"]
+
+
+_Shard = torch.Tensor | Callable[[], torch.Tensor]
+"""A shard on the device, or what brings it there in a job of the lane (`fetching`)."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,9 @@ class GatherExecutor:
         self._ahead = ahead
         self._units = {unit.index: unit for unit in units}
         self._transport, self._lane, self._limits = transport, lane, limits
+        lane.see_writes_so_far()  # of the shards, on the device
         self._tickets: dict[int, list[Ticket]] = {}
-        self._to_scratch: list[tuple[Ticket, torch.Tensor]] = []
+        self._to_scratch: list[Ticket] = []
         self.live = 0
         """Elements of all gathered units."""
         self._under_way = 0  # elements of units whose gather is in flight
@@ -90,23 +95,20 @@ class GatherExecutor:
         for store, group in zip(target.storages, target.groups):
             if not store.numel:
                 continue
-            shard, arrival = group.shard.view(), None
+            shard: _Shard | None = group.shard.view()
             if shard is None or shard.device != group.key.device:
-                shard, arrival = fetched(group.shard, group.key.device, self._lane)
-            jobs.append(partial(self._fill, store, shard, arrival, group, target.name))
+                shard = fetching(group.shard, group.key.device, self._lane)
+            jobs.append(partial(self._fill, store, shard, group, target.name))
         if self._ahead is not None:
             self._ahead.read_next()  # before the jobs are submitted, because these may wait for their shards
         for job in jobs:
             self._tickets[target.index].append(self._lane.submit(job))
 
-    def _fill(
-        self, store: GatheredStorage, shard: torch.Tensor, arrival: Ticket | None, group: FlatGroup, name: str
-    ) -> Any:
+    def _fill(self, store: GatheredStorage, shard: _Shard, group: FlatGroup, name: str) -> Any:
         """The job of a lane that gathers a flat group of a unit."""
         store.allocate()
-        if arrival is not None:
-            arrival.wait()
-        return self._transport.start(store.fill, shard, group, name)
+        source = shard if isinstance(shard, torch.Tensor) else shard()
+        return self._transport.start(store.fill, source, group, name)
 
     def _gather_to_scratch(self, target: PartitionedUnit) -> None:
         """A rank that already holds the unit still takes part in the collective; its copy goes to scratch memory."""
@@ -114,25 +116,18 @@ class GatherExecutor:
         for group in target.groups:
             if not group.layout.numel:
                 continue
-            scratch = torch.empty(group.layout.numel, dtype=group.key.dtype, device=group.key.device)
-            shard, arrival = fetched(group.shard, group.key.device, self._lane)
+            source = fetching(group.shard, group.key.device, self._lane)
+            self._to_scratch.append(self._lane.submit(partial(self._fill_scratch, source, group, target.name)))
 
-            def gather(
-                out: torch.Tensor = scratch,
-                shard: torch.Tensor = shard,
-                group: FlatGroup = group,
-                arrival: Ticket | None = arrival,
-            ) -> Any:
-                if arrival is not None:
-                    arrival.wait()
-                return self._transport.start(out, shard, group, target.name)
-
-            self._to_scratch.append((self._lane.submit(gather), scratch))
+    def _fill_scratch(self, source: Callable[[], torch.Tensor], group: FlatGroup, name: str) -> Then:
+        """The job of a lane that gathers a flat group to memory that nobody reads."""
+        scratch = torch.empty(group.layout.numel, dtype=group.key.dtype, device=group.key.device)
+        return Then([self._transport.start(scratch, source(), group, name)], keeps=scratch)
 
     def settle(self) -> None:
         """Wait for the gathers to scratch memory, and free it."""
         pending, self._to_scratch = self._to_scratch, []
-        for ticket, _ in pending:
+        for ticket in pending:
             ticket.wait()
 
     def holds(self, unit: int) -> bool:

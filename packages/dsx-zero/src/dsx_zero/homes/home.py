@@ -17,7 +17,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from ..errors import ZeroStateError
-from ..lanes import HostLane, Lane, Ticket, transfer
+from ..lanes import HostLane, Job, Lane, Pending, Ticket, told, transfer
 
 __all__ = [
     "Cuttable",
@@ -28,7 +28,7 @@ __all__ = [
     "ReadsAhead",
     "accumulate",
     "discard",
-    "fetched",
+    "fetching",
     "opened",
     "read",
     "write",
@@ -99,8 +99,10 @@ class ReadsAhead(Protocol):
         """Start reading all elements into host memory. Does nothing if that is under way."""
         ...
 
-    def take(self, device: torch.device, lane: Lane) -> tuple[torch.Tensor, Ticket] | None:
-        """The elements that were read ahead, on `device`, and the ticket to wait for; None if none were."""
+    def take(self) -> tuple[torch.Tensor, Pending]:
+        """All elements in host memory, and what to wait for: those that were read ahead; if none were, reading starts
+        now.
+        """
         ...
 
     def forget_ahead(self) -> None:
@@ -266,17 +268,43 @@ def opened(home: Home, start: int = 0, stop: int | None = None) -> Iterator[torc
         write(home, values, start)
 
 
-def fetched(home: Home, device: torch.device, lane: Lane) -> tuple[torch.Tensor, Ticket | None]:
-    """All elements on `device`: the view if it is there, otherwise a new buffer that a job of `lane` fills, with the
-    ticket to wait for.
+def fetching(home: Home, device: torch.device, lane: Lane) -> Callable[[], torch.Tensor]:
+    """A function that gives all elements on `device`, for a job of `lane`: the view if it is there, otherwise a copy.
+    Reading from a slow place starts at once, and the function waits for it.
+
+    The copy's memory is allocated by the function. So it belongs to the stream on which the job runs, and can be
+    dropped there: memory of the caller's stream would go back to that stream while the job's copy and collective still
+    use it.
     """
     view = home.view()
     if view is not None and view.device == device:
-        return view, None
-    if view is None and isinstance(home, ReadsAhead) and (taken := home.take(device, lane)) is not None:
-        return taken
+        return lambda: view
+    if view is not None:
+        return lambda: _copied(view, device, lane, f"from {home.tier}")
+    if isinstance(home, ReadsAhead) and not home.is_direct:
+        values, arriving = home.take()
+
+        def arrived() -> torch.Tensor:
+            arriving.wait()
+            return values if values.device == device else _copied(values, device)
+
+        return arrived
+    return lambda: _fetched_in_job(home, device)
+
+
+def _copied(source: torch.Tensor, device: torch.device, lane: Lane | None = None, what: str = "") -> torch.Tensor:
+    """A copy on `device`, from inside a job; if `lane` is given, its listener is told what it is."""
+    out = torch.empty(source.shape, dtype=source.dtype, device=device)
+    copy: Job = lambda: _copy(out, source)  # noqa: E731
+    (copy if lane is None else told(lane, copy, what, out.nbytes))()
+    return out
+
+
+def _fetched_in_job(home: Home, device: torch.device) -> torch.Tensor:
+    """A copy on `device`, from inside a job: what the home submits runs at once, on the job's stream."""
     out = torch.empty(home.numel, dtype=home.dtype, device=device)
-    return out, home.fetch(out, lane)
+    home.fetch(out, _HOST_LANE).wait()
+    return out
 
 
 def accumulate(

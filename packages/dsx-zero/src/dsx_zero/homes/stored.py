@@ -132,6 +132,7 @@ class StoredHome:
         return None
 
     def fetch(self, out: torch.Tensor, lane: Lane, *, start: int = 0) -> Ticket:
+        lane.see_writes_so_far()  # the memory of `out` may have had another user on the caller's side
         return lane.submit(lambda: self._read(out, start))
 
     def store(self, values: torch.Tensor, lane: Lane, *, start: int = 0) -> Ticket:
@@ -147,8 +148,11 @@ class StoredHome:
         store reads straight into device memory.
         """
         if self._ahead is None and not self._direct:
-            out = torch.empty(self.numel, dtype=self.dtype, device="cpu", pin_memory=self._pin)
-            self._ahead = out, self._read(out, 0)
+            self._ahead = self._start_reading()
+
+    def _start_reading(self) -> tuple[torch.Tensor, _Moves]:
+        out = torch.empty(self.numel, dtype=self.dtype, device="cpu", pin_memory=self._pin)
+        return out, self._read(out, 0)
 
     @property
     def is_ahead(self) -> bool:
@@ -160,21 +164,10 @@ class StoredHome:
         """Do fetches go straight to the device, so that the host does not wait for them?"""
         return self._direct
 
-    def take(self, device: torch.device, lane: Lane) -> tuple[torch.Tensor, Ticket] | None:
-        """The elements that were read ahead, on `device`, with the ticket to wait for; None if none were."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is None:
-            return None
-        values, moves = ahead
-        if device.type == "cpu":
-            return values, lane.submit(lambda: moves)
-        out = torch.empty(self.numel, dtype=self.dtype, device=device)
-
-        def copy() -> None:
-            moves.wait()
-            out.copy_(values, non_blocking=True)
-
-        return out, lane.submit(copy)
+    def take(self) -> tuple[torch.Tensor, Pending]:
+        """All elements in host memory, and what to wait for: those that were read ahead, or reading starts now."""
+        ahead, self._ahead = self._ahead or self._start_reading(), None
+        return ahead
 
     def forget_ahead(self) -> None:
         """Drop the elements that were read ahead: they are stale, or not wanted."""

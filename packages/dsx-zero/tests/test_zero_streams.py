@@ -1,0 +1,105 @@
+"""Training over lanes that are streams: whatever a lane's stream and the caller's stream share is ordered between them.
+
+`dsx_zero` runs whole on the CPU, with the lanes of a CUDA device over streams that only note their order, while
+`StreamMemory` follows the memory of every operation. What it reports would be a race on a device.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import dsx_zero
+import pytest
+import torch
+from dsx_comm import RankSet
+from dsx_testkit import FakeCuda, MemoryStore, StreamMemory, run_ranks
+from dsx_zero.gather.executor import GatherExecutor, GatherLimits
+from dsx_zero.lanes import CudaLane, lanes_from
+from dsx_zero.params.partitioned_unit import PartitionedUnit
+from dsx_zero.plan.units import find_parameters, plan_units
+from dsx_zero.transports.gathers import PlainGather
+
+HOST = {"device": "cpu"}
+DISK = {"device": "nvme"}
+WHOLE = {"stage3_param_persistence_threshold": 0}
+ALL_ON_HOST = {**WHOLE, "offload_optimizer": HOST, "offload_param": HOST}
+CASES = {
+    "on the device": WHOLE,
+    "few gathered": {**WHOLE, "stage3_max_live_parameters": 300, "stage3_prefetch_bucket_size": 300},
+    "states on the host": {**WHOLE, "offload_optimizer": HOST},
+    "all on the host": ALL_ON_HOST,
+    "all on disk": {**WHOLE, "offload_optimizer": DISK, "offload_param": {**DISK, "max_in_cpu": 0}},
+}
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return x.square().mean()
+
+
+@contextmanager
+def streams():
+    """Lanes are streams inside; gives the memory that is watched."""
+    with FakeCuda().installed() as cuda, lanes_from(CudaLane), StreamMemory(cuda) as memory:
+        yield memory
+    assert any("waits for" in line for line in cuda.log)
+
+
+def train(settings, steps=3, batches=2):
+    """The reports of a training at stage 3. (Stages below keep parameters where they are, and "meta" is refused.)"""
+    device, adam = torch.device("meta"), lambda parameters: torch.optim.Adam(parameters, lr=0.01)
+    with streams() as memory:
+        config = {"stage": 3, **settings}
+        model, optimizer = dsx_zero.shard(Net(), adam, config=config, device=device, store=MemoryStore())
+        for _ in range(steps):
+            for _ in range(batches):
+                model(torch.ones(3, 16, device=device)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            model(torch.ones(3, 16, device=device))  # an evaluation: gathers that no backward follows
+        optimizer.synchronize()
+    return memory.reports
+
+
+def every_case(rank, world):
+    return {name: train(case) for name, case in CASES.items()}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_nothing_is_used_by_two_streams_without_an_order(world):
+    for found in run_ranks(every_case, world):
+        assert found == {name: [] for name in CASES}
+
+
+def test_memory_that_nobody_reads_is_the_lanes_own_too():
+    """A rank that holds a unit gathers it once more for the others, into scratch memory."""
+    model = Net().to("meta")
+    plans = plan_units(model, find_parameters(model), stage=3, ranks_of=lambda _: RankSet(), bucket_size=1)
+    with streams() as memory:
+        units = [PartitionedUnit(plan) for plan in plans]
+        for unit in units:
+            unit.adopt(model, {info.name: info for info in find_parameters(model)})
+        lane = CudaLane(torch.device("cuda"))
+        gathers = GatherExecutor(units, transport=PlainGather(), lane=lane, limits=GatherLimits())
+        for _ in range(2):
+            for unit in units:
+                gathers.run_gather(unit.index)
+                gathers.run_gather(unit.index)
+                gathers.arrive(unit.index)
+                gathers.free(unit.index)
+            gathers.settle()
+    assert memory.reports == []
+
+
+def test_the_first_gather_sees_shards_that_were_written_on_the_device():
+    with FakeCuda().installed() as cuda:
+        GatherExecutor([], transport=PlainGather(), lane=CudaLane(torch.device("cuda")), limits=GatherLimits())
+    assert cuda.log == ["stream 1 waits for default"]
