@@ -35,7 +35,7 @@ class Locked:
 class Memory:
     """A piece of page-aligned, zeroed memory. It lives as long as this object or any tensor on it."""
 
-    region: mmap.mmap
+    region: memoryview
     address: int
     nbytes: int
     locked: Locked
@@ -54,9 +54,11 @@ def allocate(nbytes: int, pin: Pin = False) -> Memory:
     region = _map(max(1, nbytes))
     address = ctypes.addressof(ctypes.c_char.from_buffer(region))
     locked = _lock(address, len(region), pin)
+    view = memoryview(region)
     if locked.by == "cuda":
-        weakref.finalize(region, _unregister, address)
-    return Memory(region, address, nbytes, locked)
+        # The finalizer holds the region, which would otherwise be unmapped before its pages are unlocked.
+        weakref.finalize(view, _unregister, region, address)
+    return Memory(view, address, nbytes, locked)
 
 
 def empty(
@@ -98,7 +100,7 @@ def _register(address: int, nbytes: int) -> Locked:
     return Locked("cuda") if int(code) == 0 else Locked("none", f"cudaHostRegister answered {code}")
 
 
-def _unregister(address: int) -> None:
+def _unregister(region: mmap.mmap, address: int) -> None:
     runtime: Any = torch.cuda.cudart()
     runtime.cudaHostUnregister(address)
 

@@ -32,7 +32,8 @@ from .homes.chosen import (
     steps_during_backward,
 )
 from .homes.stored import TensorStore
-from .homes.tiers import Placement, UnitPlacement
+from .homes.tiers import DiskTier, HostTier, Placement, UnitPlacement
+from .lanes import CudaLane, Lane
 from .locked_pages import ask_for_locked_pages
 from .optimizer import ZeroOptimizer
 from .params.restored import current_parameter, restore_model
@@ -238,9 +239,21 @@ def shard(
         _report_padding(planned.plans)
     if data.rank == 0 and not placement.on_device:
         _log.info("where state lives:\n%s", "\n".join(f"  {record}" for record in planned.placements))
+        _warn_of_unlocked_memory(planned.placements, builder.lane)
     dtypes = [group.key.dtype for unit in parts.runtime.units for group in unit.trainable]
     planned.averaging.announce(precision.wire_dtype(dtypes[0]) if dtypes else None)
     return model, sharded
+
+
+def _warn_of_unlocked_memory(placements: Sequence[UnitPlacement], lane: Lane) -> None:
+    """Copies between a device and pages that are not locked make the host wait, so that nothing runs beside them."""
+    tiers = [tier for record in placements for tier in record.placement.tiers]
+    if isinstance(lane, CudaLane) and any(isinstance(tier, HostTier | DiskTier) and not tier.pin for tier in tiers):
+        _log.warning(
+            "offload_optimizer or offload_param has pin_memory false: each copy between device and host makes the"
+            " host wait, and runs beside nothing. Set pin_memory to true, if the system allows that much"
+            " page-locked memory (`ulimit -l`)"
+        )
 
 
 def _check_late_update(settings: ZeroConfig, inner: Any, placements: Sequence[UnitPlacement]) -> None:

@@ -1,8 +1,8 @@
 """Tests on all ranks, before a model is changed, whether page-locked host memory can be allocated.
 
 Locking pages may fail: by a limit of the system, or because there is too little memory. After a model is divided
-halfway, this cannot be undone. So the homes that will be page-locked are allocated once as a trial, and freed. On
-CUDA this costs nothing: torch keeps freed locked pages, and uses the same ones for the homes.
+halfway, this cannot be undone. So the homes that will be page-locked are allocated once as a trial, and freed. That
+costs the time of locking their pages once more.
 
 Left out: the optimizer's own states, which it makes on its masters' device and does not lock, and buffers in host
 memory for state on disk.

@@ -18,6 +18,7 @@ import torch
 
 from ..errors import ZeroStateError
 from ..lanes import HostLane, Job, Lane, Pending, Ticket, told, transfer
+from .pinned import locked_empty
 
 __all__ = [
     "Cuttable",
@@ -202,7 +203,7 @@ class HostHome(_InMemory):
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, *, pin: bool = True) -> None:
         try:
-            memory = torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pin and device.type == "cuda")
+            memory = locked_empty(numel, dtype) if pin and device.type == "cuda" else torch.empty(numel, dtype=dtype)
         except RuntimeError as error:
             raise ZeroStateError(
                 f"host memory for {numel:,} elements ({numel * dtype.itemsize:,} bytes"

@@ -124,10 +124,15 @@ class Placement:
     states: Tier | None = None
 
     @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """The tiers of all classes of state."""
+        tiers = (self.parameters, self.masters, self.gradients, self.states)
+        return tuple(tier for tier in tiers if tier is not None)
+
+    @property
     def on_device(self) -> bool:
         """Is everything on the device, as without offload?"""
-        tiers = (self.parameters, self.masters, self.gradients, self.states)
-        return all(tier is None or isinstance(tier, DeviceTier) for tier in tiers)
+        return all(isinstance(tier, DeviceTier) for tier in self.tiers)
 
     @property
     def state_tier(self) -> str:

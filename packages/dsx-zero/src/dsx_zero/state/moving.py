@@ -21,6 +21,7 @@ import torch
 
 from ..errors import ZeroConfigError, ZeroStateError
 from ..homes.home import DeviceHome, Home
+from ..homes.pinned import locked_empty
 from ..runtime import Runtime
 from ..step.states import OptimizerStates
 
@@ -75,7 +76,7 @@ class _Stash:
         self._storage, self._device = tensor.untyped_storage(), tensor.device
         self.nbytes = self._storage.nbytes()
         on_cuda = self._device.type == "cuda"
-        self._host = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=pin and on_cuda)
+        self._host = (locked_empty if pin and on_cuda else torch.empty)(self.nbytes, dtype=torch.uint8)
         data = self._bytes()
         self._host.copy_(data, non_blocking=non_blocking)
         if on_cuda:

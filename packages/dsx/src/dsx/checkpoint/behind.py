@@ -124,7 +124,7 @@ class HostSlot:
         pinned = any(value.is_cuda for value in values)
         if self._memory is None or self._memory.numel() < size or (pinned and not self._memory.is_pinned()):
             self._memory = None  # freed before the new block is made
-            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+            self._memory = _page_locked(size) if pinned else torch.empty(size, dtype=torch.uint8)
         room = self._memory
         copies = [
             room[at : at + value.numel() * value.element_size()].view(value.dtype) for at, value in zip(places, values)
@@ -135,6 +135,13 @@ class HostSlot:
 
 def _with_values(piece: Piece, values: torch.Tensor) -> Piece:
     return Piece(piece.family, piece.spec, piece.region, lambda: values)
+
+
+def _page_locked(nbytes: int) -> torch.Tensor:
+    """Memory of this size. torch's own allocator of page-locked memory would round it up to a power of two."""
+    from dsx_nvme.memory import empty  # lazy import: only devices need it
+
+    return empty(nbytes, dtype=torch.uint8, pin=True)
 
 
 def _copy_now(copies: list[torch.Tensor], values: list[torch.Tensor]) -> Callable[[], None]:
