@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("tools/native", "packages/dsx-ops/native", "packages/dsx-comm/native")
+FOLDERS = ("tools/native", "packages/dsx-ops/native", "packages/dsx-comm/native", "packages/dsx-simcuda/src")
 SUFFIXES = {".h", ".cpp", ".cu", ".cuh"}
 
 

@@ -31,7 +31,10 @@ SECTION = re.compile(r"^### (DSX\d{3})\n(.*?)(?=^##|\Z)", re.S | re.M)
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.S | re.M)
 
 # What cannot be raised on a machine that runs the tests has its test elsewhere.
-TESTED_ELSEWHERE = {"DSX602": ROOT / "packages" / "dsx-ops" / "tests" / "test_ops_build.py"}
+TESTED_ELSEWHERE = {
+    "DSX602": ROOT / "packages" / "dsx-ops" / "tests" / "test_ops_build.py",
+    "DSX903": ROOT / "packages" / "dsx-simcuda" / "tests" / "test_simcuda_refusals.py",
+}
 # A rank that ends before the others: `run_ranks` would end them all, so that none could say so.
 LAUNCHED = {"DSX206"}
 WHO_I_AM = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
