@@ -643,6 +643,70 @@ def test_there_are_enough_distinct_bugs():
     assert len({bug.plant for bug in BUGS}) == len(BUGS) >= 12
 
 
+# - A bug of the loader's batches, which `dsx.verify` does not read: a loop with a token budget shows it
+
+
+def a_batch_counts_when_it_is_fetched() -> Any:
+    """A batch goes into the sums of the update that runs when the loader returns it."""
+    batches = module("dsx.engine.efficiency").TokenBatches
+    right = batches.note
+
+    def note(self, size):
+        right(self, size)
+        self._at_forward = len(self._waiting)
+        self._use_batches()
+
+    return patch.multiple(batches, note=note, before_forward=lambda self: None, weight=lambda self: self._weight)
+
+
+class Rows(nn.Linear):
+    """The loss is a mean over all rows of the sequences of a batch."""
+
+    def forward(self, sequences: list[torch.Tensor]) -> torch.Tensor:
+        x = torch.cat(sequences)
+        return (super().forward(x) - x.square()).square().mean()
+
+
+def trains_as_on_each_batch(folder: Path) -> bool:
+    """A loop that fetches the next batch between backward and step, against plain torch on the same batches."""
+    import dsx
+    from dsx.data import DataAnalyzer, SequenceLength
+
+    generator = torch.Generator().manual_seed(0)
+    data = [torch.randn(1 + 5 * n % 9, 4, generator=generator) for n in range(12)]
+    DataAnalyzer(
+        [torch.ones(len(row), dtype=torch.int64) for row in data], batch_size=8, metric_names=["seqlen"],
+        metric_functions=[SequenceLength()], metric_dtypes=["int64"], metric_types=["single_value_per_sample"],
+        save_path=folder, collate_fn=list,
+    ).run_map_reduce()  # fmt: skip
+    budget = {"enabled": True, "max_tokens": 12, "metrics_path": str(folder), "lr_scaling_method": "none"}
+    sampling = {"enabled": True, "dynamic_batching": budget}
+    config = {**BASE, **zero(0), "data_efficiency": {"enabled": True, "data_sampling": sampling}}
+    plain = Rows(4, 4)
+    model = Rows(4, 4)
+    model.load_state_dict(plain.state_dict())
+    optimizer = torch.optim.SGD(plain.parameters(), **BASE["optimizer"]["params"])
+    engine, _, loader, _ = dsx.initialize(model=model, training_data=data, collate_fn=list, config=config)
+    batches = iter(loader)
+    batch = next(batches)
+    for _ in range(3):
+        optimizer.zero_grad()
+        plain(batch).backward()
+        optimizer.step()
+        engine.backward(engine(batch))
+        batch = next(batches)
+        engine.step()
+    return torch.allclose(engine.module.weight, plain.weight, rtol=1e-4, atol=1e-5)
+
+
+def test_a_batch_that_counts_for_the_wrong_update_shows(tmp_path):
+    for folder in ("right", "wrong"):
+        (tmp_path / folder).mkdir()
+    assert trains_as_on_each_batch(tmp_path / "right")
+    with a_batch_counts_when_it_is_fetched():
+        assert not trains_as_on_each_batch(tmp_path / "wrong")
+
+
 def test_the_table_in_the_docs_is_this_list():
     text = DOCUMENT.read_text()
     assert all(f"| {bug.name} |" in text for bug in BUGS), f"run: python {Path(__file__).name}"
