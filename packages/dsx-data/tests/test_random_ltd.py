@@ -312,6 +312,7 @@ def test_layers_without_a_mask():
         ({"ids": ()}, r"random_ltd_layer_id: got \[\]"),
         ({"low": 32}, "min_value 32, expected at most max_value, 16"),
         ({"steps": 0}, "require_steps: got 0"),
+        ({"layer_token_lr_schedule": {"enabled": True}}, "layer_token_lr_schedule.enabled: got True, expected False"),
         ({"hidden_state_order": "x"}, "'batch_seq_dim' or 'seq_batch_dim'"),
     ],
 )

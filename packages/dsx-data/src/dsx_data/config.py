@@ -306,7 +306,7 @@ def _ltd_findings(section: RandomLtd) -> Iterator[Finding]:
             "use scheduler, which counts steps; random_ltd_scheduler.consumed_layer_tokens counts tokens",
         )  # fmt: skip
     try:
-        RandomLTDScheduler(section)
+        RandomLTDScheduler(section.model_copy(update={"layer_token_lr_schedule": None}))
     except DataArgumentError as error:
         key, _, rest = str(error).removeprefix("random_ltd.").partition(": got ")
         got, _, expected = rest.partition(", expected ")

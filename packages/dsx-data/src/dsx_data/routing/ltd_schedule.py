@@ -90,6 +90,11 @@ class RandomLTDScheduler:
                 f"random_ltd.random_ltd_layer_num: got {count}, expected {len(self.layer_ids)}, the count of"
                 " random_ltd_layer_id"
             )
+        if _get(_get(self.config, "layer_token_lr_schedule") or {}, "enabled"):
+            raise DataArgumentError(
+                "random_ltd.layer_token_lr_schedule.enabled: got True, expected False: a learning rate by layer tokens"
+                " is not available (DeepSpeed raises NotImplementedError); use a scheduler that counts steps"
+            )
 
     def get_seq(self, global_steps: int) -> int:
         """Tokens per sequence that are kept at step `global_steps`."""
