@@ -87,7 +87,7 @@ def test_refusals():
         module(*torch.randn(3, 1, 3, 64, 8))
     with pytest.raises(ArgumentError, match="attn_mask_mode"):
         SparseSelfAttention(FixedSparsityConfig(2), attn_mask_mode="times")
-    with pytest.raises(LayoutError, match="dividable"):
+    with pytest.raises(LayoutError, match="expected a multiple of the block"):
         SparseSelfAttention(FixedSparsityConfig(2, block=16), max_seq_length=65)
 
 

@@ -66,7 +66,7 @@ class SparsityConfig:
         """Zeros [heads, blocks, blocks]. Raises `LayoutError` if `seq_len` is not a multiple of the block."""
         if seq_len < 1 or seq_len % self.block != 0:
             raise LayoutError(
-                f"Sequence Length, {seq_len}, needs to be dividable by Block size {self.block}! "
+                f"got a sequence of {seq_len}, expected a multiple of the block, {self.block}: "
                 "SparseAttentionUtils.pad_to_block_size pads a batch; covering(seq_len) rounds the layout up"
             )
         blocks = seq_len // self.block
