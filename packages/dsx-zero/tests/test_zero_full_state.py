@@ -257,8 +257,15 @@ def by_torch(rank, world, stage):
     if divided:
         with pytest.raises(dsx_zero.ZeroStateError, match="full_state_dict"):
             torch_state.get_optimizer_state_dict(model, optimizer)
+        with pytest.raises(dsx_zero.ZeroStateError, match="load_full_state_dict"):
+            torch_state.set_optimizer_state_dict(model, optimizer, states)
     else:
-        torch_state.get_optimizer_state_dict(model, optimizer)
+        states = copy.deepcopy(torch_state.get_optimizer_state_dict(model, optimizer))
+        step(model, optimizer, 2, rank, world)
+        torch_state.set_optimizer_state_dict(model, optimizer, copy.deepcopy(states))
+        again = torch_state.get_optimizer_state_dict(model, optimizer)
+        for name, found in states["state"].items():
+            assert all(torch.equal(again["state"][name][key], value) for key, value in found.items())
     step(model, optimizer, 2, rank, world)
 
 
