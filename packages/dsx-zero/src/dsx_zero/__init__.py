@@ -8,8 +8,8 @@ optimizer.zero_grad()
 
 Where things are (each folder has a map of its own): `api` builds, `runtime` names the parts, `optimizer` steps them;
 `plan` who owns what, `params` flat buffers and parameters, `order` of the collectives, `grads` reduction, `gather` at
-stage 3 and after a step, `step` masters and norms, `state` slices by name, `access` single parameters of a sharded
-model.
+stage 3 and after a step, `step` masters and norms, `state` slices by name, `full_state` all of it whole, `access`
+single parameters of a sharded model. What `shard` refuses is in `checks`.
 """
 
 from . import checkpointing
