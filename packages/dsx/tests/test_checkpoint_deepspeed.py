@@ -7,6 +7,8 @@ bit in fp32.
 """
 
 import os
+import subprocess
+import sys
 from collections import OrderedDict
 
 import pytest
@@ -268,8 +270,50 @@ def test_the_functions_of_zero_to_fp32(tmp_path):
     assert scripts.get_model_state_file(tmp_path / "ds" / "global_step3", 3).endswith(
         "zero_pp_rank_0_mp_rank_00_model_states.pt"
     )
-    with pytest.raises(CheckpointError, match="such files are DeepSpeed's"):
-        scripts.get_optim_files(tmp_path / "dsx" / "global_step2")
+    with pytest.raises(CheckpointError, match="expected a tag's folder of DeepSpeed or of dsx"):
+        scripts.get_optim_files(tmp_path / "dsx")
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_program_that_reads_the_files_of_rank_0_itself_finds_the_callers_state(tmp_path, stage):
+    """As Lightning's conversion to fp32 does: with `torch.load`, which allows no code."""
+    from dsx.checkpoint.zero_to_fp32 import (
+        get_fp32_state_dict_from_zero_checkpoint,
+        get_model_state_file,
+        get_optim_files,
+    )
+
+    engine = build(bf16={"enabled": True}, zero_optimization={"stage": stage})
+    train(engine, 0, 2)
+    client = {"epoch": 3, "hyper_parameters": {"rate": 0.1}, "loops": [1, (2, 3)], "average": torch.arange(3.0)}
+    engine.save_checkpoint(tmp_path, tag="epoch=3-step=2", client_state=client)
+    before = sorted(path.name for path in (tmp_path / "epoch=3-step=2").iterdir())
+    tag = str(tmp_path / (tmp_path / "latest").read_text())
+    weights = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), None)
+    (first,) = get_optim_files(tag)
+    assert torch.load(first)["optimizer_state_dict"]["zero_stage"] == stage
+    file = get_model_state_file(tag, stage)
+    head = torch.load(file)
+    assert head["module"] is None and head["global_steps"] == 2 and head["skipped_steps"] == 0
+    assert torch.equal(head.pop("average"), client.pop("average"))
+    assert {key: head[key] for key in client} == client
+    assert set(weights) == set(engine.module.state_dict())
+    assert sorted(path.name for path in (tmp_path / "epoch=3-step=2").iterdir()) == before
+    assert not file.startswith(str(tmp_path))
+
+
+def test_stand_ins_are_removed_with_the_process(tmp_path):
+    engine = build()
+    engine.save_checkpoint(tmp_path, tag="a")
+    code = (
+        "import sys; from dsx.checkpoint import get_model_state_file, get_optim_files\n"
+        "print(get_optim_files(sys.argv[1])[0], get_model_state_file(sys.argv[1], 0))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "a")]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    said = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True, env=environment).stdout
+    assert said.count(str(tmp_path)) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "latest"]
 
 
 @pytest.mark.parametrize("ranks", [1, 12, 101])

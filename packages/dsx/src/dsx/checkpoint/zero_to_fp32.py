@@ -13,9 +13,10 @@ import argparse
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from .exporting import export
 from .folder import check_folder
 from .foreign.deepspeed import deepspeed_folder, read_deepspeed
 from .foreign.source import Source, of_reader
+from .format import INDEX_NAME
 from .reading import open_checkpoint
 
 __all__ = [
@@ -153,16 +155,31 @@ def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: Folde
 def get_optim_files(checkpoint_dir: Folder) -> list[str]:
     """The files of optimizer states in a tag's folder of DeepSpeed, in the order of the ranks.
 
+    Of a checkpoint of dsx, which has no such files: one temporary file that says the ZeRO stage and nothing else, for
+    programs that read it there (Lightning's conversion to fp32). It is removed when the process ends.
+
     Raises:
-        CheckpointError: there are none. A checkpoint of dsx has `optimizer*.safetensors` and `dsx.json`
-            instead: read them with `dsx.checkpoint.open_checkpoint`.
+        CheckpointError: there are none.
     """
+    saved = _saved_by_dsx(checkpoint_dir)
+    if saved is not None:
+        return [_stand_in("zero_pp_rank_0_mp_rank_00_optim_states.pt", {"optimizer_state_dict": {**saved.stage}})]
     return _files(checkpoint_dir, "*_optim_states.pt")
 
 
 def get_model_state_file(checkpoint_dir: Folder, zero_stage: int) -> str:
-    """The file of rank 0's model states in a tag's folder of DeepSpeed. Raises like `get_optim_files`."""
+    """The file of rank 0's model states in a tag's folder of DeepSpeed.
+
+    Of a checkpoint of dsx: a temporary file with the caller's state and the counters under DeepSpeed's names, without
+    weights (`get_fp32_state_dict_from_zero_checkpoint` has these). It is removed when the process ends.
+
+    Raises:
+        CheckpointError: there is none.
+    """
     prefix = "zero_pp_rank_0_" if zero_stage == 3 else ""
+    saved = _saved_by_dsx(checkpoint_dir)
+    if saved is not None:
+        return _stand_in(f"{prefix}mp_rank_00_model_states.pt", saved.head)
     return _files(checkpoint_dir, f"{prefix}mp_rank_00_model_states.pt")[0]
 
 
@@ -170,12 +187,42 @@ def _files(checkpoint_dir: Folder, pattern: str) -> list[str]:
     folder = check_folder(checkpoint_dir, "checkpoint_dir")
     found = sorted(map(str, folder.glob(pattern)), key=_with_numbers)
     if not found:
-        raise CheckpointError(
-            f"{folder}: has no file {pattern}; such files are DeepSpeed's. dsx keeps weights and optimizer states as"
-            " safetensors and everything else in dsx.json: call get_fp32_state_dict_from_zero_checkpoint, or"
-            " dsx.checkpoint.open_checkpoint"
-        )
+        raise CheckpointError(f"{folder}: has no file {pattern}; expected a tag's folder of DeepSpeed or of dsx")
     return found
+
+
+class _Saved(NamedTuple):
+    """What a checkpoint of dsx says beside its tensors, under DeepSpeed's names."""
+
+    stage: dict[str, int]
+    head: dict[str, Any]
+
+
+def _saved_by_dsx(checkpoint_dir: Folder) -> _Saved | None:
+    folder = check_folder(checkpoint_dir, "checkpoint_dir")
+    if not (folder / INDEX_NAME).is_file():
+        return None
+    state = open_checkpoint(folder.absolute().parent, folder.absolute().name).state_of_caller()
+    engine = state.get("engine") or {}
+    counters, layout = engine.get("counters", {}), engine.get("layout", {})
+    head = {
+        **state.get("client", {}),
+        "module": None, "optimizer": None, "lr_scheduler": engine.get("lr_scheduler") or None,
+        "global_steps": counters.get("global_steps", 0), "global_samples": counters.get("global_samples", 0),
+        "skipped_steps": counters.get("skipped_steps", 0), "dp_world_size": layout.get("ranks", 1), "mp_world_size": 1,
+    }  # fmt: skip
+    return _Saved({"zero_stage": layout.get("zero_stage", 0)}, head)
+
+
+_stand_ins: list[tempfile.TemporaryDirectory[str]] = []  # each is removed when the process ends
+
+
+def _stand_in(name: str, content: dict[str, Any]) -> str:
+    folder = tempfile.TemporaryDirectory(prefix="dsx_stand_in_")
+    _stand_ins.append(folder)
+    path = os.path.join(folder.name, name)
+    torch.save(content, path)
+    return path
 
 
 def _with_numbers(path: str) -> list[tuple[int, str]]:
