@@ -224,7 +224,7 @@ def _shortened(key: str) -> str:
 
 
 def _key_of(disk: Path) -> str:
-    """What ties snapshots to a folder on disk: a text in it, written once, which all ranks read."""
+    """What ties snapshots to a folder on disk: a text in it, written once."""
     disk.mkdir(parents=True, exist_ok=True)
     path = disk / _KEY_NAME
     mine = disk / f"{_KEY_NAME}.{uuid.uuid4().hex}"
@@ -234,25 +234,28 @@ def _key_of(disk: Path) -> str:
     except FileExistsError:
         pass
     except OSError:  # a file system without links
-        _rename_folder(mine, path)
+        if not path.exists():
+            _agree_on_first(mine)
+            os.replace(mine, path)
     finally:
         mine.unlink(missing_ok=True)
-    return _shortened((path / _KEY_NAME if path.is_dir() else path).read_text())
+    return _shortened(path.read_text())
 
 
-def _rename_folder(text: Path, path: Path) -> None:
-    """Put a text into a folder and give that its name, which only the first of several ranks can: a folder that is not
-    empty is never replaced.
+def _agree_on_first(text: Path) -> None:
+    """Give the file the text of the first rank that calls this. It is the one whose folder gets the common name: a
+    folder that is not empty is never replaced.
     """
-    folder = text.with_name(f"{text.name}.d")
-    folder.mkdir()
-    os.rename(text, folder / _KEY_NAME)
+    first, mine = text.with_name(f"{_KEY_NAME}.first"), text.with_name(f"{text.name}.d")
+    mine.mkdir()
+    (mine / "key").write_text(text.read_text())
     try:
-        os.rename(folder, path)
+        os.rename(mine, first)
     except OSError:
-        if not path.exists():
+        shutil.rmtree(mine, ignore_errors=True)
+        if not first.exists():
             raise
-        shutil.rmtree(folder, ignore_errors=True)
+    text.write_text((first / "key").read_text())
 
 
 def _held(folder: Path) -> Spans:
