@@ -210,6 +210,18 @@ def test_a_layer_of_a_pipeline_that_has_no_file_comes_from_its_masters_or_is_mis
     refused(tag, "1 tensors of the model are in no file, such as 'table'")
 
 
+def test_tied_layers_of_a_pipeline_are_not_missed(tmp_path):
+    """DeepSpeed saves them in the files of layers, and speaks of them as `tied_modules`."""
+    tag = tmp_path / "tag"
+    tag.mkdir()
+    head = {"module": None, "buffer_names": ["tied_modules.embed.table"], "frozen_param_shapes": {}}
+    torch.save(head, tag / "mp_rank_00_model_states.pt")
+    torch.save({"weight": torch.ones(2), "table": torch.arange(2)}, tag / "layer_00-model_00-model_states.pt")
+    assert set(read_foreign(tag).parameters) == {"0.weight", "0.table"}
+    torch.save({**head, "buffer_names": ["1.table"]}, tag / "mp_rank_00_model_states.pt")
+    refused(tag, "'1.table'")
+
+
 @pytest.mark.parametrize("missing", [1, 3])
 def test_an_expert_is_missed(tmp_path, missing):
     tag = tmp_path / "tag"
