@@ -1,8 +1,9 @@
 """`dsx.verify` notices mistakes: each bug below is planted in dsx itself, inside the test ranks, and must be caught.
 
 A bug is a context manager that replaces one internal function by a wrong one. The same settings without the bug must
-pass, or the catch would prove nothing. `python tests/integration/test_planted_bugs.py` runs them all and rewrites the
-table in `docs/verify.md`.
+pass, or the catch would prove nothing. What `dsx.verify` does not run (a pipeline's weights, torch's DDP) is compared
+with one process by a function of the bug's own. `python tests/integration/test_planted_bugs.py` runs them all and
+rewrites the table in `docs/verify.md`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,13 +71,18 @@ def overflowing(index: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Bug:
-    """One mistake: how to plant it, and the settings under which it matters."""
+    """One mistake: how to plant it, and the settings under which it matters.
+
+    Attributes:
+        compare: called instead of `dsx.verify`; returns what differs from one process, "" for nothing.
+    """
 
     name: str
     plant: Callable[[], AbstractContextManager[Any]]
     settings: dict[str, Any] = field(default_factory=dict)
     model: type[nn.Module] = Net
     batch: Callable[[int], Any] = batch
+    compare: Callable[[], str] | None = None
 
     def config(self) -> dict[str, Any]:
         return {**BASE, **self.settings}
@@ -424,6 +430,80 @@ def shard_inside_ddp() -> Any:
     return patch.object(module("dsx_zero"), "shard", shard)
 
 
+def anywhere(text: str) -> str:
+    """The first text that is not empty, on all ranks."""
+    told: list[Any] = [None] * WORLD
+    torch.distributed.all_gather_object(told, text)
+    return next(filter(None, told), "")
+
+
+def groups_of_the_engine_beside() -> Any:
+    current = module("dsx_comm.groups_in_use")._Current
+    right = current.given
+    return patch.object(current, "given", lambda self: self._in_use[-1] if self._in_use else right(self))
+
+
+def beside_a_pipeline() -> str:
+    dsx, comm = module("dsx"), module("dsx_comm")
+    let_go = comm.parallel_groups.hold(comm.GroupRegistry(comm.ProcessTopology(("pipe", "data"), (WORLD, 1))))
+    torch.manual_seed(1)
+    model, plain = nn.Linear(6, 3), nn.Linear(6, 3)
+    plain.load_state_dict(model.state_dict())
+    engine = dsx.initialize(model=model, config={**BASE, **zero(1)})[0]
+    engine.backward(nn.functional.mse_loss(engine(batch(engine.global_rank)[0]), batch(engine.global_rank)[1]))
+    engine.step()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.3, momentum=0.9)
+    (sum(nn.functional.mse_loss(plain(x), y) for x, y in map(batch, range(WORLD))) / WORLD).backward()
+    optimizer.step()
+    close = torch.allclose(model.weight, plain.weight, rtol=1e-5, atol=1e-6)
+    engine.destroy()
+    let_go()
+    return anywhere("" if close else "the weights after a step are others than on one process")
+
+
+def experts_are_not_left_out_of_ddp() -> Any:
+    stack = ExitStack()
+    stack.enter_context(patch("dsx_moe.ignore_experts_in_ddp", lambda model: []))
+    stack.enter_context(patch("dsx_moe.layer.refuse_wrappers", lambda *arguments: None))
+    return stack
+
+
+def experts_in_ddp() -> str:
+    moe, rank = module("dsx_moe"), torch.distributed.get_rank()
+
+    def made(ep_size):
+        torch.manual_seed(3)
+        return moe.MoE(6, lambda i: nn.Linear(6, 6), 2, ep_size, k=2, drop_tokens=False)
+
+    def loss_of(layer, rank):
+        return layer(batch(rank)[0])[0].square().mean()
+
+    whole, mine = made(1).eval(), made(WORLD).eval()
+    (sum(loss_of(whole, rank) for rank in range(WORLD)) / WORLD).backward()
+    moe.ignore_experts_in_ddp(mine)
+    loss_of(nn.parallel.DistributedDataParallel(mine), rank).backward()
+    moe.average_gradients(mine, experts_only=True)
+    right, found = whole.experts[rank].weight.grad, mine.experts[rank].weight.grad
+    close = torch.allclose(right, found, rtol=1e-4, atol=1e-6)
+    return anywhere("" if close else f"the experts of rank {rank} get other gradients than on one process")
+
+
+def each_stage_writes_its_own_weights() -> Any:
+    return patch("dsx.engine.weights._sent_by", lambda stage, stages, own: own)
+
+
+def weights_of_a_pipeline() -> str:
+    dsx, pipe = module("dsx"), module("dsx_pipe")
+    layers = [nn.Linear(6, 6), nn.Linear(6, 6)]
+    found = dsx.initialize(
+        model=pipe.PipelineModule(layers, num_stages=WORLD, loss_fn=nn.functional.mse_loss), config={**BASE, **zero(1)}
+    )[0]
+    state = found.module_state_dict()
+    found.destroy()
+    missing = {f"{i}.{name}" for i, layer in enumerate(layers) for name in layer.state_dict()} - set(state)
+    return anywhere(f"a rank has no {min(missing)}" if missing else "")
+
+
 class HalfFrozen(Net):
     """A Net whose first layer is not trained."""
 
@@ -489,6 +569,19 @@ BUGS = [
     Bug(
         "torch's clip_grad_norm_ takes the norm of each rank's own shard", clipping_by_torch_uses_the_own_shard, zero(3)
     ),
+    Bug(
+        "beside a living pipeline, gradients are averaged over the pipeline's data-parallel ranks",
+        groups_of_the_engine_beside,
+        zero(1),
+        compare=beside_a_pipeline,
+    ),
+    Bug("DistributedDataParallel averages different experts", experts_are_not_left_out_of_ddp, compare=experts_in_ddp),
+    Bug(
+        "each stage of a pipeline writes its own weights only",
+        each_stage_writes_its_own_weights,
+        zero(1),
+        compare=weights_of_a_pipeline,
+    ),
 ]
 
 
@@ -496,12 +589,13 @@ BUGS = [
 
 
 def verify(bug: Bug, planted: bool) -> tuple[bool, str, str]:
-    import contextlib
-
     import dsx
 
     try:
-        with bug.plant() if planted else contextlib.nullcontext():
+        with bug.plant() if planted else nullcontext():
+            if bug.compare is not None:
+                text = bug.compare()
+                return not text, "comparison" if text else "", text
             report = dsx.verify(bug.model, bug.config(), bug.batch, steps=4, raise_error=False)
     except (RuntimeError, ValueError) as error:  # dsx itself refuses what the bug does, on every rank
         if not planted:
@@ -721,7 +815,7 @@ def table() -> str:
     rows = ["| planted bug | stage | kind | what dsx.verify says |", "|---|---|---|---|"]
     for bug, outcome in zip(BUGS, outcomes()):
         _, kind, text = outcome[True]
-        stage = bug.settings["zero_optimization"]["stage"]
+        stage = bug.settings["zero_optimization"]["stage"] if bug.settings else "-"
         rows.append(f"| {bug.name} | {stage} | {kind} | {text} |")
     return "\n".join(rows)
 
