@@ -111,3 +111,87 @@ def test_tensors_of_which_one_stage_has_a_part_only_are_refused_on_all_ranks(tmp
         run_ranks(experts_on_one_stage, 4, str(tmp_path))
     assert str(caught.value).count("save_checkpoint writes them all") >= 4
     assert not list(tmp_path.iterdir())
+
+
+class Positions(nn.Module):
+    """Words, which the head uses too, and positions, which only the first stage uses; `plain` is never used."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.word, self.position = nn.Embedding(7, 4), nn.Embedding(5, 4)
+        self.plain = nn.Parameter(torch.ones(2))
+
+    def forward(self, tokens):
+        return self.word(tokens) + self.position(torch.arange(tokens.shape[1]))
+
+
+def words(embedding, x):
+    return x @ embedding.word.weight.T
+
+
+def token_loss(output, labels):
+    return nn.functional.cross_entropy(output.flatten(0, 1), labels.flatten())
+
+
+def token_batches(count, update):
+    draw = torch.Generator().manual_seed(update)
+    return [(t, t.roll(1, 1)) for t in (torch.randint(0, 7, (2, 5), generator=draw) for _ in range(count))]
+
+
+def tied(rank, world, stage, schedule, names, count, folder):
+    torch.manual_seed(0)
+    middle = [nn.Linear(4, 4) for _ in range(4)]
+    spec = dsx_pipe.TiedLayerSpec("embed", Positions, tied_weight_attr=names)
+    head_spec = dsx_pipe.TiedLayerSpec("embed", Positions, forward_fn=words, tied_weight_attr=names)
+    module = dsx_pipe.PipelineModule(
+        [spec, *middle, head_spec], num_stages=world, loss_fn=token_loss, schedule=schedule, partition_method="uniform"
+    )
+    config = {
+        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": count, "gradient_clipping": 0.3,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.01}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }  # fmt: skip
+    engine = dsx.initialize(model=module, config=config)[0]
+    found = []
+    for update in range(3):
+        loss = float(engine.train_batch(iter(token_batches(count, update))))
+        found.append((loss, engine.last_step.grad_norm))
+    engine.save_checkpoint(folder, tag="a")
+    engine.load_checkpoint(folder, tag="a")
+    return found
+
+
+def tied_on_one_process(count):
+    torch.manual_seed(0)
+    middle, found = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]), []
+    embedding = Positions()
+    parameters = [*embedding.word.parameters(), *embedding.position.parameters(), *middle.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=0.02, weight_decay=0.01)
+    for update in range(3):
+        total = 0.0
+        for tokens, labels in token_batches(count, update):
+            loss = token_loss(words(embedding, middle(embedding(tokens))), labels) / count
+            loss.backward()
+            total += loss.item()
+        norm = float(nn.utils.clip_grad_norm_(parameters, 0.3))
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((total, norm))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stage", "schedule", "names", "count"),
+    [
+        (0, "1f1b", "word.weight", 2),
+        (1, "1f1b", ["word.weight", "position.weight"], 2),
+        (1, "zb-h1", "word.weight", 1),
+        (2, "1f1b", "word.weight", 2),
+        (3, "1f1b", ["word.weight", "position.weight"], 2),
+    ],
+)
+def test_a_tied_embedding_with_weights_that_one_stage_uses_trains_and_is_saved(stage, schedule, names, count, tmp_path):
+    want = tied_on_one_process(count)
+    for found in run_ranks(tied, 2, stage, schedule, names, count, str(tmp_path)):
+        assert found == [pytest.approx(pair, rel=1e-4) for pair in want]

@@ -57,7 +57,9 @@ class TiedLayerSpec(LayerSpec):
         typename: class of the layer.
         forward_fn: (module, input) -> output, called instead of the module. It is for a place that uses the weights in
             another way, such as an embedding that is also the output projection.
-        tied_weight_attr: names of the shared parameters, "weight" or a list; dots reach into submodules.
+        tied_weight_attr: names of the shared parameters, "weight" or a list; dots reach into submodules. All parameters
+            of layers that are built alike are shared, as if one process held the layer once; the names matter where
+            class or arguments differ between the places.
     """
 
     def __init__(

@@ -193,18 +193,24 @@ class PipelineModule(nn.Module):
             for key, (_, found) in sorted(shared.items()) if key in groups for name, parameter in found
         ]  # fmt: skip
 
+    def _tied_specs(self, key: str) -> list[TiedLayerSpec]:
+        return [spec for spec in self._specs if isinstance(spec, TiedLayerSpec) and spec.key == key]
+
     def _shared_weights(self) -> dict[str, tuple[set[int], list[tuple[str, nn.Parameter]]]]:
         """Shared weight -> (indices of the pipeline ranks that use it, its (name, parameter) on this rank)."""
         place = {i: self.stage_ranks[s] for s in range(len(self.stage_ranks)) for i in range(*self.parts[s : s + 2])}
         found: dict[str, tuple[set[int], list[tuple[str, nn.Parameter]]]] = {}
         for index, spec in enumerate(self._specs):
             if isinstance(spec, TiedLayerSpec):
-                for path in spec.tied_weight_attr:
-                    entry = found.setdefault(f"{spec.key}.{path}", (set(), []))
-                    entry[0].add(place[index])
-                    if spec.key in self.tied_modules and not entry[1]:
-                        parameter = parameter_at(self.tied_modules[spec.key], path)  # type: ignore[arg-type]
-                        entry[1].append((f"tied_modules.{spec.key}.{path}", parameter))
+                entry = found.setdefault(spec.key, (set(), []))
+                entry[0].add(place[index])
+                if spec.key in self.tied_modules and not entry[1]:
+                    module = self.tied_modules[spec.key]
+                    for path in spec.tied_weight_attr:
+                        parameter_at(module, path)  # raises an error for a name that does not exist
+                    alike = {(other.typename, repr(other)) for other in self._tied_specs(spec.key)}
+                    names = [n for n, _ in module.named_parameters()] if len(alike) == 1 else spec.tied_weight_attr
+                    entry[1].extend((f"tied_modules.{spec.key}.{n}", parameter_at(module, n)) for n in names)
         users: dict[int, list[tuple[int, str]]] = {}
         for index, spec in enumerate(self._specs):
             if isinstance(spec, nn.Module):  # built modules that share a parameter, as in a tied nn.Sequential

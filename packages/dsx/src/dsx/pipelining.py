@@ -328,5 +328,6 @@ def build(parts: EngineParts, zero: ModuleType, comm: ModuleType) -> Engine:
             mean_over_data=mean_over_data,
             read_gradient=partial(zero.safe_get_full_grad, optimizer=parts.shards),
             write_gradient=partial(zero.safe_set_full_grad, optimizer=parts.shards),
+            fills_unused=split,
         ),
     )

@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -59,6 +60,7 @@ class PipelineParts:
         mean_over_data: returns the mean of a number over the data-parallel ranks.
         read_gradient, write_gradient: read and write a parameter's full averaged gradient; collective over its
             data-parallel ranks.
+        fills_unused: a gradient can only be written where a backward gave one; False at ZeRO stage 3.
     """
 
     build: Callable[..., Any]
@@ -68,6 +70,7 @@ class PipelineParts:
     mean_over_data: Callable[[torch.Tensor], torch.Tensor]
     read_gradient: Callable[[Any], torch.Tensor | None]
     write_gradient: Callable[[Any, torch.Tensor], None]
+    fills_unused: bool
 
 
 def shared_weight_ranks(ranks: Any, ties: tuple[Tie, ...]) -> Callable[[Any], Any]:
@@ -140,6 +143,11 @@ class PipelineEngine(Engine):
         self._batch_fn: Callable[[Any], Any] | None = None
         self._prepare: Callable[[Any], Any] | None = None
         self._backwards_left = 0
+        self._ties_used: set[str] = set()  # shared weights that have got a gradient in this update
+        for tie in pipeline.ties:
+            parameter = parts.module.get_parameter(tie.name)
+            if parameter.requires_grad:
+                parameter.register_hook(partial(self._note_gradient, tie.name))
         self._pipe = self._build_runtime()
         for observer in parts.observers:
             if isinstance(observer, PipelineTimes):
@@ -272,7 +280,26 @@ class PipelineEngine(Engine):
 
     def _before_backward(self, stage: int, micro_batch: int, last: bool) -> None:
         self._backwards_left -= 1
+        if not self._backwards_left:
+            self._fill_unused_ties()
         self._begin_backward(boundary=self._backwards_left == 0)
+
+    def _note_gradient(self, name: str, gradient: torch.Tensor) -> None:
+        self._ties_used.add(name)
+
+    def _fill_unused_ties(self) -> None:
+        """Give shared weights that this rank has not used so far a gradient of zeros, to which that of the other stages
+        is added (an embedding of positions beside tied words). The last backward may still use them.
+        """
+        parameters = [self._parts.module.get_parameter(t.name) for t in self._pipeline.ties]
+        unused = [
+            p for t, p in zip(self._pipeline.ties, parameters) if p.requires_grad and t.name not in self._ties_used
+        ]
+        if unused and self._pipeline.fills_unused:
+            self._begin_backward(boundary=False)
+            with torch.enable_grad():
+                torch.stack([(p.reshape(-1)[:1] * 0).sum() for p in unused]).sum().backward()
+        self._ties_used.clear()
 
     def _sum_shared_weights(self) -> None:
         """Each copy's gradient becomes the sum over the stages that hold one."""
@@ -280,6 +307,8 @@ class PipelineEngine(Engine):
             self._parts.optimizer.reduce_gradients()
         for tie in self._pipeline.ties:
             parameter = self._parts.module.get_parameter(tie.name)
+            if not parameter.requires_grad:
+                continue
             gradient = self._pipeline.read_gradient(parameter)
             if gradient is None:
                 gradient = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
