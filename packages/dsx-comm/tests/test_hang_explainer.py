@@ -44,6 +44,43 @@ def test_the_missing_rank_and_its_place_are_named(backend, missing, later, capfd
         assert "for layers.7.mlp" in next(t for t in text.splitlines() if t.startswith(f"  rank {rank}:"))
 
 
+def after_errors(rank, n, kind):
+    import time
+
+    from dsx_comm.hang import WATCH
+
+    look, errors = WATCH._look, []
+
+    def fails_at_first(*arguments):
+        if len(errors) < 2:
+            errors.append(kind)
+            raise kind("of the explainer itself")
+        look(*arguments)
+
+    WATCH._look = fails_at_first
+    dsx_comm.explain_hangs(limit=1.5, notice=0.5)
+    dsx_comm.barrier()
+    if rank == 1:
+        time.sleep(4.5)
+        return ""
+
+    def cannot_be_ended(text):
+        raise RuntimeError("of a wait")
+
+    other = WATCH.enter(dsx_comm.get_world_group(), "another thread's call", abort=cannot_be_ended)
+    WATCH._state.waiting[-1] = WATCH._state.waiting.pop(other.thread)  # it is in front of ours
+    with pytest.raises(dsx_comm.HangError) as caught:
+        dsx_comm.all_reduce(torch.ones(100))
+    assert len(errors) == 2 and other.failed
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, KeyError])
+def test_an_error_of_the_explainer_does_not_end_it(kind):
+    text = run_ranks(after_errors, 2, kind, backend="dsx")[0]
+    assert "Rank(s) 1 did not enter it" in text or "issued" in text, text
+
+
 def missing_from(rank, n, call):
     import time
 

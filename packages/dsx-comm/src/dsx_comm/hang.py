@@ -23,6 +23,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import logging
 import os
 import sys
 import threading
@@ -39,7 +40,9 @@ from .departures import Departures
 from .device_works import completion
 from .errors import CommArgumentError, CommError, HangError, PeerLostError
 from .hang_report import explain, place_of
-from .meeting import fresh_prefix
+from .hang_store import answers, collect, connected
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_LIMIT = 540.0  # of groups that do not tell their time limit
 DEFAULT_NOTICE = 60.0
@@ -266,16 +269,19 @@ class Watch:
         state, settings = self._state, self.settings
         soonest = settings.notice if settings.limit is None else min(settings.limit, settings.notice)
         period = min(5.0, max(0.1, soonest / 10))
-        try:
-            own = _own_connection()
-            if not state.prefix:  # the store may have alarms of an earlier world
-                state.prefix = fresh_prefix(own, "dsx_hang", dist.get_rank())
-            store = dist.PrefixStore(state.prefix, own)  # pyright: ignore[reportPrivateImportUsage]
-            state.departures.connect(store)
-            while not stop.wait(period) and dist.is_initialized() and dist.group.WORLD is state.world:
-                self._look(store, state, period, stop)
-        except (RuntimeError, ValueError):
-            return  # the store is gone: the job is ending
+        store: Any = None
+        while True:
+            try:
+                if store is None:
+                    store = connected(state)
+                else:
+                    self._look(store, state, period, stop)
+            except Exception as error:  # noqa: BLE001 - whatever it is, later hangs have to be explained too
+                if not answers(store):
+                    return  # the store is gone: the job is ending
+                logger.debug("the hang explainer could not look this time: %r", error)
+            if stop.wait(period) or not dist.is_initialized() or dist.group.WORLD is not state.world:
+                return
 
     def _look(self, store: Any, state: _State, period: float, stop: threading.Event) -> None:
         alarm = f"alarm/{state.answered}"
@@ -287,7 +293,6 @@ class Watch:
         final = bool(over)
         stage = 2 if final else 1 if waited > self.settings.notice else 0
         if worst is not None and stage > worst.told:
-            worst.told = stage
             mine = {
                 "group": worst.log.name,
                 "what": worst.what,
@@ -296,6 +301,7 @@ class Watch:
                 "final": final,
             }
             store.compare_set(alarm, "", json.dumps(mine))
+            worst.told = stage
         if not store.check([alarm]):
             return
         raised = json.loads(store.get(alarm))
@@ -303,17 +309,13 @@ class Watch:
         store.set(f"{alarm}/{rank}", json.dumps(self._describe(state, raised)))
         state.answered += 1
         stop.wait(min(GRACE - 0.5, 2 * period + 0.2))
-        answers = _collect(store, alarm)
+        told = collect(store, alarm)
         world = dist.get_world_size() if dist.is_initialized() else 0
-        text = explain(raised, answers, world)
-        if rank == min(answers):
+        text = explain(raised, told, world)
+        if rank == min(told):
             print(text, file=sys.stderr, flush=True)  # noqa: T201  (the point of the exercise)
         if raised["final"]:
-            for note in list(state.waiting.values()):
-                if note.log.name == raised["group"]:
-                    note.failed = text
-                    if note.abort is not None:
-                        note.abort(text)
+            _fail([note for note in list(state.waiting.values()) if note.log.name == raised["group"]], text)
 
     def _describe(self, state: _State, raised: dict[str, Any]) -> dict[str, Any]:
         log = state.logs.get(raised["group"], GroupLog(raised["group"]))
@@ -333,6 +335,17 @@ class Watch:
 WATCH = Watch()
 atexit.register(WATCH.rest)
 os.register_at_fork(after_in_child=WATCH.forked)
+
+
+def _fail(notes: list[Waiting], text: str) -> None:
+    """Let the waits end with this explanation: all of them, also where one cannot be ended."""
+    for note in notes:
+        note.failed = text
+        try:
+            if note.abort is not None:
+                note.abort(text)
+        except Exception as error:  # noqa: BLE001 - see above
+            logger.debug("%s: the wait could not be ended: %r", note.what, error)
 
 
 def _unfinished(state: _State) -> list[Waiting]:
@@ -359,21 +372,8 @@ def _time_limit(group: Any) -> float:
     return min(found, default=DEFAULT_LIMIT / SHARE)
 
 
-def _own_connection() -> Any:
-    store: Any = dist.distributed_c10d._get_default_store()
-    try:
-        return store.clone()  # another thread may be blocked inside the job's own one
-    except (AttributeError, RuntimeError):  # not every kind of store has it
-        return store
-
-
 def _my_groups() -> set[str]:
     return set(dist.distributed_c10d._world.pg_names.values())
-
-
-def _collect(store: Any, alarm: str) -> dict[int, Any]:
-    keys = {rank: f"{alarm}/{rank}" for rank in range(dist.get_world_size())}
-    return {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
 
 
 def explain_hangs(limit: float | None = None, notice: float | None = None) -> None:

@@ -5,8 +5,10 @@ Also the passes over flat buffers that are not optimizers: norm with overflow ch
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -24,10 +26,28 @@ from .layouts import put_back, readable, writable
 from .spec import FLOATS, Batch
 
 _PLAIN = (Tensor, Parameter)
+_INSTEAD = threading.local()
+
+
+@contextlib.contextmanager
+def handed_to(take: Callable[[Batch], None]) -> Iterator[None]:
+    """Inside the block the batches that this thread applies are given to `take`, and nothing is computed. For plans,
+    which count what a step would do. Other threads of the process compute as ever.
+    """
+    before = getattr(_INSTEAD, "take", None)
+    _INSTEAD.take = take
+    try:
+        yield
+    finally:
+        _INSTEAD.take = before
 
 
 def apply(batch: Batch) -> None:
     """Apply a batch whose slots were checked by `spec.check_slot`. Not for Lamb."""
+    take = getattr(_INSTEAD, "take", None)
+    if take is not None:
+        take(batch)
+        return
     if not batch.slots:
         return
     device = batch.slots[0].param.device.type

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -389,32 +390,37 @@ def _positional(batch: Batch) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """What the engine says of a job that does not run is no news."""
+    """What the engine says, in this thread, of a job that does not run is no news."""
+    own = threading.get_ident()
+
+    def from_elsewhere(record: logging.LogRecord) -> bool:
+        return record.thread != own
+
     loggers = [logging.getLogger(name) for name in ("dsx", "dsx_zero", "dsx_comm", "dsx_pipe", "dsx_moe", "dsx_ops")]
-    before = [(log, log.disabled, log.level) for log in loggers]
+    before = [(log, log.level) for log in loggers]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for log in loggers:
-            log.disabled = True
+            log.addFilter(from_elsewhere)
         try:
             yield
         finally:
-            for log, disabled, level in before:
-                log.disabled = disabled
+            for log, level in before:
+                log.removeFilter(from_elsewhere)
                 log.setLevel(level)
 
 
 @contextlib.contextmanager
 def _kernels_recorded(recorder: Recorder) -> Iterator[None]:
-    """Inside the block the optimizers of dsx_ops compute nothing: their kernels are handed addresses, which no dispatch
-    mode sees.
+    """Inside the block the optimizers of dsx_ops compute nothing in this thread: their kernels are handed addresses,
+    which no dispatch mode sees.
     """
     import dsx_ops
     from dsx_ops import update
 
-    original, lane = update.apply, recorder.lane(torch.device("cpu"))
+    lane = recorder.lane(torch.device("cpu"))
 
-    def apply(batch: Any) -> None:
+    def note(batch: Any) -> None:
         for slot in batch.slots:
             given = [t for t in (slot.param, slot.grad, *slot.states, slot.low_bits) if t is not None]
             written = [slot.param, *slot.states]
@@ -428,9 +434,5 @@ def _kernels_recorded(recorder: Recorder) -> Iterator[None]:
                 written.append(copy)
             recorder.stepped([*given, *written], 12 * slot.param.numel())
 
-    update.apply = apply
-    try:
-        with dsx_ops.reference_only():
-            yield
-    finally:
-        update.apply = original
+    with update.handed_to(note), dsx_ops.reference_only():
+        yield
