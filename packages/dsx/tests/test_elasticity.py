@@ -80,7 +80,8 @@ def test_300_random_settings_agree_with_the_reference(version):
         }  # fmt: skip
         ranks = per_node // parallel
         nodes = (-(-low // per_node), high // per_node)
-        expected = reference(most // ranks, sizes, *nodes, larger) if nodes[0] <= nodes[1] else None
+        possible = nodes[0] <= nodes[1] and max(sizes) <= most
+        expected = reference(most // ranks, sizes, *nodes, larger) if possible else None
         if expected is None:
             refused += 1
             with pytest.raises(ElasticityError, match=r"got .*; expected"):
@@ -90,7 +91,8 @@ def test_300_random_settings_agree_with_the_reference(version):
         for world in random_.sample(valid, min(3, len(valid))):
             found = compute_elastic_config({"elasticity": section}, world_size=world, return_microbatch=True)
             data_parallel = world // parallel
-            wanted = max(m for m in sizes if batch // data_parallel % m == 0)
+            fitting = [m for m in sizes if batch // data_parallel % m == 0]
+            wanted = fitting[0] if version == 0.2 and not larger else max(fitting)
             assert found == (batch, valid, wanted)
             assert batch % (data_parallel * wanted) == 0
     assert 0 < refused < 250
@@ -117,6 +119,8 @@ def test_version_2_gives_such_a_world_size_a_batch_of_its_own():
         ({"micro_batch_sizes": "2"}, "micro_batch_sizes"),
         ({"micro_batch_sizes": [0]}, "micro_batch_sizes"),
         ({"micro_batch_sizes": [4000]}, "raise max_train_batch_size"),
+        ({"micro_batch_sizes": [2, 3000]}, "raise max_train_batch_size or remove the larger"),
+        ({"model_parallel_size": 2}, r"model_parallel_size 2 with version 0\.1; expected 1"),
         ({"min_gpus": 8, "max_gpus": 2}, "min_gpus at most max_gpus"),
         ({"version": 0.3}, "0.1 or 0.2"),
         ({"version": 0.2, "num_gpus_per_node": 3, "model_parallel_size": 2}, "set num_gpus_per_node"),
@@ -127,6 +131,35 @@ def test_version_2_gives_such_a_world_size_a_batch_of_its_own():
 def test_settings_that_contradict_themselves_are_named(changes, text):
     with pytest.raises(ElasticityConfigError, match=text):
         compute_elastic_config(config(**changes), world_size=4)
+
+
+@pytest.mark.parametrize("key", ["max_train_batch_size", "micro_batch_sizes"])
+def test_keys_without_which_there_is_no_batch_are_asked_for(key):
+    section = {name: value for name, value in VERSION_1.items() if name != key}
+    with pytest.raises(ElasticityConfigError, match=f"got no {key}; expected a value; add it"):
+        compute_elastic_config({"elasticity": section}, world_size=4)
+    with pytest.raises(dsx.DsxConfigError, match=f"add {key} to elasticity"):
+        load_config({"elasticity": section}, world_size=4)
+    assert load_config({"elasticity": {**section, "enabled": False}, "train_batch_size": 4}, world_size=4)
+
+
+def test_where_no_number_of_devices_fits_a_given_one_does_not(monkeypatch):
+    section = config(micro_batch_sizes=[1000], max_train_batch_size=1000, min_gpus=3)
+    with pytest.raises(ElasticityIncompatibleWorldSize, match="got no number of devices from 3 to 10000"):
+        compute_elastic_config(section, world_size=3)
+    with pytest.raises(ElasticityConfigError, match="got no number of devices from 3 to 10000"):
+        compute_elastic_config(section)
+
+
+def test_without_a_preference_version_2_takes_the_first_micro_batch_that_fits():
+    """As the published code does; version 0.1 takes the largest in any case."""
+    sizes = {"micro_batch_sizes": [8, 24, 16], "max_train_batch_size": 1000}
+    for version, prefer, expected in ((0.2, False, 8), (0.2, True, 24), (0.1, False, 24)):
+        section = config(**sizes, version=version, prefer_larger_batch=prefer)
+        batch, _, micro = compute_elastic_config(section, world_size=1, return_microbatch=True)
+        assert batch % 24 == 0 and micro == expected, (version, prefer)
+    alone = config(**sizes, version=0.2, prefer_larger_batch=False)
+    assert compute_elastic_config(alone, world_size=31, return_microbatch=True) == (744, [31], 8)
 
 
 def test_what_version_2_needs_from_the_environment(monkeypatch):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = ["ElasticBatch", "ElasticSettings", "Refusal", "choose_batch", "for_world_size"]
 
@@ -34,7 +34,7 @@ class ElasticSettings:
         max_batch: largest global batch, in samples.
         micro_batches: allowed sizes of a rank's micro-batch.
         min_devices, max_devices: bounds of the world size, in devices.
-        prefer_larger: of two batches that fit equally many world sizes, take the larger.
+        prefer_larger: of two batches that fit equally many world sizes, take the larger; see also `for_world_size`.
         version: 0.1 or 0.2.
         devices_per_node, model_parallel: version 0.2 only.
     """
@@ -102,11 +102,13 @@ def for_world_size(settings: ElasticSettings, devices: int) -> ElasticBatch | Re
     """The batch and the micro-batch for `devices` devices.
 
     In version 0.2 a world size that does not divide the chosen batch gets another batch, as large (or small) as the
-    settings allow. The learning rate was then chosen for a different batch.
+    settings allow. The learning rate was then chosen for a different batch. The micro-batch is the largest that fits;
+    in version 0.2 without `prefer_larger` the first of the list that does.
     """
     chosen = choose_batch(settings)
     if isinstance(chosen, Refusal):
-        return chosen
+        # Where no world size fits, this one does not; DeepSpeed says it so, too.
+        return replace(chosen, world_size=_contradiction(settings) is None)
     if not settings.min_devices <= devices <= settings.max_devices:
         return Refusal(
             f"{devices} devices",
@@ -116,8 +118,7 @@ def for_world_size(settings: ElasticSettings, devices: int) -> ElasticBatch | Re
         )
     if devices in chosen.world_sizes:
         ranks = devices // (1 if settings.version < 0.2 else settings.model_parallel)
-        micro = max(m for m in settings.micro_batches if chosen.batch // ranks % m == 0)
-        return ElasticBatch(chosen.batch, chosen.world_sizes, micro)
+        return ElasticBatch(chosen.batch, chosen.world_sizes, _micro(settings, chosen.batch // ranks))
     if settings.version < 0.2:
         return Refusal(
             f"{devices} devices",
@@ -149,8 +150,15 @@ def _own_batch(settings: ElasticSettings, devices: int) -> ElasticBatch | Refusa
             world_size=True,
         )
     batch = max(usable) if settings.prefer_larger else min(usable)
-    micro = max(m for m in settings.micro_batches if batch // ranks % m == 0)
-    return ElasticBatch(batch, (devices,), micro)
+    return ElasticBatch(batch, (devices,), _micro(settings, batch // ranks))
+
+
+def _micro(settings: ElasticSettings, share: int) -> int:
+    """The micro-batch of a rank that has `share` samples of the batch: the largest that divides them; in version 0.2
+    the first of the list, unless larger batches are preferred.
+    """
+    fitting = [micro for micro in settings.micro_batches if share % micro == 0]
+    return max(fitting) if settings.prefer_larger or settings.version < 0.2 else fitting[0]
 
 
 def _contradiction(settings: ElasticSettings) -> Refusal | None:
@@ -159,11 +167,11 @@ def _contradiction(settings: ElasticSettings) -> Refusal | None:
         return Refusal(
             f"micro_batch_sizes {list(settings.micro_batches)}", "positive sizes", "write for example [2, 4, 6]"
         )
-    if smallest > settings.max_batch:
+    if max(settings.micro_batches) > settings.max_batch:
         return Refusal(
             f"max_train_batch_size {settings.max_batch} and micro_batch_sizes {list(settings.micro_batches)}",
-            "a batch that holds at least the smallest micro-batch",
-            "raise max_train_batch_size",
+            "micro-batches that are at most the largest batch",
+            "raise max_train_batch_size or remove the larger micro-batches",
         )
     if settings.min_devices > settings.max_devices:
         return Refusal(
@@ -173,6 +181,12 @@ def _contradiction(settings: ElasticSettings) -> Refusal | None:
         )
     if settings.version not in (0.1, 0.2):
         return Refusal(f"version {settings.version}", "0.1 or 0.2", "leave it out for 0.2")
+    if settings.version < 0.2 and settings.model_parallel > 1:
+        return Refusal(
+            f"model_parallel_size {settings.model_parallel} with version {settings.version}",
+            "1: version 0.1 knows data-parallel ranks only",
+            'set "version": 0.2',
+        )
     if settings.version >= 0.2 and settings.devices_per_node % settings.model_parallel:
         return Refusal(
             f"num_gpus_per_node {settings.devices_per_node} and model_parallel_size {settings.model_parallel}",

@@ -14,14 +14,16 @@ from ..errors import Problem
 from .base import Count, Size, Toggle
 from .batch import ACCUMULATION, MICRO, TRAIN, BatchSizes
 
-__all__ = ["Elasticity", "elastic_batch", "settings_from"]
+__all__ = ["Elasticity", "elastic_batch", "missing_keys", "settings_from"]
 
 
 class Elasticity(Toggle):
     """A batch size that suits many world sizes."""
 
-    max_train_batch_size: Count = Field(2000, description="largest global batch")
-    micro_batch_sizes: list[Count] = Field([2, 4, 6], description="micro-batch sizes to consider")
+    max_train_batch_size: Count = Field(2000, description="largest global batch; needed where enabled is true")
+    micro_batch_sizes: list[Count] = Field(
+        [2, 4, 6], description="micro-batch sizes to consider; needed where enabled is true"
+    )
     min_gpus: Count = Field(1, description="smallest world size")
     max_gpus: Count = Field(10000, description="largest world size")
     min_time: Size = Field(0, description="minutes between two changes of the number of ranks")
@@ -39,6 +41,11 @@ class Elasticity(Toggle):
             " node ends; 0: never"
         ),
     )
+
+
+def missing_keys(section: Any) -> list[str]:
+    """What a section that is switched on has to say and does not: the batch that it chooses depends on it."""
+    return [key for key in ("max_train_batch_size", "micro_batch_sizes") if key not in section.model_fields_set]
 
 
 def settings_from(section: Any) -> ElasticSettings:
@@ -66,6 +73,12 @@ def elastic_batch(
         world_size: number of data-parallel ranks.
         auto: the sizes that the configuration sets to "auto".
     """
+    missing = missing_keys(section)
+    if missing:
+        return Problem(
+            "conflict", f"elasticity.{missing[0]}", "elasticity needs it", got="nothing", expected="a value",
+            fix=f"add {', '.join(missing)} to elasticity",
+        )  # fmt: skip
     set_by_hand = [key for key in (TRAIN, MICRO, ACCUMULATION) if given.get(key) is not None and key not in auto]
     if set_by_hand and not section.ignore_non_elastic_batch_info:
         return Problem(

@@ -64,7 +64,7 @@ def compute_elastic_config(
     Raises:
         ElasticityConfigError: the section is missing, off, contradicts itself or the variable
             DEEPSPEED_ELASTICITY_CONFIG, or a world size is needed and there is none.
-        ElasticityIncompatibleWorldSize: `world_size` does not suit it.
+        ElasticityIncompatibleWorldSize: `world_size` does not suit it, also where no number of devices does.
     """
     _check_version(target_deepspeed_version)
     if not elasticity_enabled(ds_config):
@@ -83,16 +83,26 @@ def compute_elastic_config(
 
 
 def settings_of(section: Mapping[str, Any]) -> ElasticSettings:
-    """The settings in a section of a configuration. Raises `ElasticityConfigError` for a value of the wrong kind."""
-    from ..config.elastic import Elasticity, settings_from  # lazy import: pydantic is not needed to import this package
+    """The settings in a section of a configuration. Raises `ElasticityConfigError` for a value of the wrong kind, and
+    where `max_train_batch_size` or `micro_batch_sizes` is not there.
+    """
+    from ..config.elastic import (  # lazy import: pydantic is not needed to import this package
+        Elasticity,
+        missing_keys,
+        settings_from,
+    )
 
     known = dict(section)
     if "prefer_larger_batch" in known:  # DeepSpeed's code reads this name; its documents have the other one
         known.setdefault("prefer_large_batch", known.pop("prefer_larger_batch"))
     try:
-        return settings_from(Elasticity.model_validate(known))
+        section = Elasticity.model_validate(known)
     except ValueError as error:
         raise ElasticityConfigError(f"elasticity: {error}") from error
+    missing = missing_keys(section)
+    if missing:
+        raise ElasticityConfigError(f"elasticity: got no {' and no '.join(missing)}; expected a value; add it")
+    return settings_from(section)
 
 
 def resolve(settings: ElasticSettings, world_size: int) -> ElasticBatch:
