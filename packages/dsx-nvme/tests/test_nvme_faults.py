@@ -150,6 +150,24 @@ except PermissionError as error: print(error.errno, error.filename == sys.argv[1
         os.rmdir(folder)
 
 
+@pytest.mark.skipif(native.native_status()["sanitizer"] != "", reason="the sanitizer itself needs address space")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux bounds address space")
+def test_threads_that_a_limit_forbids_are_an_error_of_the_limit(tmp_path):
+    code = """
+import resource, sys, torch, dsx_nvme
+tensor = torch.ones(1000)
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (4096 * pages + (1 << 20),) * 2)  # less than the stack of a thread
+said = []
+for what in (lambda: dsx_nvme.Engine().write(tensor, sys.argv[1] + "/t"),
+             lambda: dsx_nvme.TensorStore(sys.argv[1]).put("a", tensor)):
+    try: what()
+    except dsx_nvme.EngineStartError as error: said.append("ulimit -v" in str(error))
+print(*said)
+"""
+    assert in_child(code, tmp_path) == "True True"
+
+
 @pytest.mark.skipif(native.native_status()["sanitizer"] != "", reason="the sanitizer itself needs descriptors")
 def test_few_descriptors_slow_things_down_but_break_nothing(tmp_path):
     code = """

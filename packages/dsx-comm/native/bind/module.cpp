@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <cstring>
 #include <memory>
+#include <system_error>
 #include <thread>
 
 #include "dsx_comm/mailbox.h"
@@ -45,6 +46,14 @@ struct Forked : std::runtime_error {
 };
 
 pid_t this_process = getpid();  // a handler of fork keeps it right: asking the kernel in every call costs too much
+
+// Whether a thread of its own could be started for `body`; a limit of memory or processes may forbid it.
+template <class Body> bool started(Body body) {
+    try {
+        std::thread(std::move(body)).detach();
+        return true;
+    } catch (const std::system_error&) { return false; }
+}
 
 struct Core {
     Mapping mapping;
@@ -146,7 +155,13 @@ struct PyGroup {
             return py::none();
         }
         auto item = core->queue.submit(std::move(run));
-        if (core->queue.wants_thread()) std::thread([core = core] { core->queue.serve(); }).detach();
+        if (core->queue.wants_thread() && !started([core = core] { core->queue.serve(); })) {
+            core->queue.thread_is_missing();  // under a limit of memory or processes: the call is done at once
+            py::gil_scoped_release release;
+            try {
+                core->queue.wait(item);
+            } catch (...) {}  // the item keeps it for who waits
+        }
         return py::cast(Pending{core, item, nullptr});
     }
 
@@ -241,7 +256,8 @@ struct PyGroup {
         return {core, nullptr, t};
     }
     void serve_transfers() {  // called for asynchronous ones that are not done yet
-        if (core->boxes.wants_thread()) std::thread([core = core] { core->boxes.background(); }).detach();
+        if (core->boxes.wants_thread() && !started([core = core] { core->boxes.background(); }))
+            core->boxes.thread_is_missing();  // whoever waits moves the messages
     }
 
     void close() {

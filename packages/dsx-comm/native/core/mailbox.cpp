@@ -296,6 +296,11 @@ bool Mailboxes::wants_thread() {
     return thread_ = true;
 }
 
+void Mailboxes::thread_is_missing() {
+    std::lock_guard<std::mutex> hold(lock_);
+    thread_ = false;
+}
+
 void Mailboxes::background() {
     Flag& bell = group_.doorbell(group_.rank());
     for (;;) {

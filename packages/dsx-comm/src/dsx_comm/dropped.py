@@ -50,13 +50,20 @@ class Dropped:
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Have the thread run. Called when a handle is handed out: a finaliser must not start threads."""
+        """Have the thread run. Called when a handle is handed out: a finaliser must not start threads. Under a limit of
+        memory or processes that forbids it dropped handles are held until a later call finds room for the thread.
+        """
         if self.thread is None:
             with self._lock:
                 if self.thread is None:
                     arguments = (self._queue,)
-                    self.thread = threading.Thread(target=_run, args=arguments, daemon=True, name="dsx-comm-dropped")
-                    self.thread.start()
+                    thread = threading.Thread(target=_run, args=arguments, daemon=True, name="dsx-comm-dropped")
+                    try:
+                        thread.start()
+                    except RuntimeError as error:  # the call is under way, and its caller may wait for it
+                        logger.warning("no thread for handles that are dropped: %s (ulimit -v or -u?)", error)
+                        return
+                    self.thread = thread
 
     def take(self, handle: Droppable) -> None:
         """See to `handle` (called by its finaliser: it lives on in the queue)."""

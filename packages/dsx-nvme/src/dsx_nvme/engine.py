@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from . import fallback, files, native, staging
-from .errors import DataRaceError, OptionError, TensorError, TransferError
+from .errors import DataRaceError, EngineStartError, OptionError, TensorError, TransferError
 from .files import OpenFile
 from .ticket import Description, EngineJob, FutureJob, Guard, Job, Ticket
 
@@ -58,13 +58,21 @@ class Options:
         return max(self.threads, min(self.queue_depth, MAX_THREADS))
 
     def make(self, kind: str) -> Any:
-        """A native engine of this kind (or the Python one)."""
-        if kind == "python":
-            return fallback.PythonEngine(self.block_size, self.blocking_threads)
-        workers = self.blocking_threads if kind == "threads" else self.threads
-        return native.module().Engine(
-            kind, self.block_size, self.queue_depth, workers, self.single_submit, self.overlap_events
-        )
+        """A native engine of this kind (or the Python one). Raises `EngineStartError`."""
+        workers = self.threads if kind not in ("python", "threads") else self.blocking_threads
+        try:
+            if kind == "python":
+                return fallback.PythonEngine(self.block_size, workers)
+            return native.module().Engine(
+                kind, self.block_size, self.queue_depth, workers, self.single_submit, self.overlap_events
+            )
+        except (OSError, RuntimeError, MemoryError) as error:
+            # Not an OSError: nothing is wrong with the folder or the file that the engine is made for.
+            raise EngineStartError(
+                f"the {workers} I/O thread(s) of engine {kind!r} cannot be started: {error}; the process or its user"
+                " has reached a limit: raise that of memory (ulimit -v, or a container's), of processes (ulimit -u) or"
+                " of open files (ulimit -n), or ask for fewer threads"
+            ) from error
 
 
 class _State:

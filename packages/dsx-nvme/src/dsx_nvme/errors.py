@@ -28,6 +28,10 @@ class ForkError(NvmeError):
     """A forked child waits for a transfer that its parent process has begun."""
 
 
+class EngineStartError(NvmeError):
+    """An engine cannot start its threads: the process or its user has reached a limit."""
+
+
 class BudgetError(dsx_core.CodedError, NvmeError):
     """A buffer pool or a store has too little room for a request."""
 
@@ -84,6 +88,7 @@ class ChecksumError(TransferError):
 _HINTS = {
     errno.ENOSPC: "; free space on that file system or choose another folder",
     errno.EFBIG: "; the process or the file system limits the size of a file (ulimit -f)",
+    errno.ENOMEM: "; the process has reached its limit of memory (ulimit -v, or its container's)",
     errno.EMFILE: "; raise the limit of open files (ulimit -n) or wait for transfers before starting more",
 }
 

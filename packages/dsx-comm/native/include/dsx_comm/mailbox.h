@@ -42,6 +42,7 @@ class Mailboxes {
               double timeout);  // a transfer whose wait has failed never touches its data again
     void background();          // body of the thread that serves asynchronous transfers
     bool wants_thread();        // once true when something is under way: start the thread
+    void thread_is_missing();   // it could not be started: the next call tries again
     void stop();
 
   private:

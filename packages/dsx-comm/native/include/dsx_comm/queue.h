@@ -79,6 +79,11 @@ class Queue {
         return thread_ ? false : (thread_ = true);
     }
 
+    void thread_is_missing() {  // it could not be started: the next call tries again
+        std::lock_guard<std::mutex> hold(lock_);
+        thread_ = false;
+    }
+
     void stop() {
         {
             std::lock_guard<std::mutex> hold(lock_);
