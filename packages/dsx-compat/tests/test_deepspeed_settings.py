@@ -100,3 +100,51 @@ def test_names_of_0_19_are_read():
     assert "torch_autocast.lower_precision_safe_modules (gradients are reduced in one data type" in text
     engine.backward(engine(torch.ones(2, 2)).sum())
     engine.step()
+
+
+HJSON = """{
+  # batches
+  train_micro_batch_size_per_gpu: 2
+  optimizer: {
+    type: SGD        # not a comment in Hjson, but the name of an optimizer has no spaces
+    params: {
+      lr: 0.1,
+      momentum: 0.5
+    }
+  }
+  zero_optimization: {
+    stage: 2
+    overlap_comm: false
+    reduce_bucket_size: 1e4
+  }
+  steps_per_print: null
+  tensorboard: {
+    enabled: false
+    job_name: a name with spaces, and a comma
+  }
+}"""
+
+
+def test_hjson_files_are_read(tmp_path):
+    file = tmp_path / "ds.hjson"
+    text = HJSON.replace("        # not a comment in Hjson, but the name of an optimizer has no spaces", "")
+    file.write_text(text)
+    engine, warning = started(str(file))
+    assert warning == "" and engine.zero_optimization_stage() == 2 and engine.zero_overlap_comm() is False
+    assert engine.zero_reduce_bucket_size() == 10_000 and engine.optimizer_params() == {"lr": 0.1, "momentum": 0.5}
+    assert engine.config["tensorboard"]["job_name"] == "a name with spaces, and a comma"
+    engine.destroy()
+    file.write_text(text.replace("stage: 2", "stage: 2, stage: 3"))  # what is wrong is still said, with its place
+    with pytest.raises(ValueError, match="given twice"):
+        deepspeed.initialize(model=torch.nn.Linear(2, 1), config=str(file))
+    file.write_text(text.replace("overlap_comm: false", "overlap_comm: False"))
+    with pytest.raises(ValueError, match="line"):
+        deepspeed.initialize(model=torch.nn.Linear(2, 1), config=str(file))
+
+
+def test_hjson_is_read_for_deepspeed_s_programs_only(tmp_path):
+    import dsx
+
+    (tmp_path / "ds.json").write_text(HJSON)
+    with pytest.raises(ValueError, match="a comma is missing"):
+        dsx.initialize(model=torch.nn.Linear(2, 1), config=str(tmp_path / "ds.json"))

@@ -10,6 +10,8 @@ and programs rely on that: their users cannot change what a program writes. Thes
 * `torch_autocast.lower_precision_safe_modules`, the modules whose gradients DeepSpeed reduces in the lower precision.
 
 Accelerate writes `"steps_per_print": inf`, which means never. It is replaced by None.
+
+A file may be Hjson: lines without commas, text without quotes.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dsx.config.source import read
+from dsx.config.source import Document, read
 from dsx.errors import DsxConfigError
 from dsx_core.errors import edits
 
@@ -45,8 +47,11 @@ def client_config(config: Any) -> Any:
         config: a mapping, the path of a JSON file, or base64 text of JSON. It is not changed.
 
     Returns:
-        A dictionary for a mapping; for a file or text a `dsx.config.source.Document`, which still knows the lines.
-        What is no configuration is returned as it is, for `dsx.initialize` to report.
+        A dictionary for a mapping; for a file or text the path or text itself, or a `dsx.config.source.Document`, which
+        still knows the lines.
+
+    Raises:
+        DsxConfigError: it cannot be read.
 
     Warns:
         CompatWarning: names the keys that were removed.
@@ -55,12 +60,9 @@ def client_config(config: Any) -> Any:
         cleaned: Any = dict(config)
         dropped = _remove(cleaned)
     else:
-        try:
-            document = read(config)
-        except DsxConfigError:
-            return config
+        document, is_json = _read(config)
         dropped = _remove(document.data)
-        cleaned = document if dropped else config
+        cleaned = config if is_json and not dropped else document
     if dropped:
         warnings.warn(
             f"deepspeed.initialize: these keys of the configuration have no effect and are left out:"
@@ -69,6 +71,14 @@ def client_config(config: Any) -> Any:
             stacklevel=4,
         )
     return cleaned
+
+
+def _read(source: Any) -> tuple[Document, bool]:
+    """The document, and whether it is JSON; if not, it is Hjson, which DeepSpeed reads too."""
+    try:
+        return read(source), True
+    except DsxConfigError:
+        return read(source, hjson=True), False
 
 
 def _remove(data: dict[str, Any]) -> list[str]:

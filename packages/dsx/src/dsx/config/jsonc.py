@@ -6,7 +6,8 @@ in one object (the first value would be lost silently), ``NaN`` and ``Infinity``
 key, so that later messages can point into the file. A message quotes only a part of a long line.
 
 Left out on purpose: text without quotes or in single quotes, hexadecimal numbers, lines without commas. Other tools do
-not accept such files as JSON either.
+not accept such files as JSON either. The first and the last are read on request (``hjson=True``), for files that were
+written for DeepSpeed's reader.
 """
 
 from __future__ import annotations
@@ -58,20 +59,22 @@ class JsonText:
         return ""
 
 
-def parse(text: str) -> JsonText:
+def parse(text: str, *, hjson: bool = False) -> JsonText:
     """Read JSON with comments and trailing commas.
 
     Args:
         text: the whole document.
+        hjson: the end of a line stands for a comma, and text without quotes goes to the end of its line.
 
     Raises:
         JsonTextError: with line, column and an excerpt with a caret at the place.
     """
-    return _Reader(text).read()
+    return _Reader(text, hjson).read()
 
 
 class _Reader:
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, hjson: bool = False) -> None:
+        self.hjson = hjson
         self.text = text[1:] if text.startswith("\ufeff") else text
         self.at = 0
         self.offsets: dict[Path, int] = {}
@@ -156,9 +159,12 @@ class _Reader:
             self._comma("]", start)
 
     def _comma(self, closing: str, start: int) -> None:
+        end = self.at
         self._skip()
         if self._peek() == ",":
             self.at += 1
+            return
+        if self.hjson and "\n" in self.text[end : self.at]:
             return
         if self._peek() == closing:
             return
@@ -199,6 +205,10 @@ class _Reader:
         if word in _CONSTANTS:
             self.at += len(word)
             return _CONSTANTS[word]
+        if self.hjson and match and word not in _LOOKALIKES:
+            end = self.text.find("\n", self.at)
+            start, self.at = self.at, len(self.text) if end < 0 else end
+            return self.text[start : self.at].strip()
         if word in _LOOKALIKES:
             raise self._error(f"{word} is Python, not JSON", _LOOKALIKES[word])
         word = word if len(word) <= 40 else word[:37] + "..."

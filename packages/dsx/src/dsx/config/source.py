@@ -38,12 +38,13 @@ class Document:
     place: Callable[[Path], str]
 
 
-def read(source: Any) -> Document:
+def read(source: Any, *, hjson: bool = False) -> Document:
     """Read a configuration.
 
     Args:
         source: mapping, path of a JSON file, base64 text of a JSON object, a `Document`, which is copied, or a loaded
             `Config`, of which the values that were written are read.
+        hjson: see `jsonc.parse`; for files and text.
 
     Raises:
         DsxConfigError: the file is missing or unreadable, the text is not JSON, or the value is not an object.
@@ -61,7 +62,7 @@ def read(source: Any) -> Document:
         return Document(data, "dictionary", lambda path: "")
     if isinstance(source, (str, os.PathLike)):
         text, name = _text(source)
-        return _from_text(text, name)
+        return _from_text(text, name, hjson)
     raise DsxConfigError(
         [
             Problem(
@@ -133,9 +134,9 @@ def _decode_base64(text: str) -> str | None:
     return None
 
 
-def _from_text(text: str, name: str) -> Document:
+def _from_text(text: str, name: str, hjson: bool) -> Document:
     try:
-        parsed = parse(text)
+        parsed = parse(text, hjson=hjson)
     except JsonTextError as error:
         raise DsxConfigError([error.problem], source=name) from None
     if not isinstance(parsed.value, dict):
