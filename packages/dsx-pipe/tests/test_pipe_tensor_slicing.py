@@ -320,5 +320,37 @@ def custom_rules(rank, world):
         scatter_sequence(torch.ones(1, 5))
 
 
+class Vocabulary(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.lm_head = nn.Linear(4, 8), nn.Linear(8, 7)
+
+    def forward(self, x):
+        return self.lm_head(torch.tanh(self.up(x)))
+
+
+def uneven_head(rank, world):
+    """A column-parallel layer with its whole output may have pieces of different sizes."""
+    head = {"patterns": ["lm_head"], "partition_type": "column"}
+    for bad in ({}, {"shape": [7, -1], "gather_output": True}):
+        with pytest.raises(TensorSliceError, match="lm_head: output features: got 7"):
+            slice_model(Vocabulary(), config={"layer_specs": [{**head, **bad}]})
+    torch.manual_seed(0)
+    whole = Vocabulary()
+    torch.manual_seed(0)
+    model = slice_model(Vocabulary(), config={"layer_specs": [{**head, "gather_output": True}]})
+    x = torch.randn(5, 4)
+    torch.testing.assert_close(model(x), whole(x))
+    whole(x).square().sum().backward()
+    model(x).square().sum().backward()
+    mine = slice(4 * rank, 4 * rank + (4, 3)[rank])
+    torch.testing.assert_close(model.lm_head.weight.grad, whole.lm_head.weight.grad[mine])
+    torch.testing.assert_close(model.up.weight.grad, whole.up.weight.grad)
+
+
+def test_a_column_layer_with_its_whole_output_may_be_cut_unevenly():
+    run_ranks(uneven_head, 2, backend="dsx")
+
+
 def test_custom_rules_and_mistakes_in_them():
     run_ranks(custom_rules, 2, backend="dsx")

@@ -37,13 +37,18 @@ class LayerRule:
             output), "per_head" (a module of any kind that stays whole and that each rank uses on its own heads, so its
             gradients are summed) or "skip".
         parts: number of equal layers fused into one weight.
-        gather_output: return the whole output (column).
+        gather_output: return the whole output (column). Then the pieces may differ in size, as those of a "head" do.
     """
 
     patterns: tuple[str, ...]
     kind: str
     parts: int = 1
     gather_output: bool = False
+
+    @property
+    def uneven(self) -> bool:
+        """Whether the ranks may hold pieces of different sizes: nothing behind the layer sees the pieces."""
+        return self.kind == "head" or (self.kind == "column" and self.gather_output and self.parts == 1)
 
     def matches(self, name: str) -> bool:
         """True if a pattern matches the end of a module's name, or of its weight's name."""
@@ -254,8 +259,14 @@ def _check_layer(name: str, module: nn.Module, rule: LayerRule, size: int) -> No
     if isinstance(module, nn.Embedding):
         raise TensorSliceError(f"{name}: an nn.Embedding cannot be cut as {rule.kind!r}")
     into, out = _in_out_features(module)
-    if rule.kind == "column":
-        check_divides(out, size, f"{name}: output features", rule.parts)
+    if rule.kind == "column" and not rule.uneven:
+        try:
+            check_divides(out, size, f"{name}: output features", rule.parts)
+        except TensorSliceError as error:
+            if rule.parts > 1:
+                raise
+            hint = "with gather_output the pieces may differ in size, for a projection to a vocabulary"
+            raise TensorSliceError(f"{error}; {hint}") from None
     elif rule.kind == "row":
         check_divides(into, size, f"{name}: input features")
 
@@ -289,7 +300,7 @@ def _slice_layer(module: Any, rule: LayerRule, group: Any, overlap: bool, sequen
             head = rule.kind == "head"
             found = ColumnParallelLinear(
                 into, out, group=group, gather_output=head or rule.gather_output, parts=rule.parts,
-                transposed=transposed, overlap=overlap, whole=whole, uneven=head, input_is_gathered=sequence,
+                transposed=transposed, overlap=overlap, whole=whole, uneven=rule.uneven, input_is_gathered=sequence,
             )  # fmt: skip
     for name, parameter in found.named_parameters():
         parameter.requires_grad_(trains[name])
