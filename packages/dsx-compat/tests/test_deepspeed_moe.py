@@ -136,6 +136,57 @@ def test_a_checkpoint_of_two_ranks_loads_on_one(tmp_path):
     assert start != trained
 
 
+def beside_an_mpu(rank, world, stage):
+    """Layers that were built before the mpu was known, as in DeepSpeed's programs: each rank has all experts."""
+    import types
+
+    import deepspeed
+    from deepspeed.utils import groups
+
+    deepspeed.init_distributed()
+    MoE, _ = kinds()
+    net = Net(MoE)
+    alone = [torch.distributed.new_group([r]) for r in range(2)][rank]
+    values = {"model_parallel_group": torch.distributed.new_group([0, 1]), "data_parallel_group": alone,
+              "model_parallel_world_size": 2, "data_parallel_world_size": 1, "model_parallel_rank": rank,
+              "data_parallel_rank": 0}  # fmt: skip
+    mpu = types.SimpleNamespace(**{f"get_{name}": (lambda value=value: value) for name, value in values.items()})
+    config = {
+        "train_batch_size": 6,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": 0.0,
+    }
+    engine, *_ = deepspeed.initialize(model=net, config=config, mpu=mpu)
+    assert groups._get_expert_data_parallel_world_size("ep_size_1") == 1 and net.moe.num_local_experts == 2
+    for step in range(2):
+        out, aux, _ = engine(torch.randn(6, 4, generator=torch.Generator().manual_seed(step)))
+        engine.backward(out.square().mean() + 0.01 * aux)
+        engine.step()
+    return {name: value.tolist() for name, value in net.state_dict().items()}
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_experts_built_before_an_mpu_is_given(stage):
+    (expected,) = run_ranks(trained_alone, 1)
+    for found in run_ranks(beside_an_mpu, 2, stage):
+        assert set(found) == set(expected)
+        for name in found:
+            torch.testing.assert_close(torch.tensor(found[name]), torch.tensor(expected[name]), rtol=1e-5, atol=1e-6)
+
+
+def trained_alone(rank, world):
+    MoE, _ = kinds()
+    net = Net(MoE)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(2):
+        out, aux, _ = net(torch.randn(6, 4, generator=torch.Generator().manual_seed(step)))
+        (out.square().mean() + 0.01 * aux).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.tolist() for name, value in net.state_dict().items()}
+
+
 LOGITS = torch.tensor(
     [[0.11, 0.2, 0.1, 0.3], [0.3, 0.4, 0.11, 0.1], [0.11, 0.1, 0.6, 0.5], [0.1, 0.11, 0.7, 0.8], [0.9, 0.2, 0.8, 0.1]]
 )

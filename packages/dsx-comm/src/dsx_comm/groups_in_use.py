@@ -135,11 +135,14 @@ class ParallelGroups:
         return self._expert(name)[1]
 
     def _expert(self, name: str) -> tuple[AxisGroup, AxisGroup]:
+        if name == "ep_size_1" and self._mpu is not None:
+            self.create_experts(1)  # every rank has all experts, whatever groups its layers were built under
         if name not in self._experts:
             known = ", ".join(self._experts) or "none"
             raise TopologyError(
-                f"got the expert group {name!r}, expected one of those made so far: {known}; "
-                "create_expert_and_data_parallel makes them"
+                f"got the expert group {name!r}, expected one of those made so far: {known};"
+                " create_expert_and_data_parallel makes them. Beside an mpu call"
+                " create_expert_data_and_model_parallel(expert_parallel_size_, mpu) before the layers are built"
             )
         return self._experts[name]
 
