@@ -11,7 +11,8 @@ from pathlib import Path
 
 import dsx_compat
 import pytest
-from dsx_compat.names import MODULES, UNSUPPORTED, UNSUPPORTED_MODULES
+from dsx_compat.names import MODULES
+from dsx_compat.unsupported import UNSUPPORTED, UNSUPPORTED_MODULES
 
 dsx_compat.activate()
 import deepspeed  # noqa: E402

@@ -12,7 +12,7 @@ No training code is implemented here: each name maps to dsx.
 
 | file | what |
 |---|---|
-| `names` | the tables: name of DeepSpeed -> name of dsx, or what to use instead |
+| `names`, `unsupported` | the tables: name of DeepSpeed -> name of dsx; what to use instead of the others |
 | `modules` | makes modules from the tables, on first use |
 | `getters` | configured values: methods of the engine, attributes of `DeepSpeedConfig` |
 | `scaler`, `operators` | the loss scale; which operators are compiled |

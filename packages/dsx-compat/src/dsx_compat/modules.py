@@ -22,7 +22,8 @@ from typing import Any
 from ._version import DEEPSPEED_VERSION
 from .activation import mixed_files
 from .errors import NotSupportedError, WrongDeepSpeedError
-from .names import COMMANDS, MODULES, UNSUPPORTED, UNSUPPORTED_MODULES
+from .names import COMMANDS, MODULES
+from .unsupported import UNSUPPORTED, UNSUPPORTED_MODULES
 
 __all__ = ["take_over"]
 
@@ -51,6 +52,8 @@ def take_over(name: str) -> None:
         __version_patch__=int(DEEPSPEED_VERSION.split(".")[2]),
         git_hash=None,
         git_branch=None,
+        __git_hash__=None,
+        __git_branch__=None,
     )
     _make_lazy(package)
     from . import parameters  # lazy import: it needs torch, and tools that only read the tables import this module
