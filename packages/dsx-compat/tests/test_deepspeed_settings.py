@@ -24,6 +24,7 @@ def started(config, **arguments):
         engine, *_ = deepspeed.initialize(model=torch.nn.Linear(2, 1), config=config, **arguments)
     texts = [str(w.message) for w in caught if issubclass(w.category, dsx_compat.CompatWarning)]
     assert len(texts) <= 1
+    assert all(w.filename == __file__ for w in caught if issubclass(w.category, dsx_compat.CompatWarning))
     return engine, "".join(texts)
 
 

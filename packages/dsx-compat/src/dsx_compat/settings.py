@@ -68,7 +68,7 @@ def client_config(config: Any) -> Any:
             f"deepspeed.initialize: these keys of the configuration have no effect and are left out:"
             f" {', '.join(dropped)} [DSX159] docs: errors#dsx159",
             CompatWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
     return cleaned
 
