@@ -96,13 +96,13 @@ def settings_of(section: Mapping[str, Any]) -> ElasticSettings:
     if "prefer_larger_batch" in known:  # DeepSpeed's code reads this name; its documents have the other one
         known.setdefault("prefer_large_batch", known.pop("prefer_larger_batch"))
     try:
-        section = Elasticity.model_validate(known)
+        validated = Elasticity.model_validate(known)
     except ValueError as error:
         raise ElasticityConfigError(f"elasticity: {error}") from error
-    missing = missing_keys(section)
+    missing = missing_keys(validated)
     if missing:
         raise ElasticityConfigError(f"elasticity: got no {' and no '.join(missing)}; expected a value; add it")
-    return settings_from(section)
+    return settings_from(validated)
 
 
 def resolve(settings: ElasticSettings, world_size: int) -> ElasticBatch:
