@@ -21,6 +21,7 @@ from .exchange import Exchange, Link, receive_rows, send_rows
 from .plan import ExpertPlan, plan_experts
 from .routing import Routing
 from .rows import gather_rows, sum_rows
+from .segments import to_device
 
 
 class LocalExperts(Protocol):
@@ -52,14 +53,20 @@ def exchange_counts(tokens: torch.Tensor, routing: Routing, bad: torch.Tensor, e
         bad: 0-D bool, whether this rank's logits are not finite.
         exchange: the exchange of the group.
     """
-    needs = torch.tensor([tokens.requires_grad and torch.is_grad_enabled()], device=bad.device)
+    needs = bad.new_full((1,), tokens.requires_grad and torch.is_grad_enabled())
     flags = torch.cat([bad.view(1), needs]).to(routing.counts.dtype)
     return RankReport(exchange.gather_counts(torch.cat([routing.counts, flags])))
 
 
-def run_local(tokens: torch.Tensor, routing: Routing, experts: LocalExperts) -> torch.Tensor:
-    """tokens [T, h] -> [T, h], with all experts on this rank."""
-    out = experts(gather_rows(tokens, routing), routing.counts.tolist())
+def counts_and_flag(routing: Routing, bad: torch.Tensor) -> tuple[list[int], bool]:
+    """(number of rows for each expert, whether the logits are not finite), read with one wait for the device."""
+    *counts, flag = torch.cat([routing.counts, bad.view(1).to(routing.counts.dtype)]).tolist()
+    return counts, bool(flag)
+
+
+def run_local(tokens: torch.Tensor, routing: Routing, experts: LocalExperts, counts: list[int]) -> torch.Tensor:
+    """tokens [T, h] -> [T, h], with all experts on this rank. `counts`: number of rows for each expert."""
+    out = experts(gather_rows(tokens, routing), counts)
     return combine(out, routing).to(tokens.dtype)
 
 
@@ -86,7 +93,7 @@ def run_exchanged(
     """
     plan = plan_experts(report.counts, exchange.rank, chunks)
     if plan.order is not None:
-        routing = _reordered(routing, plan.order.to(routing.token.device))
+        routing = _reordered(routing, to_device(plan.order, routing.token.device))
     rows = gather_rows(tokens, routing)
     if report.needs_grad and torch.is_grad_enabled() and not rows.requires_grad:
         rows.requires_grad_()  # the backward must run here too: another rank waits for gradients of rows it sent here
@@ -123,7 +130,7 @@ def _pipeline(
         if order is None:
             done = experts(received, chunk.counts, chunk.first)
         else:
-            order = order.to(received.device)
+            order = to_device(order, received.device)
             by_expert = _permute(received, order)
             done = _unpermute(experts(by_expert, chunk.counts, chunk.first), order)
         returning.append(send_rows(done, from_experts[c]))

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from .errors import MoEConfigError
-from .routing import Routing, build_routing, keep_most_preferred
+from .routing import Routing, build_routing, count_by_expert, keep_most_preferred
 
 DropPolicy = Literal["probs", "position"]
 
@@ -96,7 +96,9 @@ def top1_gating(
         preference = torch.rand(num_tokens, device=logits.device) if use_rts else None
         kept = keep_most_preferred(chosen.view(-1), wanted.view(-1), preference, num_experts, capacity)
     weights = gates.gather(1, chosen)
-    return Gating(build_routing(chosen, weights, num_experts, wanted=wanted, kept=kept, capacity=capacity), l_aux)
+    asked = None if used_token is None else wanted  # None: the number of routes is known from the shapes
+    routing = build_routing(chosen, weights, num_experts, wanted=asked, kept=kept, capacity=capacity)
+    return Gating(routing, l_aux)
 
 
 def top2_gating(
@@ -133,7 +135,9 @@ def top2_gating(
         queue, requested = chosen.t().reshape(-1), wanted.t().reshape(-1)  # all first choices, then all second ones
         kept = keep_most_preferred(queue, requested, None, num_experts, capacity).view(2, num_tokens).t()
     weights = _normalised_weights(gates.gather(1, chosen), kept)
-    return Gating(build_routing(chosen, weights, num_experts, wanted=wanted, kept=kept, capacity=capacity), l_aux)
+    asked = None if used_token is None else wanted  # None: the number of routes is known from the shapes
+    routing = build_routing(chosen, weights, num_experts, wanted=asked, kept=kept, capacity=capacity)
+    return Gating(routing, l_aux)
 
 
 def topk_gating(
@@ -172,7 +176,9 @@ def topk_gating(
         preference = top.detach().reshape(-1) if drop_policy == "probs" else None
         kept = keep_most_preferred(chosen.view(-1), wanted.view(-1), preference, num_experts, capacity).view_as(chosen)
     weights = _normalised_weights(top, kept)
-    return Gating(build_routing(chosen, weights, num_experts, wanted=wanted, kept=kept, capacity=capacity), l_aux)
+    asked = None if used_token is None else wanted  # None: the number of routes is known from the shapes
+    routing = build_routing(chosen, weights, num_experts, wanted=asked, kept=kept, capacity=capacity)
+    return Gating(routing, l_aux)
 
 
 def largest_indices(scores: torch.Tensor, k: int) -> torch.Tensor:
@@ -185,7 +191,7 @@ def largest_indices(scores: torch.Tensor, k: int) -> torch.Tensor:
 
 def _balance_loss(gates: torch.Tensor, chosen: torch.Tensor, wanted: torch.Tensor, num_experts: int) -> torch.Tensor:
     num_tokens = max(gates.shape[0], 1)
-    requests = torch.bincount(chosen.reshape(-1)[wanted.reshape(-1)], minlength=num_experts).to(gates.dtype)
+    requests = count_by_expert(chosen.reshape(-1), wanted.reshape(-1), num_experts).to(gates.dtype)
     return (gates.sum(0) / num_tokens * (requests / num_tokens)).sum() * num_experts
 
 

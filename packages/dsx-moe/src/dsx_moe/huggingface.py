@@ -35,7 +35,7 @@ from .groups import expert_groups_of
 from .layer import ExpertDispatch
 from .routing import build_routing
 from .rules import RouterRule, children_of, completed_rule, find_experts, is_packed, number_of_experts
-from .segments import segment_matmul
+from .segments import segment_matmul, to_device
 from .slices import ExpertSlices
 from .state import gather_numbered, gather_rows_of_experts
 from .stats import LayerStats, stats_of
@@ -100,7 +100,8 @@ class PackedExpertShard(ExpertShard):
         if self.is_feed_forward:
             return self._feed_forward(rows, list(counts), slice(first, first + len(counts)))
         local = torch.arange(first, first + len(counts), device=rows.device)
-        index = local.repeat_interleave(torch.tensor(list(counts), device=rows.device)).unsqueeze(1)
+        times = to_device(torch.tensor(list(counts)), rows.device)
+        index = local.repeat_interleave(times, output_size=sum(counts)).unsqueeze(1)
         held: dict[str, torch.Tensor] = dict(self.named_parameters(recurse=False))
         out = functional_call(self.original, held, (rows, index, rows.new_ones(index.shape)))
         if not rows.shape[0]:  # no expert has run, but every parameter needs a (zero) gradient: add it to the graph

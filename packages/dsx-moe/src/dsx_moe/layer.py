@@ -24,7 +24,7 @@ from dsx_comm import parallel_groups
 from dsx_core import with_code
 from torch import nn
 
-from .dispatch import LocalExperts, exchange_counts, run_exchanged, run_local
+from .dispatch import LocalExperts, counts_and_flag, exchange_counts, run_exchanged, run_local
 from .errors import MoEConfigError, RoutingError
 from .exchange import Exchange
 from .experts import Experts, PackedExperts
@@ -115,11 +115,12 @@ class ExpertDispatch:
             routing = own_share(replace(routing, weight=copy_to_group(routing.weight, group)), group)
             experts = GatheredExperts(experts, group)
         if self.exchange is None:
-            if bool(bad):
+            counts, is_bad = counts_and_flag(routing, bad)
+            if is_bad:
                 raise _not_finite(name, [dsx_comm.get_rank() if dsx_comm.is_initialized() else 0])
             if during_transfer is not None:
                 during_transfer()
-            out = run_local(tokens, routing, experts)
+            out = run_local(tokens, routing, experts, counts)
         else:
             report = exchange_counts(tokens, routing, bad, self.exchange)
             if report.bad_ranks:

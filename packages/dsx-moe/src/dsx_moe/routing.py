@@ -84,9 +84,10 @@ def build_routing(
     wanted_flat = _flat_or_all(wanted, flat)
     kept_flat = wanted_flat if kept is None else kept.reshape(-1) & wanted_flat
     order = torch.where(kept_flat, flat, num_experts).sort(stable=True).indices
-    requested = torch.bincount(flat[wanted_flat], minlength=num_experts)
-    counts = torch.bincount(flat[kept_flat], minlength=num_experts)
-    routes = order[: int(counts.sum())]
+    requested = count_by_expert(flat, wanted_flat, num_experts)
+    counts = requested if kept is None else count_by_expert(flat, kept_flat, num_experts)
+    everything = wanted is None and kept is None  # else the host has to wait for the number of routes
+    routes = order if everything else order[: int(counts.sum())]
     slot = torch.full_like(flat, routes.numel())
     slot[routes] = torch.arange(routes.numel(), device=flat.device)
     return Routing(
@@ -121,12 +122,20 @@ def keep_most_preferred(
     key = torch.where(wanted, experts, num_experts)[order]
     by_expert = key.sort(stable=True)
     order = order[by_expert.indices]
-    sizes = torch.bincount(by_expert.values, minlength=num_experts + 1)
+    sizes = count_by_expert(by_expert.values, torch.ones_like(wanted), num_experts + 1)
     starts = sizes.cumsum(0) - sizes
     place = torch.arange(order.numel(), device=order.device) - starts[by_expert.values]
     kept = torch.zeros_like(wanted)
     kept[order] = (place < capacity) & (by_expert.values < num_experts)
     return kept
+
+
+def count_by_expert(experts: torch.Tensor, counted: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """int64 [E]: how many of the routes to each expert are counted. `experts` int64 [R], `counted` bool [R].
+
+    Unlike `torch.bincount` it does not make the host wait for a device.
+    """
+    return experts.new_zeros(num_experts).scatter_add_(0, experts, counted.to(experts.dtype))
 
 
 def _flat_or_all(mask: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:

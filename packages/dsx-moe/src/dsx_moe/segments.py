@@ -88,7 +88,7 @@ class _Repeat(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
         ctx.counts = counts
-        return values.repeat_interleave(torch.tensor(counts, device=values.device), dim=0, output_size=sum(counts))
+        return values.repeat_interleave(to_device(torch.tensor(counts), values.device), dim=0, output_size=sum(counts))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, None]:  # type: ignore[override]
@@ -106,13 +106,18 @@ class _Sum(torch.autograd.Function):
         return repeat_per_segment(grad, ctx.counts), None
 
 
+def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Host values on a device. They go through locked memory, so that the host does not wait for the copy."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+
+
 def _bounds(counts: Sequence[int]) -> list[tuple[int, int]]:
     ends = list(accumulate(counts))
     return [(end - count, end) for end, count in zip(ends, counts)]
 
 
 def _ends(counts: Sequence[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=device)
+    return to_device(torch.tensor(list(accumulate(counts)), dtype=torch.int32), device)
 
 
 def _one_kernel(rows: torch.Tensor, inner: int, outer: int) -> bool:

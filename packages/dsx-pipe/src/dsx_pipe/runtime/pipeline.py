@@ -373,8 +373,8 @@ class Pipeline:
             last = self.stages[self.schedule.stages - 1]
             row[1] = float(bool(last.extras))
             row[2 : 2 + plan.micro_batches] = torch.stack(
-                [last.losses[m].reshape(()).double().cpu() for m in range(plan.micro_batches)]
-            )
+                [last.losses[m].reshape(()).double() for m in range(plan.micro_batches)]
+            ).cpu()  # one wait for the device, at the end of the step
         rows = self._gather_rows(row)
         if not any(r[0] for r in rows):
             final = rows[self.schedule.stage_ranks[-1]]

@@ -38,6 +38,10 @@ class StageCallbacks:
 class NonFiniteLoss(PipelineError):
     """A micro-batch's loss is not finite."""
 
+    def __init__(self, text: str, micro_batch: int) -> None:
+        super().__init__(text)
+        self.micro_batch = micro_batch
+
 
 class NonFiniteGradient(PipelineError):
     """Gradients stop being finite in this stage; `layer` says where, if it could be found."""
@@ -140,8 +144,8 @@ class Stage:
         if train:
             self.kept[micro_batch] = _Kept(value, leaves, flatten(outputs)[1], labels)
             self.most_kept = max(self.most_kept, len(self.kept))
-        if self.is_last and train and self.stop_at_nonfinite and not math.isfinite(float(self.losses[micro_batch])):
-            raise NonFiniteLoss(f"the loss is {float(self.losses[micro_batch])}")
+        if self.is_last and train and self.stop_at_nonfinite and self.losses[micro_batch].device.type == "cpu":
+            self._raise_if_loss_nonfinite([micro_batch])  # on a device with the last backward: the host would wait
         return None if self.is_last else output
 
     def _run(self, micro_batch: int, value: Any) -> Any:
@@ -269,6 +273,13 @@ class Stage:
                 known = self._nonfinite_flags.get(micro_batch)
                 self._nonfinite_flags[micro_batch] = flag if known is None else known | flag
 
+    def _raise_if_loss_nonfinite(self, micro_batches: Sequence[int]) -> None:
+        """Raise `NonFiniteLoss` for the first of these micro-batches whose loss is not finite; reads all at once."""
+        losses = torch.stack([self.losses[index].reshape(()).double() for index in micro_batches]).tolist()
+        for index, loss in zip(micro_batches, losses):
+            if not math.isfinite(loss):
+                raise NonFiniteLoss(f"the loss is {loss}", index)
+
     def _raise_if_nonfinite(self, micro_batch: int, last: bool, *, with_parameters: bool) -> None:
         """Raise `NonFiniteGradient` if a recorded gradient is not finite.
 
@@ -276,9 +287,12 @@ class Stage:
         waits for the device.
         """
         on_host = all(flag.device.type == "cpu" for flag in self._nonfinite_flags.values())
-        if on_host or last:
-            for index in sorted(self._nonfinite_flags):
-                if bool(self._nonfinite_flags[index]):
+        if last and any(loss.device.type != "cpu" for loss in self.losses.values()):
+            self._raise_if_loss_nonfinite(sorted(self.losses))
+        if self._nonfinite_flags and (on_host or last):
+            flags = dict(sorted(self._nonfinite_flags.items()))
+            for index, is_bad in zip(flags, torch.stack(list(flags.values())).tolist()):  # one wait for all of them
+                if is_bad:
                     raise NonFiniteGradient(
                         "gradients stop being finite here: its backward received finite ones and computed others",
                         self._layer_of_backward(index),

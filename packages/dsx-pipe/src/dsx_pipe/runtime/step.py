@@ -138,9 +138,7 @@ class Step:
         except PeerLost as error:
             self._peer_lost(error)
         except NonFiniteLoss as error:
-            self._fail(
-                Failure(action.stage, self.rank, action.micro_batch, None, operation, str(error), nonfinite=True)
-            )
+            self._fail(Failure(action.stage, self.rank, error.micro_batch, None, "forward", str(error), nonfinite=True))
         except NonFiniteGradient as error:
             self._fail(Failure(action.stage, self.rank, error.micro_batch, error.layer, operation, str(error)))
         except Exception as error:  # noqa: BLE001  (every rank must be told, whatever the error is)

@@ -90,6 +90,10 @@ def shared_weight_ranks(ranks: Any, ties: tuple[Tie, ...]) -> Callable[[Any], An
     return of
 
 
+def _note_use(used: set[str], name: str, gradient: torch.Tensor) -> None:
+    used.add(name)
+
+
 class PipelineTimes:
     """Stage times and the bubble, measured and planned, every `every` steps: an observer, and a source of events.
 
@@ -147,7 +151,7 @@ class PipelineEngine(Engine):
         for tie in pipeline.ties:
             parameter = parts.module.get_parameter(tie.name)
             if parameter.requires_grad:
-                parameter.register_hook(partial(self._note_gradient, tie.name))
+                parameter.register_hook(partial(_note_use, self._ties_used, tie.name))  # keeps no engine alive
         self._pipe = self._build_runtime()
         for observer in parts.observers:
             if isinstance(observer, PipelineTimes):
@@ -284,17 +288,12 @@ class PipelineEngine(Engine):
             self._fill_unused_ties()
         self._begin_backward(boundary=self._backwards_left == 0)
 
-    def _note_gradient(self, name: str, gradient: torch.Tensor) -> None:
-        self._ties_used.add(name)
-
     def _fill_unused_ties(self) -> None:
         """Give shared weights that this rank has not used so far a gradient of zeros, to which that of the other stages
         is added (an embedding of positions beside tied words). The last backward may still use them.
         """
-        parameters = [self._parts.module.get_parameter(t.name) for t in self._pipeline.ties]
-        unused = [
-            p for t, p in zip(self._pipeline.ties, parameters) if p.requires_grad and t.name not in self._ties_used
-        ]
+        left = [tie.name for tie in self._pipeline.ties if tie.name not in self._ties_used]
+        unused = [p for p in map(self._parts.module.get_parameter, left) if p.requires_grad]
         if unused and self._pipeline.fills_unused:
             self._begin_backward(boundary=False)
             with torch.enable_grad():
