@@ -2,7 +2,7 @@
 structure.
 """
 
-import dsx_comm  # noqa: F401  (registers the shared-memory backend before ranks are forked)
+import dsx_comm
 import dsx_pipe
 import pytest
 import torch
@@ -277,3 +277,21 @@ def reset(rank, world):
 
 def test_shapes_may_change_after_a_reset_and_not_without_one():
     run_ranks(reset, 2, backend="dsx")
+
+
+def without_numpy(rank, world):
+    def missing(self, *args, **kwargs):
+        raise RuntimeError("Numpy is not available")
+
+    torch.Tensor.numpy = missing  # as in a torch without numpy
+    layers = layers_of(world)
+    loss = Pipeline(layers[rank], "1f1b", micro_batches=2, loss_fn=nn.functional.mse_loss).step(*data())
+    told = [None] * world
+    dsx_comm.all_gather_object(told, {"rank": rank, "long": "x" * 100})
+    assert [entry["rank"] for entry in told] == [0, 1]
+    return float(loss)
+
+
+def test_ranks_need_no_numpy():
+    first, second = run_ranks(without_numpy, 2, backend="dsx")
+    assert first == second

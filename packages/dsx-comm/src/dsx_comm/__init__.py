@@ -90,7 +90,7 @@ from .log import (
     reset_log,
 )
 from .mpu import Mpu, MpuGroups, read_mpu
-from .objects import all_gather_object, broadcast_object_list, gather_object, scatter_object_list, together
+from .objects import all_gather_object, broadcast_object_list, gather_object, host_bytes, scatter_object_list, together
 from .onebit import OneBitAdam, OnebitAdam, OneBitLamb, OnebitLamb, StepKind, StepTraffic, ZeroOneAdam
 from .p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
 from .prepared import PreparedCollective, prepare_all_gather, prepare_reduce_scatter
@@ -213,6 +213,7 @@ __all__ = [
     "has_reduce_scatter_tensor",
     "in_buckets",
     "inference_all_reduce",
+    "host_bytes",
     "init_distributed",
     "initialize_mesh_device",
     "irecv",

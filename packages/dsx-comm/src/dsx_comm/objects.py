@@ -6,6 +6,7 @@ go through the current CUDA device. Every byte is counted under the name of the 
 
 from __future__ import annotations
 
+import ctypes
 import pickle
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -204,15 +205,14 @@ def _tensor(data: bytes, device: torch.device) -> torch.Tensor:
 
 
 def _load(tensor: torch.Tensor) -> Any:
-    return pickle.loads(tensor.numpy().tobytes()) if _has_numpy() else pickle.loads(bytes(tensor.tolist()))
+    return pickle.loads(host_bytes(tensor))
 
 
-def _has_numpy() -> bool:
-    try:
-        import numpy  # noqa: F401  (torch works without it; conversion is then slow but right)
-    except ImportError:
-        return False
-    return True
+def host_bytes(tensor: torch.Tensor) -> bytes:
+    """A copy of the bytes of a contiguous host tensor of any dtype. `Tensor.numpy` would need numpy to be installed."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise CommArgumentError(f"host_bytes: got a tensor on {tensor.device}, expected a contiguous one on the host")
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size()) if tensor.numel() else b""
 
 
 def _send(data: bytes, rank: int, to: Membership, device: torch.device) -> None:
@@ -227,7 +227,7 @@ def _receive(rank: int, to: Membership, device: torch.device) -> bytes:
     start_p2p(length, peer, to, _TAG, sending=False).wait()
     payload = torch.empty(int(length), dtype=torch.uint8, device=device)
     start_p2p(payload, peer, to, _TAG, sending=False).wait()
-    return bytes(payload.cpu().tolist()) if not _has_numpy() else payload.cpu().numpy().tobytes()
+    return host_bytes(payload.cpu())
 
 
 def _check_list(values: Any, size: int, name: str, what: str) -> None:

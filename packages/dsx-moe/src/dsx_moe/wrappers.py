@@ -56,7 +56,7 @@ def refuse_wrappers(shard: ExpertShard, groups: ExpertGroups, name: str) -> None
         _look(shard, groups, name)
 
 
-@torch.compiler.disable  # experts on several ranks exchange counts, which ends the graph in any case
+@torch.compiler.disable()  # experts on several ranks exchange counts, which ends the graph in any case
 def _look(shard: ExpertShard, groups: ExpertGroups, name: str) -> None:
     first = next(shard.parameters(), None)
     if first is not None and not is_moe_param(first):

@@ -257,7 +257,7 @@ class Mailbox:
         if first + second:
             raw = torch.empty(first + second, dtype=torch.uint8)
             self._receive_tensor(raw, source, self.groups.host, BLOB)
-            blob = bytes(raw.tolist()) if first + second < 64 else raw.numpy().tobytes()
+            blob = dsx_comm.host_bytes(raw)
         if status != DATA:
             message = Message(status, text=blob)
         else:

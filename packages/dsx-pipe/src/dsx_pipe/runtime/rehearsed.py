@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import dsx_comm
 import torch
 
 from ..errors import PipelineError
@@ -45,7 +46,7 @@ class Letter:
     @staticmethod
     def of(tensor: torch.Tensor, tag: int) -> Letter:
         """The letter of a tensor that is sent."""
-        words = tensor.numpy().tobytes() if tag in (HEADER, BLOB) else None
+        words = dsx_comm.host_bytes(tensor.contiguous()) if tag in (HEADER, BLOB) else None
         return Letter(tag, _nbytes(tensor), words)
 
 

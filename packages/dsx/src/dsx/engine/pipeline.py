@@ -363,7 +363,8 @@ class PipelineEngine(Engine):
 
     def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
         """The module's additional losses by name; None if there are none."""
-        return self._parts.module.get_additional_losses()
+        module: Any = self._parts.module
+        return module.get_additional_losses()
 
     def pipeline_report(self) -> Any:
         """Times of the last batch per stage, and its bubble, measured and planned (`dsx_pipe.StepReport`).
