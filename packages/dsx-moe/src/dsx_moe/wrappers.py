@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import Any
 
 import dsx_comm
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -56,7 +55,6 @@ def refuse_wrappers(shard: ExpertShard, groups: ExpertGroups, name: str) -> None
         _look(shard, groups, name)
 
 
-@torch.compiler.disable()  # experts on several ranks exchange counts, which ends the graph in any case
 def _look(shard: ExpertShard, groups: ExpertGroups, name: str) -> None:
     first = next(shard.parameters(), None)
     if first is not None and not is_moe_param(first):
