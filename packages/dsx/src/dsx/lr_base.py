@@ -54,6 +54,21 @@ class LRSchedule:
         """Return the learning rate of every group at counter ``iteration`` (>= -1; -1 is before the first step)."""
         raise NotImplementedError
 
+    @property
+    def min_lrs(self) -> list[float]:
+        """The lowest rate of each group, under the name that scripts read; an AttributeError without one."""
+        return list(self.min_lr)  # type: ignore[attr-defined]
+
+    @property
+    def max_lrs(self) -> list[float]:
+        """The highest rate of each group, under the name that scripts read; an AttributeError without one."""
+        return list(self.max_lr)  # type: ignore[attr-defined]
+
+    @property
+    def warmup_num_steps(self) -> int:
+        """Steps of the warm-up, at least 2; an AttributeError without one."""
+        return self.warmup.steps  # type: ignore[attr-defined]
+
     def get_lr(self) -> list[float]:
         """Return the rates at the current counter."""
         return self.lr_at(self.last_batch_iteration)

@@ -144,6 +144,10 @@ class WarmupCosineLR(LRSchedule):
         done = min(1.0, (iteration - self.warmup.steps + 1) / max(1, self.total - self.warmup.steps))
         return self.cos_min_ratio + (1.0 - self.cos_min_ratio) * ((1.0 + math.cos(math.pi * done)) / 2.0)
 
+    def get_lr_ratio(self) -> float:
+        """Return the factor of now; 0 before the first step."""
+        return self.ratio_at(self.last_batch_iteration)
+
     def lr_at(self, iteration: int) -> list[float]:
         """Return factor * own rate per group."""
         ratio = self.ratio_at(iteration)
