@@ -131,3 +131,55 @@ def test_a_step_without_edits_compares_no_parameters(stage, persistence):
     count = sum(p.numel() for p in tiny.MLP(hidden=128).parameters())
     for compared in run_ranks(count_comparisons, 2, stage, persistence):
         assert compared < count / 4  # sums that tell whether memory was written are compared, a word for each 64 bytes
+
+
+class Sums(TorchDispatchMode):
+    """Counts what looks at the parameters' memory as words of 8 bytes, and what makes the host read a device."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = self.reads = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.words += func._schema.name == "aten::sum" and args[0].dtype == torch.int64 and args[0].dim() == 2
+        self.reads += func._schema.name == "aten::_local_scalar_dense"
+        return func(*args, **(kwargs or {}))
+
+
+def masters_follow(rank, world, setting, first_write, last_write):
+    """Whether a write through `.data` before update `last_write` lasts; sums and reads of an update after it."""
+    model, optimizer = dsx_zero.shard(
+        tiny.MLP().bfloat16(),
+        lambda params: torch.optim.SGD(params, lr=0.0),
+        config={"stage": 1, "notice_data_writes": setting},
+    )
+    weight = next(model.parameters())
+    for update in range(last_write + 1):
+        if update in (first_write, last_write):
+            weight.data.fill_(0.5 + update)
+        train(model, optimizer, rank, 1)
+    x, y = model.example(2, seed=rank)
+    model.loss(x.bfloat16(), y).backward()
+    with Sums() as counted:
+        optimizer.step()
+    optimizer.zero_grad()
+    return bool((weight == 0.5 + last_write).all()), counted.words, counted.reads
+
+
+@pytest.mark.parametrize(
+    ("setting", "first_write", "last_write", "lasts", "watched"),
+    [
+        (None, 0, 0, True, True),  # weights that are set after sharding, and again at once
+        (None, 2, 9, True, True),  # a program that clamps weights so
+        (None, None, 9, False, False),
+        (True, None, 9, True, True),
+        (False, None, 0, False, False),
+    ],
+)
+def test_writes_that_leave_no_trace_are_looked_for_where_there_may_be_some(
+    setting, first_write, last_write, lasts, watched
+):
+    for found, words, reads in run_ranks(masters_follow, 2, setting, first_write, last_write):
+        assert found is lasts
+        assert bool(words) is watched
+        assert reads or not watched

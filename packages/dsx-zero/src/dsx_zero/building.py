@@ -182,6 +182,7 @@ class StepParts:
         moving_lanes: those on which copies between tiers run.
         early_units: those that may be stepped while backward goes on.
         late_after: steps after which updates are applied late; None: never.
+        data_writes: whether `Edits` looks for writes that raise no version counter.
     """
 
     runtime: Runtime
@@ -200,6 +201,7 @@ class StepParts:
     moving_lanes: tuple[Lane, ...] = ()
     early_units: tuple[int, ...] = ()
     late_after: int | None = None
+    data_writes: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -500,6 +502,7 @@ def assemble(builder: Builder, planned: Planned, runtime: Runtime, inner: Any, k
         moving_lanes=tuple(builder.moving_lanes.values()),
         early_units=early,
         late_after=late_update_after(recipe.settings),
+        data_writes=recipe.settings.notice_data_writes,
     )
 
 

@@ -270,6 +270,14 @@ class ZeroConfig(_Section):
             " result"
         ),
     )
+    notice_data_writes: bool | None = Field(
+        None,
+        description=(
+            "whether writes through p.data reach the masters of 16-bit parameters, which costs two passes over the"
+            " parameters and a wait for the device per step; null: such writes are looked for in the first three"
+            " updates, and in all if there was one in them"
+        ),
+    )
     round_robin_gradients: bool = Field(False, description="DeepSpeed: another order of parameters in the partitions")
     parameter_alignment: bool = Field(False, description="DeepSpeed: align each parameter in its flat buffer")
     elastic_checkpoint: bool = Field(

@@ -204,7 +204,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             lane=parts.lane,
         )
         self._moved = MovedStates(runtime, parts.states)
-        self._edits = Edits(flat)
+        self._edits = Edits(flat, data_writes=parts.data_writes)
         self._early: DuringBackward = NotDuringBackward()
         if parts.early_units:
             early = StepDuringBackward(

@@ -3,9 +3,11 @@
 A parameter is a normal tensor to its user (C1), so `torch.nn.init.zeros_(layer.weight)` or `weight.mul_(mask)` after
 sharding has to last. Where the master has its own memory, `Edits` copies the edit into the master; otherwise the master
 would overwrite it at the next step. autograd's version counter tells cheaply that a parameter was written in place.
-Writes through `.data` do not raise that counter; sums over the parameter's memory (`MemorySums`) find them. Only when
-something was written, the values are compared with the rounded master. Elements that differ are copied into the master,
-and the other elements of the master keep their low bits.
+Writes through `.data` do not raise that counter; sums over the parameter's memory (`MemorySums`) find them. They cost
+two passes over all parameters and a wait for the device per step, so that they are taken in the first updates only, and
+from then on in programs that have written so (`notice_data_writes`). Only when something was written, the values are
+compared with the rounded master. Elements that differ are copied into the master, and the other elements of the master
+keep their low bits.
 
 An edit that differs between the ranks (`if rank == 0: ...`, random numbers of different seeds) would give a mixture of
 the ranks' values. `EditAgreement` finds it at the step, and names the parameter. It also finds parameters that
@@ -16,6 +18,7 @@ Edits of partitioned parameters (stage 3) need neither: all ranks write to them 
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -33,6 +36,7 @@ __all__ = ["EditAgreement", "Edits", "MemorySums"]
 _ROW = 64  # words of 8 bytes
 _CHUNK = 1 << 9  # rows that stay in the cache of a core between the two sums
 _MAX_NAMED = 5
+_WATCHED = 3  # updates in which writes through `.data` are looked for in every program
 
 
 class MemorySums:
@@ -74,12 +78,21 @@ class MemorySums:
 
 
 class Edits:
-    """Watches the parameters of resident groups whose masters are memory of their own."""
+    """Watches the parameters of resident groups whose masters are memory of their own.
 
-    def __init__(self, groups: Iterable[FlatGroup]) -> None:
+    Args:
+        groups: all groups of a model.
+        data_writes: whether writes that raise no version counter are looked for. None: in the first updates, and for
+            ever if there was such a write in them.
+    """
+
+    def __init__(self, groups: Iterable[FlatGroup], *, data_writes: bool | None = None) -> None:
+        self._updates_left = _WATCHED if data_writes is None else math.inf if data_writes else 0
         self._groups = [group for group in groups if self._has_own_master(group)]
         self._seen = {group: _versions(group.parameters) for group in self._groups}
-        self._sums = {group: MemorySums(read(group.stepped)) for group in self._groups if group.layout.numel}
+        watched = self._groups if self._updates_left else ()
+        # Of whole parameters, not of this rank's shard: all ranks that hold a parameter must go on watching alike.
+        self._sums = {group: MemorySums(_memory_of(group)) for group in watched if group.layout.numel}
 
     def _has_own_master(self, group: FlatGroup) -> bool:
         return group.trainable and not is_partitioned(group) and group.own_master is not None
@@ -106,13 +119,19 @@ class Edits:
         if others:
             # One transfer from the device for all groups.
             changed = torch.stack([self._sums[group].changed() for group in others]).tolist()
-            written += [group for group, was_written in zip(others, changed) if was_written]
+            found = [group for group, was_written in zip(others, changed) if was_written]
+            if found:
+                self._updates_left = math.inf
+            written += found
         return written
 
     def settle(self) -> None:
         """Say that the optimizer (or a load) has written the parameters from the masters. Their present values do not
         count as edits.
         """
+        self._updates_left -= 1
+        if self._updates_left <= 0:
+            self._sums.clear()
         for group in self._groups:
             self._note(group)
 
@@ -245,6 +264,10 @@ class EditAgreement:
     def settle(self) -> None:
         """Take the present values of the parameters as known."""
         self._seen = _versions(self._parameters)
+
+
+def _memory_of(group: FlatGroup) -> torch.Tensor:
+    return read(group.stepped) if group.visible is None else group.visible
 
 
 def _versions(parameters: Sequence[torch.Tensor]) -> list[int]:
