@@ -17,6 +17,7 @@ from dsx_zero.gather.executor import GatherExecutor, GatherLimits
 from dsx_zero.lanes import CudaLane, lanes_from
 from dsx_zero.params.partitioned_unit import PartitionedUnit
 from dsx_zero.plan.units import find_parameters, plan_units
+from dsx_zero.step.norm import sum_of_squares
 from dsx_zero.transports.gathers import PlainGather
 
 HOST = {"device": "cpu"}
@@ -103,3 +104,13 @@ def test_the_first_gather_sees_shards_that_were_written_on_the_device():
     with FakeCuda().installed() as cuda:
         GatherExecutor([], transport=PlainGather(), lane=CudaLane(torch.device("cuda")), limits=GatherLimits())
     assert cuda.log == ["stream 1 waits for default"]
+
+
+def test_norms_of_gradients_in_host_memory_travel_together_and_the_host_goes_on():
+    ranks, device = RankSet(), torch.device("meta")
+    norms = [(ranks, torch.tensor(3.0)), (ranks, torch.zeros((), device=device)), (ranks, torch.tensor(4.0))]
+    with FakeCuda().installed() as cuda, StreamMemory(cuda):
+        before = dict(cuda.host.clock)
+        total, double = sum_of_squares(norms, device=device, alone=True, whole=False)
+        assert "default" not in cuda.host.clock or cuda.host.clock["default"] == before.get("default", 0)
+    assert total.device == device and not double

@@ -67,13 +67,25 @@ def sum_of_squares(
         norms.append(norm)
         all_double = all_double and norm.dtype == torch.float64
     if norms:
-        squares = torch.stack([n.to(device=device, dtype=dtype) for n in norms]).square()
+        squares = torch.stack(_brought(norms, device, dtype)).square()
         if not all(counted):
             # Multiplied by zero instead of left out: if any copy is not finite, so is the norm, on all ranks. Then all
             # ranks skip the step together.
             squares = squares * torch.tensor(counted, dtype=dtype).to(device, non_blocking=True)
         total += squares.sum()
     return total, all_double
+
+
+def _brought(norms: Sequence[torch.Tensor], device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The norms on a device. Those in host memory travel together, and on CUDA the host does not wait for them."""
+    away = [place for place, norm in enumerate(norms) if norm.device.type == "cpu" and device.type != "cpu"]
+    there = [norm if place in away else norm.to(device=device, dtype=dtype) for place, norm in enumerate(norms)]
+    if away:
+        message = torch.stack([norms[place].to(dtype) for place in away])
+        message = message.pin_memory() if device.type == "cuda" else message
+        for place, norm in zip(away, message.to(device, non_blocking=True).unbind()):
+            there[place] = norm
+    return there
 
 
 def norm_of(total: torch.Tensor, groups: Sequence[Any], *, all_double: bool) -> torch.Tensor:
