@@ -6,13 +6,20 @@ CUDA; `python -m dsx_simcuda train.py` does so for a program that knows nothing 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ._version import __version__
+from .advice import name_tensors
 from .building import TESTED, build
 from .errors import BuildFailed, ImportedTooLate, RefusedHere, SimcudaError
-from .findings import HostSync, Report, Seen, host_syncs, reports, watch, write
+from .findings import HostSync, Operation, Report, Seen, host_syncs, reports, watch
 from .frames import Frame
 from .installing import get_option, install, is_installed, set_option, synchronize
 from .options import MODES, Options
+from .timeline import write
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "BuildFailed",
@@ -20,6 +27,7 @@ __all__ = [
     "HostSync",
     "ImportedTooLate",
     "MODES",
+    "Operation",
     "Options",
     "RefusedHere",
     "Report",
@@ -32,9 +40,18 @@ __all__ = [
     "host_syncs",
     "install",
     "is_installed",
+    "name_stream",
+    "name_tensors",
     "reports",
     "set_option",
     "synchronize",
     "watch",
     "write",
 ]
+
+
+def name_stream(stream: torch.cuda.Stream, name: str) -> None:
+    """Gives a stream the name that reports and timelines show."""
+    from .streams import name_stream as give  # it needs torch
+
+    give(stream, name)

@@ -27,7 +27,7 @@ TESTED = ("2.11", "2.12", "2.13")
 SOURCES = Path(__file__).resolve().parent / "csrc"
 DEVICE = "libdsx_simcuda.so"
 GROUP = "_dsx_simnccl.so"
-GROUP_SOURCES = ("group.cpp", "collectives.cpp", "nccl.cpp")  # these need torch's Python library
+GROUP_SOURCES = ("group.cpp", "collectives.cpp")  # these need torch's Python library
 
 
 def torch_folder() -> Path:
@@ -93,7 +93,15 @@ def _compile_command(root: Path) -> list[str]:
             f"Python.h is not in {include}; install Python's headers (Debian: apt-get install python3-dev)"
         )
     version = importlib.metadata.version("torch").split("+")[0].split(".")
-    flags = ["-std=c++20", "-O0", "-g0", "-fPIC", "-DTORCH_API_INCLUDE_EXTENSION_H", f"-DTORCH_MINOR={version[1]}"]
+    flags = [
+        "-std=c++20",
+        "-O0",
+        "-g0",
+        "-fPIC",
+        "-DNDEBUG",
+        "-DTORCH_API_INCLUDE_EXTENSION_H",
+        f"-DTORCH_MINOR={version[1]}",
+    ]
     for folder in (root / "include", root / "include/torch/csrc/api/include", include):
         flags += ["-isystem", str(folder)]
     return [*_compiler(), *flags, *shlex.split(os.environ.get("DSX_SIMCUDA_CXXFLAGS", ""))]

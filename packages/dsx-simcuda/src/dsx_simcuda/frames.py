@@ -28,7 +28,7 @@ class Frame(NamedTuple):
         )
 
     def __str__(self) -> str:
-        short = self.file.split(f"site-packages{os.sep}")[-1]
+        short = self.file.split(f"site-packages{os.sep}")[-1].removeprefix(os.getcwd() + os.sep)
         return f"{short}:{self.line} {self.function}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from typing import Any
 
 from . import findings, native
@@ -40,6 +41,7 @@ def take_over() -> None:
     findings.install()
     cuda.install()
     nccl.install()
+    atexit.register(native.lib.sim_stop_stacks)
 
 
 def is_installed() -> bool:
@@ -64,6 +66,7 @@ def get_option(name: str) -> Any:
 def synchronize() -> None:
     """Waits for all devices; not counted as a wait of the host."""
     native.lib.sim_synchronize_all()
+    native.lib.sim_deliver()
 
 
 _set: dict[str, Any] = {}

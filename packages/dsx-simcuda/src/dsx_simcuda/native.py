@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import sys
 from pathlib import Path
@@ -13,14 +14,15 @@ from .errors import ImportedTooLate
 from .options import FIXED, Options, mode_number
 
 lib: Any = None
-"""The native library (`ctypes.PyDLL`), once `load` has loaded it."""
+"""The native library, once `load` has loaded it; its functions run without Python's lock."""
 folder: Path | None = None
 """Where the library lies."""
+_with_lock: Any = None  # the same library for functions that make Python objects
 
 
 def load(options: Options) -> None:
     """Builds if it must be, loads, and sets the options. Raises `ImportedTooLate` if torch is imported already."""
-    global lib, folder  # noqa: PLW0603  one device per process
+    global lib, folder, _with_lock  # noqa: PLW0603  one device per process
     if "torch" in sys.modules:
         raise ImportedTooLate(
             "torch is imported already, and looks for its CUDA device only once; install the simulated device before"
@@ -33,13 +35,11 @@ def load(options: Options) -> None:
     for name in ("libc10.so", "libtorch_cpu.so"):
         ctypes.CDLL(os.path.join(root, "lib", name), ctypes.RTLD_GLOBAL)
     library = ctypes.CDLL(str(folder / DEVICE), ctypes.RTLD_GLOBAL)
+    _with_lock = ctypes.PyDLL(str(folder / DEVICE))
     _declare(library)
     lib = library
-    for name in FIXED:
+    for name in sorted(vars(options), key=lambda name: name not in FIXED):
         set_option(name, getattr(options, name))
-    for name in vars(options):
-        if name not in FIXED:
-            set_option(name, getattr(options, name))
 
 
 def set_option(name: str, value: Any) -> None:
@@ -49,15 +49,31 @@ def set_option(name: str, value: Any) -> None:
         raise ValueError(f"unknown option {name!r}")
 
 
+def read(function: str, *arguments: Any) -> Any:
+    """The value of a function that returns JSON."""
+    return json.loads(getattr(lib, function)(*arguments).decode("utf-8", "replace"))
+
+
+def stack(number: int) -> list[tuple[str, int, str]]:
+    """A Python stack that the library has taken: (file, line, function), the innermost first."""
+    return _with_lock.sim_stack(number) if number else []
+
+
 def _declare(library: Any) -> None:
     """Types of the C functions whose arguments or results are no plain int."""
-    for name in ("sim_host_syncs", "sim_stat"):
-        getattr(library, name).restype = ctypes.c_size_t
-    library.sim_reports.restype = ctypes.c_char_p
-    library.sim_option.argtypes = [ctypes.c_char_p, ctypes.c_double]
-    library.sim_set_limit.argtypes = [ctypes.c_int, ctypes.c_size_t]
-    library.sim_pin.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    library.sim_unpin.argtypes = [ctypes.c_void_p]
-    library.sim_elapsed.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    library.sim_elapsed.restype = ctypes.c_double
-    library.sim_sleep.argtypes = [ctypes.c_double]
+    text, size, pointer, number = ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_double
+    for name in ("report_count", "host_sync_count", "launches", "intervals"):
+        getattr(library, f"sim_{name}").restype = size
+    for name in ("reports", "host_syncs", "streams", "history", "synchronize", "stats", "elapsed", "unraised_error"):
+        getattr(library, f"sim_{name}").restype = text
+    library.sim_reports.argtypes = [size]
+    library.sim_option.argtypes = [text, number]
+    library.sim_report.argtypes = [text, text]
+    library.sim_name_stream.argtypes = [ctypes.c_int, ctypes.c_int, text]
+    library.sim_set_limit.argtypes = [ctypes.c_int, size]
+    library.sim_pin.argtypes = [pointer, size]
+    library.sim_unpin.argtypes = [pointer]
+    library.sim_elapsed.argtypes = [pointer, pointer, ctypes.POINTER(number)]
+    library.sim_sleep.argtypes = [number]
+    _with_lock.sim_stack.restype = ctypes.py_object
+    _with_lock.sim_stack.argtypes = [ctypes.c_int]

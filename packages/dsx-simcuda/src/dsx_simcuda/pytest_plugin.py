@@ -116,9 +116,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     """One line about the device; the report files where they were asked for."""
     if not _active(config):
         return
-    from . import findings
+    from . import findings, timeline
 
     folder = config.getoption("--simcuda-report")
     terminalreporter.write_line(f"simulated CUDA device: {len(findings.reports())} reports")
     if folder:
-        terminalreporter.write_line(f"reports: {findings.write(folder)}")
+        terminalreporter.write_line(f"reports: {timeline.write(folder)}")

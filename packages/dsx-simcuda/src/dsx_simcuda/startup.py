@@ -18,7 +18,8 @@ from types import ModuleType
 
 from . import installing, native
 from .errors import SimcudaError
-from .findings import reports, write
+from .findings import host_syncs, reports
+from .timeline import write
 
 REPORTS_FOUND = 86  # the exit status of a program that is right but for its reports
 
@@ -73,14 +74,27 @@ def _finish(pid: int) -> None:
     """At the end: waits for the device, says what was found, and changes the exit status if something was."""
     if os.getpid() != pid:  # a forked child that did not run its own program
         return
-    native.lib.sim_synchronize_all()
+    said = []
+    launches, waits = native.lib.sim_launches(), native.lib.sim_host_sync_count()
+    installing.synchronize()
+    failed = native.lib.sim_unraised_error().decode()
+    if failed:
+        said.append(f"an operation failed, and no wait of the program has raised it: {failed}")
     found = reports()
-    if "DSX_SIMCUDA_REPORT" in os.environ:
-        write(os.environ["DSX_SIMCUDA_REPORT"])
-    if not found:
-        return
-    kinds = ", ".join(f"{times} x {kind}" for kind, times in Counter(r.kind for r in found).most_common())
-    sys.stdout.flush()
-    sys.stderr.write(f"dsx-simcuda: {len(found)} reports: {kinds}\n")
-    sys.stderr.flush()
-    os._exit(REPORTS_FOUND)
+    if found:
+        kinds = ", ".join(f"{times} x {kind}" for kind, times in Counter(r.kind for r in found).most_common())
+        said.append(f"{len(found)} reports: {kinds}")
+    if launches and not waits and not found:
+        sys.stderr.write(
+            f"dsx-simcuda: the program launched {launches} operations and never waited for the device, so that it has"
+            " seen no result and no error of them; read one (loss.item()), or call torch.cuda.synchronize()\n"
+        )
+    folder = os.environ.get("DSX_SIMCUDA_REPORT")
+    if folder:
+        sys.stderr.write(f"dsx-simcuda: {host_syncs().total()} waits of the host; details: {write(folder)}\n")
+    for line in said:
+        sys.stderr.write(f"dsx-simcuda: {line}\n")
+    if said:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(REPORTS_FOUND)

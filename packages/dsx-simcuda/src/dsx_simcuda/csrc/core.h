@@ -1,4 +1,7 @@
-// The simulated device without torch: memory, streams, events, clocks. How it works: ../../README.md
+// The simulated device without torch: streams and events, the order between them, memory, pinned memory, reports.
+//
+// Locks, outermost first: order_lock() (clocks, intervals, the allocator), the pinned lock, a stream's own mutex, the
+// lock of the reports. Python's global lock is taken only while none of them is held: by CallSite and by deliver().
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -16,12 +19,79 @@
 
 namespace sim {
 
-using Clock = std::vector<uint64_t>;  // by dense stream number
+// ---------------------------------------------------------------- options
+enum Mode { kEager, kRandom, kLazy, kSlowSide, kSlowDefault };
 
-struct Span {  // bytes an operation touches (device addresses)
+struct Options {
+    int devices = 1;
+    size_t bytes = size_t(2) << 30;
+    int mode = kRandom;
+    double delay_us = 300;  // mean delay of kRandom (with probability 1/4), and the delay of the slow modes
+    double cap_ms = 30;     // kLazy
+    double gbps = 0;        // pace of copies between host and device; 0: not paced
+    uint64_t seed = 0;
+    bool poison = true;
+    int races = 2;  // 1: two operations' accesses; 2: also memory handed out while another stream still uses it
+    double hang_s = 60;
+    bool strict_free = false;  // also report memory freed while another stream's use of it is not ordered before
+    bool one_collective = false;
+    int sync_debug = 0;  // torch.cuda.set_sync_debug_mode: 1 warns, 2 raises
+};
+
+Options& options();
+bool set_option(const std::string& name, double value);  // false: there is none of this name
+double now();
+
+// ---------------------------------------------------------------- where an operation was launched
+struct Place {
+    int stack = 0;         // the Python stack (see stacks.cpp); 0: none
+    std::string backward;  // the node that autograd runs, if it does
+    int forward = 0;       // the stack of the forward operation that made the node
+};
+
+// Made at the entry of every public operation: the outermost one of a thread finds the place, and delivers at its end
+// what was reported meanwhile.
+class CallSite {
+  public:
+    CallSite();
+    ~CallSite();
+    CallSite(const CallSite&) = delete;
+    static const Place& here();
+};
+
+int capture_stack();                          // 0: the calling thread runs no Python
+void set_backward_probe(void (*fn)(Place&));  // fills in what autograd does
+void stop_stacks();                           // Python ends: no stack is taken from here on
+void dump_python_stacks();                    // of all threads, to stderr, without Python's lock
+
+// ---------------------------------------------------------------- launches and their order
+using Clock = std::vector<uint64_t>;  // by stream number
+
+struct Geometry {  // a tensor whose bytes have gaps
+    std::vector<int64_t> sizes, strides;
+    size_t item;
+};
+
+struct Span {  // bytes that an operation touches
     uintptr_t lo, hi;
     bool write;
+    std::shared_ptr<const Geometry> gaps;  // null: all bytes between
 };
+
+enum class Kind { kWork, kRecord, kWait, kNewMemory, kFree };
+
+struct Launch {  // one operation as it was put on a stream
+    uint64_t id = 0;
+    int stream = 0;
+    uint64_t tick = 0;
+    Kind kind = Kind::kWork;
+    std::string name;
+    Place place;
+    int other_stream = -1;  // kWait: the stream of the event
+    uint64_t other_tick = 0;
+};
+
+using LaunchPtr = std::shared_ptr<const Launch>;
 
 struct Job {
     std::function<void()> run;
@@ -31,15 +101,18 @@ struct Job {
 
 struct Stream {
     int dev = 0, id = 0, number = 0;
+    std::string name;
+    int made_at = 0;  // Python stack
     std::mutex m;
     std::condition_variable work, done;
     std::deque<Job> queue;
     uint64_t submitted = 0, completed = 0, demanded = 0;
     std::string running;
     Clock clock;
+    LaunchPtr last_wait;  // for the report of a wait for another device's stream
     std::mt19937_64 dice;
-    std::thread worker;
-    uint64_t push(std::string name, std::function<void()> run, const std::vector<Span>& spans = {});
+    uint64_t push(std::string name, std::function<void()> run, const std::vector<Span>& spans = {},
+                  Kind kind = Kind::kWork);
     void wait(uint64_t until);  // blocks the calling thread
     bool finished(uint64_t until);
     void loop();
@@ -47,7 +120,7 @@ struct Stream {
 
 struct Mark {  // one recording of an event
     Stream* stream = nullptr;
-    uint64_t until = 0;
+    uint64_t until = 0, tick = 0;
     Clock clock;
     std::shared_ptr<double> time;
 };
@@ -57,31 +130,12 @@ struct Event {
     std::shared_ptr<Mark> mark;
 };
 
-struct Options {
-    int devices = 1;
-    size_t bytes = size_t(2) << 30;
-    // 0 eager, 1 random delays, 2 lazy (a stream runs only when something waits for it, or after cap_ms),
-    // 3 side streams slow, 4 default stream slow
-    int mode = 1;
-    double delay_us = 300;  // mean random delay (mode 1), with probability 1/4
-    double cap_ms = 30;     // mode 2
-    double gbps = 0;        // 0: not paced
-    uint64_t seed = 0;
-    int poison = 1;
-    int races = 2;  // 1: two operations' accesses; 2: also memory handed out while another stream still uses it
-    double hang_s = 60;
-    // 1: report also memory freed while another stream's use of it is not ordered before (legal on CUDA)
-    int strict_free = 0;
-    bool one_collective = false;
-};
-
-Options& options();
-
-double now();
 Stream* stream(int dev, int id);
+Stream* stream_by_number(int number);
+std::vector<Stream*> streams();
 Stream* current(int dev);
 Stream* exchange(Stream* s);
-int from_pool(bool high);
+int id_from_pool(bool high);
 int device_now();
 int set_device(int dev);
 
@@ -91,39 +145,86 @@ bool query(Event* e);
 void synchronize(Event* e);
 void synchronize(Stream* s);
 void synchronize_device(int dev);
+void wait_for_device(int dev);  // the same, without raising the error of a job
+double elapsed_ms(Event* a, Event* b);
+void raise_device_errors();          // throws std::runtime_error if a job failed
+std::string unraised_error();        // of a job, that no wait has raised
+void fail(const std::string& text);  // a job failed
 
-// every time the host waits for the device is counted (and told to a listener: Python's stack)
-void host_sync(const char* why);
+std::recursive_mutex& order_lock();
+LaunchPtr order(Stream* s, const std::string& name, Kind kind, const std::vector<Span>& spans, const Mark* waits_for);
+void host_has_waited_for(const Clock& clock);
+bool host_is_behind(int stream, uint64_t tick);
+void forget_accesses(uintptr_t lo, uintptr_t hi);
+std::vector<LaunchPtr> history();  // the last launches, oldest first
+uint64_t launches();
+size_t intervals_kept();
+
+// ---------------------------------------------------------------- reports
+struct Report {
+    std::string kind, text;  // text: for kinds that are not about two launches
+    LaunchPtr later, earlier;
+    uintptr_t address = 0, block = 0;
+    size_t block_bytes = 0;
+    int device = -1;
+    bool wrong_device = false;
+    Place place;
+};
+
+void report(Report r);
+void report(const char* kind, const std::string& text);
+void deliver();  // hands new reports to the listener; no lock may be held
+void listen(void (*fn)());
+size_t report_count();
+std::string reports_json(size_t from);
+std::string json_text(const std::string& s);
+std::string launch_json(const LaunchPtr& l);
+
+void host_sync(const char* why);  // counts a wait of the host, with its place
 uint64_t host_syncs();
-void listen(void (*fn)(const char* kind, const char* text));
-void report(const char* kind, const std::string& text);  // a race, a hang, a wrong use
-void raise_device_errors();                              // throws std::runtime_error if a job failed
-std::string races_text();
+std::string host_syncs_json();
 
-// memory
+// ---------------------------------------------------------------- device memory
 void* allocate(size_t n, int dev, Stream* s);  // nullptr: out of memory
 void release(void* p);
 void record_use(void* p, Stream* s);
-void* alias(const void* p);    // the address at which workers see device memory
+void* alias(const void* p);    // the address at which workers see device and pinned memory
 int device_of(const void* p);  // -1: not device memory
-size_t block_bytes(const void* p);
+bool block_of(uintptr_t p, uintptr_t& base, size_t& bytes);
 void empty_cache(int dev);
 
+constexpr int kPools = 3;  // all, small, large
+
+struct Count {
+    int64_t current = 0, peak = 0, allocated = 0, freed = 0;
+    void add(int64_t n);
+    void reset_peak() { peak = current; }
+};
+
 struct Stats {
-    size_t allocated, peak, reserved, peak_reserved, total;
-    uint64_t mallocs, frees, retries, ooms;
+    std::map<std::string, Count[kPools]> counts;
+    int64_t total = 0, retries = 0, ooms = 0, segments_made = 0, segments_freed = 0, syncs = 0;
 };
 
 Stats stats(int dev);
 void reset_peak(int dev);
+void reset_accumulated(int dev);
 void set_limit(int dev, size_t bytes);
 
+// ---------------------------------------------------------------- pinned host memory
 void* pinned_allocate(size_t n);
 void pinned_release(void* p);
 bool pinned(const void* p);
+void* pinned_alias(const void* p);
 void pinned_register(void* p, size_t n);
 void pinned_unregister(void* p);
-void pinned_use(const void* p, Stream* s, uint64_t until);
+// A copy uses these bytes until the host has waited for it; `device_writes`: the host may not even read them.
+void pinned_use(const void* p, size_t n, Stream* s, uint64_t until, bool device_writes);
+void pinned_settle();  // the host has waited: what is ordered may be accessed again
+bool pinned_fault(uintptr_t address, bool write);
+void check_registered(uintptr_t lo, uintptr_t hi, bool write, const char* what);
+bool any_registered_in_flight();
+void install_fault_handler();
 void paced(size_t bytes);
 
 }  // namespace sim

@@ -1,0 +1,43 @@
+// What the torch side of the simulated device shares: tensors as workers see them, and the device's allocator.
+#pragma once
+#include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/function_schema.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/DeviceGuard.h>
+
+#include "core.h"
+
+namespace sim {
+
+constexpr auto DT = c10::DeviceType::CUDA;
+constexpr auto DK = c10::DispatchKey::CUDA;
+
+inline bool on_device(const at::Tensor& t) { return t.defined() && t.device().type() == DT; }
+
+// A CPU tensor over the same bytes, for workers; it keeps nothing alive.
+inline at::Tensor seen(const at::Tensor& t) {
+    return at::from_blob(alias(t.const_data_ptr()), t.sizes(), t.strides(), at::TensorOptions(t.scalar_type()));
+}
+
+inline at::Tensor as_meta(const at::Tensor& t) {
+    return at::detail::empty_strided_meta(t.sizes(), t.strides(), t.scalar_type());
+}
+
+struct Below {  // what a kernel runs under
+    at::AutoDispatchBelowADInplaceOrView below;
+    at::NoGradGuard no_grad;
+};
+
+Span span_of(const at::Tensor& t, bool write);
+void wait_for_current(const char* why, int dev);  // a wait of the host
+c10::Allocator* device_allocator();
+const at::Generator& default_generator(int dev);
+at::Generator launch_generator(const std::optional<at::Generator>& given, int dev);  // the CPU kernel's own
+void storage_resize(const at::Tensor& t, int64_t bytes);
+const at::Tensor& resize_(const at::Tensor& self, c10::IntArrayRef size, std::optional<at::MemoryFormat>);
+at::Tensor& copy_(at::Tensor& self, const at::Tensor& src, bool non_blocking);
+void watch_registered_memory();  // torch's operators on memory that the program has registered
+
+}  // namespace sim

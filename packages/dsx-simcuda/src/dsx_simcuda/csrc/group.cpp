@@ -1,0 +1,273 @@
+// The group: which stream an operation runs on, the order of a communicator, agreement of the ranks, send and recv.
+#include "group.h"
+
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <cstring>
+
+using at::Tensor;
+
+namespace sim {
+
+// ---------------------------------------------------------------- work
+void GroupWork::synchronize() {
+    CallSite site;
+    block(end.get(), current(dev_));
+    stash.clear();
+}
+
+bool GroupWork::wait(std::chrono::milliseconds timeout) {
+    CallSite site;
+    synchronize();
+    if (host_blocking || timeout != kNoTimeout) {
+        host_sync(host_blocking ? "barrier" : "Work.wait with a timeout");
+        sim::synchronize(end.get());
+    }
+    return true;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> GroupWork::getFuture() {
+    c10::Device device(c10::kCUDA, c10::DeviceIndex(dev_));
+    auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
+                                                           std::vector<c10::Device>{device});
+    auto* before = exchange(stream_);
+    future->markCompleted(c10::IValue(outputs));  // records an event on the current stream, as ProcessGroupNCCL does
+    exchange(before);
+    return future;
+}
+
+// ---------------------------------------------------------------- the group
+SimNccl::SimNccl(c10::intrusive_ptr<c10d::Backend> inner, int rank, int size, bool high_priority)
+    : Backend(rank, size), inner_(std::move(inner)), options_(c10::make_intrusive<Options>("nccl")),
+      high_(high_priority) {}
+
+// Makes a gloo backend (store, rank, size); set from Python, which knows how to.
+py::object& make_inner() {
+    static py::object* factory = new py::object();  // lives longer than Python
+    return *factory;
+}
+
+c10::intrusive_ptr<c10d::Backend> SimNccl::split(const c10::intrusive_ptr<c10d::Store>& store,
+                                                 const std::vector<int>& ranks, const c10::intrusive_ptr<Options>&) {
+    splits_++;
+    auto mine = std::find(ranks.begin(), ranks.end(), getRank());
+    if (mine == ranks.end()) return nullptr;
+    int rank = int(mine - ranks.begin()), size = int(ranks.size());
+    py::gil_scoped_acquire lock;
+    auto inner = make_inner()(store, rank, size).cast<c10::intrusive_ptr<c10d::Backend>>();
+    return c10::make_intrusive<SimNccl>(inner, rank, size, high_);
+}
+
+void SimNccl::shutdown() {
+    if (own_) sim::synchronize(own_);
+    inner_->shutdown();
+}
+
+int SimNccl::check(const Tensors& ts) {
+    TORCH_CHECK(!ts.empty(), "nccl: no tensors were given");
+    for (auto& t : ts) {
+        TORCH_CHECK(t.is_cuda(), "nccl takes CUDA tensors only, got one on ", t.device());
+        TORCH_CHECK(t.is_non_overlapping_and_dense(), "nccl takes dense tensors only");
+        TORCH_CHECK(t.device() == ts[0].device(), "nccl takes tensors of one device, got ", t.device(), " and ",
+                    ts[0].device());
+    }
+    return ts[0].device().index();
+}
+
+std::string SimNccl::sign(const char* name, const Tensor& t, int64_t extra) {
+    std::string text = std::string(name) + " of " + std::to_string(t.numel()) + " " + c10::toString(t.scalar_type());
+    return extra ? text + " (" + std::to_string(extra) + ")" : text;
+}
+
+// What every rank's operation of this number has in common; a difference would hang or mix bytes up on a GPU.
+void SimNccl::agree(const std::string& name, const Place& place) {
+    if (getSize() == 1) return;
+    constexpr int64_t kLength = 160;
+    auto mine = at::zeros({kLength}, at::kChar), all = at::empty({getSize() * kLength}, at::kChar);
+    memcpy(mine.data_ptr(), name.data(), std::min<size_t>(name.size(), kLength - 1));
+    inner_->_allgather_base(all, mine)->wait();
+    for (int i = 0; i < getSize(); i++) {
+        const char* other = (const char*)all.data_ptr() + i * kLength;
+        if (!strcmp(other, (const char*)mine.data_ptr())) continue;
+        Report r;
+        r.kind = "collectives in different order";
+        r.text = "rank " + std::to_string(getRank()) + " of the group runs '" + name + "', while rank " +
+                 std::to_string(i) + " runs '" + other + "'";
+        r.place = place;
+        std::string text = r.text;
+        report(std::move(r));
+        throw std::runtime_error("the ranks run different collectives: " + text);
+    }
+}
+
+// Runs a collective when it is its turn: those of a communicator run in the order of their launch.
+void SimNccl::in_turn(uint64_t ticket, const std::string& name, const Place& place, const std::function<void()>& run) {
+    static std::mutex one_at_a_time;
+    {
+        std::unique_lock<std::mutex> g(turn_m_);
+        turn_changed_.wait(g, [&] { return turn_ == ticket; });
+    }
+    std::string failed;
+    try {
+        std::unique_lock<std::mutex> alone(one_at_a_time, std::defer_lock);
+        if (options().one_collective) alone.lock();
+        agree(name, place);
+        run();
+    } catch (const std::exception& e) { failed = e.what(); }
+    {
+        std::lock_guard<std::mutex> g(turn_m_);
+        turn_++;
+    }
+    turn_changed_.notify_all();
+    if (failed.empty()) return;
+    failed = failed.substr(0, failed.find("\nException raised from"));
+    bool lost = false;
+    for (const char* sign : {"onnection", "imed out", "roken pipe", "eset by peer"})
+        lost |= failed.find(sign) != std::string::npos;
+    if (!lost) throw std::runtime_error(failed);
+    Report r;
+    r.kind = "rank lost";
+    r.text = "'" + name + "' on rank " + std::to_string(getRank()) +
+             " of the group failed: another rank has ended or died, or does not answer (" + failed.substr(0, 200) + ")";
+    r.place = place;
+    failed = r.text;
+    report(std::move(r));
+    throw std::runtime_error(failed);
+}
+
+// The work goes to the group's own stream (asynchronous) or to the current one (synchronous: torch >= 2.8).
+WorkPtr SimNccl::launch(int dev, bool async, Operation op, Stream* given, bool collective) {
+    CallSite site;
+    c10::DeviceGuard guard(c10::Device(c10::kCUDA, c10::DeviceIndex(dev)));
+    Stream* now = current(dev);
+    Stream* s = given ? given : now;
+    if (async && !given) {
+        if (!own_) {
+            own_ = stream(dev, id_from_pool(high_));
+            if (own_->name.empty()) own_->name = "nccl " + getGroupUid();
+        }
+        s = own_;
+    }
+    if (s != now) {
+        Event e;
+        record(&e, now);
+        block(&e, s);
+    }
+    auto work = c10::make_intrusive<GroupWork>(op.type, getRank(), dev, s);
+    std::lock_guard<std::mutex> order(launch_m_);
+    if (collective) {
+        uint64_t ticket = tickets_++;
+        sequence_++;
+        op.run = [this, ticket, name = op.name, place = CallSite::here(), run = std::move(op.run)] {
+            in_turn(ticket, name, place, run);
+        };
+    }
+    s->push(op.name, std::move(op.run), op.spans);
+    record(work->end.get(), s);
+    if (async) work->stash = std::move(op.keep);
+    work->outputs = std::move(op.outputs);
+    if (coalescing_) coalesced_.push_back(work);
+    return work;
+}
+
+// ---------------------------------------------------------------- point to point
+// Alone: on a stream of the pair. Between startCoalescing and endCoalescing: together, on the group's stream.
+void SimNccl::startCoalescing() {
+    coalescing_ = true;
+    batch_.clear();
+    batch_keep_.clear();
+    batch_spans_.clear();
+    coalesced_.clear();
+}
+
+WorkPtr SimNccl::endCoalescing() {
+    coalescing_ = false;
+    if (batch_.empty() && !coalesced_.empty()) {  // they run one behind the other on one stream
+        auto last = coalesced_.back();
+        for (auto& work : coalesced_) {
+            if (work == last) continue;
+            last->stash.insert(last->stash.end(), work->stash.begin(), work->stash.end());
+            last->outputs.insert(last->outputs.end(), work->outputs.begin(), work->outputs.end());
+        }
+        coalesced_.clear();
+        return last;
+    }
+    if (batch_.empty())
+        return c10::make_intrusive<GroupWork>(c10d::OpType::COALESCED, getRank(), device_now(), current(device_now()));
+    auto run = [all = batch_] {
+        Below below;
+        std::vector<WorkPtr> works;
+        for (auto& start : all) works.push_back(start());
+        for (auto& w : works) w->wait();
+    };
+    int dev = batch_keep_[0].device().index();
+    return launch(dev, true,
+                  {c10d::OpType::COALESCED, "batch of send and recv", run, batch_spans_, batch_keep_, batch_keep_},
+                  nullptr, false);
+}
+
+WorkPtr SimNccl::point(Tensors& ts, int peer, int tag, bool sends) {
+    CallSite site;
+    int dev = check(ts);
+    auto type = sends ? c10d::OpType::SEND : c10d::OpType::RECV;
+    auto start = [this, x = seen(ts[0]), peer, tag, sends] {
+        Tensors v{x};
+        return sends ? inner_->send(v, peer, tag) : inner_->recv(v, peer, tag);
+    };
+    if (coalescing_) {
+        batch_.push_back(start);
+        batch_keep_.push_back(ts[0]);
+        batch_spans_.push_back(span_of(ts[0], !sends));
+        return c10::make_intrusive<GroupWork>(type, getRank(), dev, current(dev));
+    }
+    auto& s = p2p_[peer];
+    if (!s) {
+        s = stream(dev, id_from_pool(high_));
+        if (s->name.empty()) s->name = "nccl " + getGroupUid() + " with rank " + std::to_string(peer);
+    }
+    std::string name = (sends ? "send to " : "recv from ") + std::to_string(peer);
+    auto run = [start] {
+        Below below;
+        start()->wait();
+    };
+    return launch(dev, true, {type, name, run, {span_of(ts[0], !sends)}, {ts[0]}, {ts[0]}}, s, false);
+}
+
+WorkPtr SimNccl::barrier(const c10d::BarrierOptions&) {
+    auto run = [this] {
+        c10d::BarrierOptions plain;
+        inner_->barrier(plain)->wait();
+    };
+    auto work = launch(device_now(), true, {c10d::OpType::BARRIER, "barrier", run, {}, {}, {}});
+    static_cast<GroupWork*>(work.get())->host_blocking = true;
+    return work;
+}
+
+}  // namespace sim
+
+namespace c10d {
+struct SimTimer : Timer {  // DDP's reducer asks for one of the device
+    explicit SimTimer(c10::Device) {}
+
+    std::optional<int64_t> measureDifference(Event a, Event b) override { return getTimeRef(b) - getTimeRef(a); }
+};
+C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, SimTimer)
+}  // namespace c10d
+
+PYBIND11_MODULE(_dsx_simnccl, m) {
+    using sim::SimNccl;
+    py::module_::import("torch._C._distributed_c10d");  // the base class is known there
+    m.def("set_factory", [](py::object factory) { sim::make_inner() = std::move(factory); });
+    py::class_<SimNccl, c10d::Backend, c10::intrusive_ptr<SimNccl>>(m, "SimNccl")
+        .def(py::init([](const c10::intrusive_ptr<c10d::Backend>& inner, int rank, int size, bool high) {
+            return c10::make_intrusive<SimNccl>(inner, rank, size, high);
+        }))
+        .def_property_readonly("options", &SimNccl::getBackendOptions)
+        .def("comm_split_count", &SimNccl::splits)
+        .def("perform_nocolor_split", [](SimNccl&, const py::object&) {});
+}

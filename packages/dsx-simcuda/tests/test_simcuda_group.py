@@ -1,0 +1,103 @@
+"""The backend nccl on two ranks: results, what is reported, FSDP2 and DDP without a report, a rank that dies."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+CASES = Path(__file__).with_name("rank_cases.py")
+FSDP2 = [[3.3317, 2.3452, 1.8161], [8.4918, 5.2714, 3.6256]]  # the losses of the same model on the CPU
+RESULTS = {  # case: what ranks 0 and 1 find
+    "reductions": [
+        [3.0, 1.5, 2.0, 2.0, 3.0, 1.0, [0.0, 2.0], [2.0, 2.0]],
+        [3.0, 1.5, 2.0, 2.0, 3.0, 3.0, [4.0, 6.0], [4.0, 4.0]],
+    ],
+    "premultiplied_sums": [[1.5, 11.0]] * 2,
+    "gathers": [
+        [[0.0, 0.0, 1.0, 1.0], [[0.0, 0.0], [1.0, 1.0, 1.0]], [0.0, 1.0], [0.0, 10.0], 1.0, 5.0, [3.0, 4.0], 1],
+        [[0.0, 0.0, 1.0, 1.0], [[0.0, 0.0], [1.0, 1.0, 1.0]], [0.0, 1.0], [1.0, 11.0], 1.0, 6.0, [], 1],
+    ],
+    "point_to_point": [[[1.0] * 3, 0.0, 1.0, 10.0], [[0.0] * 3, 7.0, 1.0, 10.0]],
+    "fsdp2": FSDP2,
+    "ddp": FSDP2,
+}
+
+
+def torchrun(script, *arguments) -> list[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return [
+        *("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)),
+        str(script),
+        *map(str, arguments),
+    ]
+
+
+@pytest.fixture(scope="module")
+def ranks(run_program, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    done = run_program(*torchrun(CASES, folder), options=("--mode", "slow-side", "--one-collective"))
+    files = [folder / f"rank{rank}.json" for rank in range(2)]
+    assert all(file.exists() for file in files), done.stderr[-3000:]
+    return [json.loads(file.read_text()) for file in files]
+
+
+@pytest.mark.parametrize("case", RESULTS)
+def test_results_are_right_and_nothing_is_reported(ranks, case):
+    for rank, wanted in zip(ranks, RESULTS[case]):
+        assert rank[case]["result"] == wanted
+        assert rank[case]["reports"] == [], rank[case]["text"]
+
+
+def test_communicators_split(ranks):
+    assert [rank["split_communicators"]["result"][:3] for rank in ranks] == [[1.0, 3.0, 1], [2.0, 3.0, 1]]
+    assert [rank["split_communicators"]["reports"] for rank in ranks] == [[], []]
+
+
+@pytest.mark.parametrize("case", ["a_forgotten_wait", "wait_on_another_stream"])
+def test_a_collective_that_is_not_waited_for_is_reported(ranks, case):
+    for rank in ranks:
+        (report,) = rank[case]["reports"]
+        assert report["kind"] == "read before write"
+        assert report["earlier"]["name"].startswith("all_reduce of 16384 Float")
+        assert report["earlier"]["stream"].startswith("stream 'nccl")
+        assert "call wait() of the work" in report["fix"]
+        files = [file for file, _, function in report["earlier"]["stack"] if function == case]
+        assert files == [str(CASES)]
+
+
+def test_a_different_order_is_named_on_both_ranks(ranks):
+    texts = [rank["different_order"]["reports"][0]["text"] for rank in ranks]
+    assert texts[0].endswith("runs 'all_reduce of 10 Float by sum', while rank 1 runs 'all_reduce of 20 Float by sum'")
+    assert texts[1].endswith("runs 'all_reduce of 20 Float by sum', while rank 0 runs 'all_reduce of 10 Float by sum'")
+    for rank in ranks:
+        assert rank["different_order"]["reports"][0]["kind"] == "collectives in different order"
+        assert "different collectives" in rank["different_order"]["result"], "the error is raised by the next wait"
+
+
+DYING = """
+import os, sys, torch, torch.distributed as dist
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group("nccl")
+values = torch.ones(10, device="cuda")
+dist.all_reduce(values)
+torch.cuda.synchronize()
+if dist.get_rank() == 1:
+    os.kill(os.getpid(), 9)
+dist.all_reduce(values)
+print(values.sum().item())
+"""
+
+
+def test_a_rank_that_dies_inside_a_collective_is_named(run_program, tmp_path):
+    script = tmp_path / "dying.py"
+    script.write_text(DYING)
+    done = run_program(*torchrun(script))
+    assert done.returncode != 0
+    said = done.stderr
+    assert "simcuda: rank lost: 'all_reduce of 10 Float by sum' on rank 0" in said or "Signal 9" in said
+    assert "Signal 9" in said
