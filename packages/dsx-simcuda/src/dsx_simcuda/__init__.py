@@ -12,9 +12,10 @@ from ._version import __version__
 from .advice import name_tensors
 from .building import TESTED, build
 from .errors import BuildFailed, ImportedTooLate, RefusedHere, SimcudaError
-from .findings import HostSync, Operation, Report, Seen, host_syncs, reports, watch
+from .findings import HostSync, Report, Seen, host_syncs, reports, watch
 from .frames import Frame
 from .installing import get_option, install, is_installed, set_option, synchronize
+from .operation import Operation
 from .options import MODES, Options
 from .timeline import write
 

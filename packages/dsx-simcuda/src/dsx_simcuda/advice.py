@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import frames
-
-if TYPE_CHECKING:
-    from .findings import Operation
+from .operation import Operation
 
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "reduce ", "gather", "scatter")
 _SENTENCES = {

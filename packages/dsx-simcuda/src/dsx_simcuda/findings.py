@@ -12,30 +12,10 @@ from typing import Any, NamedTuple
 
 from . import advice, frames, native
 from .frames import Frame
+from .operation import Operation
 
 PRINTED_AT_MOST = 20
 """So many reports are printed when they are found; all are kept."""
-
-
-@dataclass(frozen=True)
-class Operation:
-    """One of the two operations of a report: what, on which stream, launched where.
-
-    `stack` is the Python stack of the launch, the innermost frame first. In backward there is mostly none; `backward`
-    is then the autograd node, and `stack` that of the forward operation.
-    """
-
-    name: str
-    stream: str
-    stack: tuple[Frame, ...] = ()
-    backward: str = ""
-    number: int = 0  # of the launch; the timeline finds it by this
-
-    @property
-    def where(self) -> str:
-        """The user's line."""
-        line = frames.where(self.stack)
-        return f"{line} (its backward, {self.backward})" if self.backward and self.stack else line
 
 
 @dataclass(frozen=True)

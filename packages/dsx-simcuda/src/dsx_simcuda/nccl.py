@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from typing import Any
 
@@ -56,10 +57,11 @@ def install() -> None:
     """Replaces ProcessGroupNCCL by one that runs over gloo with NCCL's rules of streams."""
     if not dist.is_available():
         return
+    compiled: Any = importlib.import_module("torch._C._distributed_c10d")
     native = _load()
     native.set_factory(_gloo)
 
-    _let_options_be_copied(torch._C._distributed_c10d.Backend.Options)
+    _let_options_be_copied(compiled.Backend.Options)
 
     class Meta(type):
         """Makes `ProcessGroupNCCL(...)` create the native group, and isinstance() know it."""
@@ -76,7 +78,7 @@ def install() -> None:
         """Stands where torch expects its own class."""
 
     ProcessGroupNCCL.Options = Options  # type: ignore[attr-defined]
-    for module in (c10d, dist, torch._C._distributed_c10d):
+    for module in (c10d, dist, compiled):
         module.ProcessGroupNCCL = ProcessGroupNCCL  # type: ignore[attr-defined]
     c10d._NCCL_AVAILABLE = True
     dist.is_nccl_available = c10d.is_nccl_available = lambda: True

@@ -70,7 +70,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     from . import findings, installing
 
     marker = item.get_closest_marker("simcuda")
-    asked: dict[str, Any] = marker.kwargs if marker else {}
+    asked: dict[str, Any] = dict(marker.kwargs) if marker else {}
     before = installing.get_option("mode")
     if asked.get("mode") is not None:
         installing.set_option("mode", asked["mode"])

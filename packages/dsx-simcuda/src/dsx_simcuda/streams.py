@@ -75,6 +75,8 @@ class Stream(torch.Stream):
 class Event(torch.Event):
     """torch.cuda.Event."""
 
+    _timed: bool
+
     def __new__(
         cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
     ) -> Event:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from . import findings, frames, native
-from .findings import Operation, Report
+from .findings import Report
+from .operation import Operation
 
 SHOWN_AT_MOST = 50  # reports with a picture
 AROUND = 5  # operations shown before the earlier one and behind the later one
