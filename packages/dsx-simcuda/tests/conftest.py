@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -40,3 +41,17 @@ def run_program(built) -> Run:
         )
 
     return run
+
+
+@pytest.fixture(scope="session")
+def torchrun() -> Callable[..., list[str]]:
+    """A function that returns Python's arguments for a script on two ranks."""
+
+    def arguments(script: Path, *rest: object) -> list[str]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        start = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)]
+        return [*start, str(script), *map(str, rest)]
+
+    return arguments

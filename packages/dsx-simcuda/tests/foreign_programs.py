@@ -3,6 +3,7 @@
 `foreign_programs.py OUT [PROGRAM...]`, on one rank or under torchrun; writes {program: [reports]} to OUT + rank.
 """
 
+import itertools
 import json
 import os
 import sys
@@ -178,6 +179,12 @@ def two_devices_in_one_model():
 
 
 @one
+def data_parallel_over_two_devices():
+    net = nn.DataParallel(model()) if torch.cuda.device_count() > 1 else model()
+    train(net)
+
+
+@one
 def transformers_trainer():
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
@@ -271,7 +278,7 @@ def fsdp2_mixed_precision_keeps_parameters():
 def fsdp2_prefetches():
     net = sharded()
     layers = list(net)
-    for now, following in zip(layers, layers[1:]):
+    for now, following in itertools.pairwise(layers):
         now.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([now])
     train(net)

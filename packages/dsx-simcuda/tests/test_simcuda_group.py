@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from pathlib import Path
 
 import pytest
@@ -26,19 +25,8 @@ RESULTS = {  # case: what ranks 0 and 1 find
 }
 
 
-def torchrun(script, *arguments) -> list[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    return [
-        *("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)),
-        str(script),
-        *map(str, arguments),
-    ]
-
-
 @pytest.fixture(scope="module")
-def ranks(run_program, tmp_path_factory):
+def ranks(run_program, torchrun, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     done = run_program(*torchrun(CASES, folder), options=("--mode", "slow-side", "--one-collective"))
     files = [folder / f"rank{rank}.json" for rank in range(2)]
@@ -93,7 +81,7 @@ print(values.sum().item())
 """
 
 
-def test_a_rank_that_dies_inside_a_collective_is_named(run_program, tmp_path):
+def test_a_rank_that_dies_inside_a_collective_is_named(run_program, torchrun, tmp_path):
     script = tmp_path / "dying.py"
     script.write_text(DYING)
     done = run_program(*torchrun(script))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import native
+from . import data_parallel, native
 from .random_state import Generator, random_functions
 from .refused import install_refusals
 from .streams import Event, Stream, StreamContext, current_stream, default_stream, index_of, set_stream
@@ -241,7 +241,7 @@ def _functions() -> dict[str, Any]:
         "current_device": lambda: native.lib.sim_get_device(),
         "set_device": _set_device,
         "_exchange_device": _exchange_device,
-        "_maybe_exchange_device": _exchange_device,
+        "_maybe_exchange_device": lambda device: _exchange_device(device),  # dynamo wants an object of its own
         "can_device_access_peer": lambda device, peer: index_of(device) != index_of(peer),
         "synchronize": _synchronize,
         "set_sync_debug_mode": _set_sync_debug_mode,
@@ -289,6 +289,9 @@ def _install_bindings() -> None:
     bindings._cuda_setDevice = lambda index: native.lib.sim_set_device(_checked(index))  # dynamo wants one of its own
     bindings._cuda_isCurrentStreamCapturing = lambda: False
     torch.backends.cuda.is_built = lambda: True
+    torch.version.cuda = "12.8"  # type: ignore[assignment]  # libraries ask for it before they take a CUDA branch
+    for name, function in data_parallel.BINDINGS.items():
+        setattr(bindings, name, function)
 
 
 def _install_fault_handler() -> None:
