@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ CLIENTS = ("transformers_trainer", "transformers_generate", "accelerate_loop")
 
 def names(marker: str) -> list[str]:
     lines = PROGRAMS.read_text().splitlines()
-    return [after[4:].split("(")[0] for line, after in zip(lines, lines[1:]) if line == marker and after[:4] == "def "]
+    return [after[4:].split("(")[0] for line, after in pairwise(lines) if line == marker and after[:4] == "def "]
 
 
 def check(done, files):

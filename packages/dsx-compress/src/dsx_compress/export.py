@@ -386,12 +386,14 @@ def pack_dense(
 ) -> tuple[PackedTensor, dict[str, float]]:
     """Quantise and pack a plain weight. Returns the packed weight and its facts; raises `CompressionError`."""
     encoded = encode(weight.detach(), bits, groups, kind)
-    parts: list[Any] = [
+    codes, scale, zero = (
         None if p is None else p.expand(encoded.codes.shape).reshape(weight.shape)
         for p in (encoded.codes, encoded.scale, encoded.zero)
-    ]
+    )
+    if codes is None or scale is None:
+        raise CompressionError(f"weight of shape {tuple(weight.shape)}: a quantiser gave no codes or no scale")
     everywhere = torch.ones_like(weight, dtype=torch.bool)
-    result = pack_weight(*parts, everywhere, weight.detach(), bits=bits)
+    result = pack_weight(codes, scale, zero, everywhere, weight.detach(), bits=bits)
     if isinstance(result, str):
         raise CompressionError(f"weight of shape {tuple(weight.shape)}: {result}")
     return result
