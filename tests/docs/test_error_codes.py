@@ -16,7 +16,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import dsx.checkpoint.loading
 import dsx.wiring  # noqa: F401 - both for the ranks, which are forked with what this process has imported
 import pytest
 import torch

@@ -699,18 +699,18 @@ def replaces_anything() -> Any:
     import contextlib
 
     planted = contextlib.ExitStack()
-    for name in ("dsx.checkpoint.folder", "dsx.checkpoint.writing"):
+    for name in ("dsx_checkpoint.folder", "dsx_checkpoint.writing"):
         planted.enter_context(no_check(name, "check_target", lambda *given, **options: None)())
     return planted
 
 
 CHECKPOINT_BUGS = {
     "flat groups of DeepSpeed need not be used up": (
-        no_check("dsx.checkpoint.foreign.deepspeed", "check_used_up", lambda *given: None),
+        no_check("dsx_checkpoint.foreign.deepspeed", "check_used_up", lambda *given: None),
         imports_whole_models_only,
     ),
     "files of others go with the checkpoint that is replaced": (
-        no_check("dsx.checkpoint.folder", "carry_over", lambda *given: None),
+        no_check("dsx_checkpoint.folder", "carry_over", lambda *given: None),
         a_save_leaves_the_files_of_others,
     ),
     "a save replaces what is no checkpoint": (
@@ -718,7 +718,7 @@ CHECKPOINT_BUGS = {
         a_save_refuses_what_is_no_checkpoint,
     ),
     "an old file is linked without a look at its bytes": (
-        no_check("dsx.checkpoint.writing", "intact_files", lambda plan, candidates, files: list(files)),
+        no_check("dsx_checkpoint.writing", "intact_files", lambda plan, candidates, files: list(files)),
         damage_is_not_inherited,
     ),
 }

@@ -302,7 +302,7 @@ def growth(folder: Path, width: int, layers: int) -> dict[str, int]:
 
 def inspect_large(folder: Path) -> float:
     """Seconds of a process that inspects the index of 1 TB."""
-    from dsx.checkpoint.format import CHUNK_BYTES, VERSION, seal
+    from dsx_checkpoint.format import CHUNK_BYTES, VERSION, seal
 
     count, size = 2000, 500_000_000
     hashes = "0" * 8 * -(-size // CHUNK_BYTES)

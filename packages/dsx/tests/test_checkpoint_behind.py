@@ -172,7 +172,7 @@ def test_host_memory_is_used_again(tmp_path):
 
 def test_copies_run_beside_the_stream_of_the_values_device():
     """Not beside that of the device that happens to be current: there nothing would wait for the copies."""
-    from dsx.checkpoint.behind import _copy_from
+    from dsx_checkpoint.behind import _copy_from
     from dsx_testkit import FakeCuda, StreamMemory
 
     with FakeCuda().installed() as cuda, StreamMemory(cuda) as memory:

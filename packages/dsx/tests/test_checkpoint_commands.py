@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from dsx.checkpoint.command import main
+from dsx_checkpoint.command import main
 from safetensors.torch import load_file
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -70,7 +70,7 @@ def test_inspect_says_what_is_there(saved, capsys):
 
 def test_looking_needs_no_torch(saved):
     code = (
-        "import sys; from dsx.checkpoint.command import main; f = sys.argv[1]\n"
+        "import sys; from dsx_checkpoint.command import main; f = sys.argv[1]\n"
         "calls = ['inspect', f], ['verify', f], ['diff', f, '--tag2', 'best'], ['prune', f, '--keep-last', '9']\n"
         "for words in calls:\n"
         "    main(words)\n"
@@ -81,7 +81,7 @@ def test_looking_needs_no_torch(saved):
 
 def test_the_index_of_a_very_large_checkpoint_is_read_quickly(tmp_path):
     """1 TB, made up: 2000 tensors of 500 MB, a hash for each 4 MiB. The limit is loose; figures are in the bench."""
-    from dsx.checkpoint.format import CHUNK_BYTES, VERSION, seal
+    from dsx_checkpoint.format import CHUNK_BYTES, VERSION, seal
 
     size, count = 250_000_000 * 2, 2000
     chunks = -(-size // CHUNK_BYTES)

@@ -14,9 +14,9 @@ import dsx
 import pytest
 import torch
 from dsx.checkpoint import CheckpointCorruptError, CheckpointError, open_checkpoint
-from dsx.checkpoint.command import main as checkpoint_command
-from dsx.checkpoint.format import seal
-from dsx.checkpoint.verifying import verify_all
+from dsx_checkpoint.command import main as checkpoint_command
+from dsx_checkpoint.format import seal
+from dsx_checkpoint.verifying import verify_all
 
 FLIPS = [pytest.param(250, 3, id="250"), pytest.param(1000, 4, id="1000", marks=pytest.mark.slow)]
 """How many bytes are changed, and the seed."""

@@ -11,7 +11,7 @@ SCRIPT = """
     atexit.register(lambda: print("an older function ran", flush=True))
     import torch, dsx
     from dsx.checkpoint import CheckpointError
-    from dsx.checkpoint.failures import Failures
+    from dsx_checkpoint.failures import Failures
 
     folder, ending = sys.argv[1:]
     engine = dsx.initialize(model=torch.nn.Linear(5, 3), config={"train_batch_size": 1, "steps_per_print": None})[0]

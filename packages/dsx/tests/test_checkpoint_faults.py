@@ -163,7 +163,7 @@ def write_errors(rank, world, folder, rank_at_fault):
 
 def is_good(folder, tag):
     from dsx.checkpoint import open_checkpoint
-    from dsx.checkpoint.verifying import verify_all
+    from dsx_checkpoint.verifying import verify_all
 
     reader = open_checkpoint(folder, tag)
     return verify_all(reader.folder, reader.index).tensors > 0

@@ -10,8 +10,8 @@ import dsx
 import pytest
 import torch
 from dsx.checkpoint import CheckpointArgumentError, CheckpointCorruptError, CheckpointError, open_checkpoint
-from dsx.checkpoint.command import main as checkpoint_command
-from dsx.checkpoint.folder import saving
+from dsx_checkpoint.command import main as checkpoint_command
+from dsx_checkpoint.folder import saving
 from dsx_testkit import run_ranks
 
 

@@ -5,7 +5,7 @@ The other side is torch alone: `fully_shard`, `torch.optim.AdamW`, `torch.distri
 
 import pytest
 import torch
-from dsx.checkpoint.command import main as checkpoint_command
+from dsx_checkpoint.command import main as checkpoint_command
 from dsx_testkit import run_ranks
 
 RATE = 0.02

@@ -76,7 +76,7 @@ def module():
 
 def write(root):
     from dsx.checkpoint import save
-    from dsx.checkpoint.ranks import Solo
+    from dsx_checkpoint.ranks import Solo
 
     state = {"note": "x", "t": torch.arange(4)}
     save(root, "t", module=module(), slices=Holder().slices(), state=state, ranks=Solo())
@@ -89,7 +89,7 @@ def indexed(change):
     """Change the index and seal it again."""
 
     def make(root):
-        from dsx.checkpoint.format import seal
+        from dsx_checkpoint.format import seal
 
         path = root / "t" / "dsx.json"
         data = json.loads(path.read_text())
@@ -159,9 +159,9 @@ def node_part(**values):
     """A part of a node that says what it likes."""
 
     def make(root):
-        from dsx.checkpoint.format import seal
-        from dsx.checkpoint.node_part import NodePart, digest_of_index
-        from dsx.checkpoint.spans import Spans
+        from dsx_checkpoint.format import seal
+        from dsx_checkpoint.node_part import NodePart, digest_of_index
+        from dsx_checkpoint.spans import Spans
 
         folder = root / "t"
         NodePart(digest_of_index(folder), True, 1.0, 0, 2, Spans()).write(folder)
@@ -289,11 +289,11 @@ CASES = {
 def ways(root, out):
     """What users and tools do with a folder, by name; `load` first."""
     from dsx.checkpoint import load, open_checkpoint
-    from dsx.checkpoint.exporting import export
-    from dsx.checkpoint.foreign.source import of_reader, write_source
-    from dsx.checkpoint.looking import open_index, summary, tensor_lines
-    from dsx.checkpoint.ranks import Solo
-    from dsx.checkpoint.verifying import verify_all
+    from dsx_checkpoint.exporting import export
+    from dsx_checkpoint.foreign.source import of_reader, write_source
+    from dsx_checkpoint.looking import open_index, summary, tensor_lines
+    from dsx_checkpoint.ranks import Solo
+    from dsx_checkpoint.verifying import verify_all
 
     def verify():
         folder, index = open_index(root)

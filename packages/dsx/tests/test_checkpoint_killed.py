@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 import torch
 from dsx.checkpoint import CheckpointError, open_checkpoint, plan, save
-from dsx.checkpoint.behind import WriteBehind
-from dsx.checkpoint.keeping import Keeping
-from dsx.checkpoint.ranks import Solo
-from dsx.checkpoint.verifying import verify_all
-from dsx.checkpoint.writing import plan_save
+from dsx_checkpoint.behind import WriteBehind
+from dsx_checkpoint.keeping import Keeping
+from dsx_checkpoint.ranks import Solo
+from dsx_checkpoint.verifying import verify_all
+from dsx_checkpoint.writing import plan_save
 from dsx_testkit import RankError, run_ranks
 from torch import nn
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from dsx.checkpoint import CheckpointError, open_checkpoint
-from dsx.checkpoint.command import main as checkpoint_command
+from dsx_checkpoint.command import main as checkpoint_command
 from dsx_testkit import Nodes, run_ranks
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 from dsx.checkpoint import CheckpointError
-from dsx.checkpoint.crc import Chunks, register_of
-from dsx.checkpoint.format import Entry, FileEntry, Index, Placed, TensorSpec
-from dsx.checkpoint.node_part import read_part
-from dsx.checkpoint.nodes.copies import Layout
-from dsx.checkpoint.nodes.repairing import Part, judge
-from dsx.checkpoint.spans import Spans
+from dsx_checkpoint.crc import Chunks, register_of
+from dsx_checkpoint.format import Entry, FileEntry, Index, Placed, TensorSpec
+from dsx_checkpoint.node_part import read_part
+from dsx_checkpoint.nodes.copies import Layout
+from dsx_checkpoint.nodes.repairing import Part, judge
+from dsx_checkpoint.spans import Spans
 from dsx_testkit import Nodes, run_ranks
 
 TRAINED = "optimizer.safetensors"
@@ -162,7 +162,7 @@ def test_damaged_bytes_are_mended_from_the_copies_of_other_nodes(saved, tmp_path
 
 
 def test_one_node_alone_verifies_the_chunks_that_it_has(saved, tmp_path, capsys):
-    from dsx.checkpoint.command import main
+    from dsx_checkpoint.command import main
 
     disks = tmp_path / "disks"
     shutil.copytree(saved[0], disks)
@@ -181,7 +181,7 @@ def test_one_node_alone_verifies_the_chunks_that_it_has(saved, tmp_path, capsys)
 
 def save_over_a_bad_network(rank, world, folder):
     """One byte of a message changes on its way from rank 1 to rank 2."""
-    from dsx.checkpoint.ranks import GroupRanks
+    from dsx_checkpoint.ranks import GroupRanks
 
     with Nodes(world, 1).environment(rank):
         engine = build(world)

@@ -73,7 +73,7 @@ def test_a_checkpoint_that_is_gone_for_good_is_said_at_once(tmp_path):
 
 def names_after_a_save(rank, world, folder, asynchronous):
     """What each rank sees in the folder right behind a save whose removals take long."""
-    from dsx.checkpoint.keeping import Keeping
+    from dsx_checkpoint.keeping import Keeping
 
     engine, right = build(world, keep_last=1, asynchronous=asynchronous), Keeping.remove_others
 

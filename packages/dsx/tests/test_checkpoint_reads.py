@@ -118,8 +118,8 @@ def test_the_16_bit_weights_are_written_without_gathering_them(tmp_path):
 def export_alone(rank, world, folder):
     """The 16-bit weights of what several ranks have saved, for other programs, by one process."""
     import dsx_comm
-    from dsx.checkpoint.exporting import export
-    from dsx.checkpoint.zero_to_fp32 import source_of
+    from dsx_checkpoint.exporting import export
+    from dsx_checkpoint.zero_to_fp32 import source_of
 
     calls = Calls()
     stop = dsx_comm.observe(calls)

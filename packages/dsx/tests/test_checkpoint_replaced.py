@@ -7,7 +7,7 @@ import dsx
 import pytest
 import torch
 from dsx.checkpoint import CheckpointError, open_checkpoint
-from dsx.checkpoint.command import main as checkpoint_command
+from dsx_checkpoint.command import main as checkpoint_command
 from dsx_testkit import run_ranks
 from dsx_testkit.nodes import Nodes
 
@@ -223,7 +223,7 @@ def test_a_lock_that_cannot_be_signed_is_given_back(tmp_path, monkeypatch):
 
 
 def lock(root, tag="tag"):
-    from dsx.checkpoint.folder import saving
+    from dsx_checkpoint.folder import saving
 
     with saving(root, tag):
         pass

@@ -5,8 +5,8 @@ import threading
 import dsx
 import pytest
 import torch
-from dsx.checkpoint.ranks import Solo
 from dsx.engine.gate import StepGate
+from dsx_checkpoint.ranks import Solo
 from dsx_testkit import run_ranks
 
 
@@ -47,7 +47,7 @@ class AsksAtTheEnd:
         self.engine, self.when, self.ran, self.rank = engine, when, ran, rank
 
     def after_update(self):
-        from dsx.checkpoint.ranks import default_ranks
+        from dsx_checkpoint.ranks import default_ranks
 
         if self.engine.global_steps == self.when:
             gate = self.engine._parts.gate

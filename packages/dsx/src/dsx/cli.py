@@ -30,7 +30,7 @@ COMMANDS = {
     "config": Subcommand("dsx.config.__main__", "explain a configuration, print its schema or reference"),
     "bench": Subcommand("dsx.bench_command", "time the collectives on this machine: dsx bench comm"),
     "nvme": Subcommand("dsx.nvme_command", "tune and measure tensor I/O to disk"),
-    "checkpoint": Subcommand("dsx.checkpoint.command", "inspect, verify, compare, import and export checkpoints"),
+    "checkpoint": Subcommand("dsx_checkpoint.command", "inspect, verify, compare, import and export checkpoints"),
     "elastic": Subcommand("dsx.elasticity.command", "batch sizes for a number of devices that changes"),
     "autotune": Subcommand(
         "dsx.launcher.autotune_command", "search for a good configuration: launch --autotuning tune"

@@ -104,8 +104,8 @@ class ExpertParts:
         """The parts for a model; empty if it has no experts."""
         if not moe.has_expert_layers(model):
             return cls()
-        from .checkpoint import Place
-        from .checkpoint.boxes import Box
+        from dsx_checkpoint import Place
+        from dsx_checkpoint.boxes import Box
 
         places = {
             name: Place(part.name, part.shape, Box(part.offset, part.size))

@@ -171,7 +171,7 @@ class Part:
 def write_split(folder):
     """A checkpoint of several files per kind."""
     from dsx.checkpoint import save
-    from dsx.checkpoint.ranks import Solo
+    from dsx_checkpoint.ranks import Solo
 
     parts = [Part(f"w{i}", torch.arange(24.0) + 100 * i) for i in range(5)]
     module = torch.nn.Module()

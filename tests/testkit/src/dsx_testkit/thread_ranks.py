@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from dsx.checkpoint import Ranks
+from dsx_checkpoint import Ranks
 
 PATIENCE = 30.0  # seconds until a rank that waits for the others gives up
 

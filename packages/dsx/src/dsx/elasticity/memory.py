@@ -30,11 +30,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from dsx_checkpoint.errors import CheckpointError
+from dsx_checkpoint.files import opened, write_all
+from dsx_checkpoint.format import INDEX_NAME
+from dsx_checkpoint.spans import Spans
 
-from ..checkpoint.errors import CheckpointError
-from ..checkpoint.files import opened, write_all
-from ..checkpoint.format import INDEX_NAME
-from ..checkpoint.spans import Spans
 from ..utils.holding import HOLD_NAME, Hold, free, hold, note_in, remove_if_free
 from ..utils.logging import logger
 

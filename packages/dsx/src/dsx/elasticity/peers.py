@@ -1,7 +1,7 @@
 """Snapshots that survive the loss of a node: each node keeps what its ranks own, and a copy of what another node keeps.
 
 A snapshot is a checkpoint whose bytes are spread over the nodes' memories (`memory.py`). It is planned as every save is
-(`dsx.checkpoint.plan`), each rank writes its pieces into the memory of its node, and sends them to a rank of the next
+(`dsx_checkpoint.plan`), each rank writes its pieces into the memory of its node, and sends them to a rank of the next
 node, which writes them there. So any one node can be lost, and any number of nodes that do not follow each other.
 
     node 0: a b | copies of e f        node 1: c d | copies of a b        node 2: e f | copies of c d
@@ -24,23 +24,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dsx_checkpoint.boxes import Region
+from dsx_checkpoint.encode import decode
+from dsx_checkpoint.errors import CheckpointError
+from dsx_checkpoint.files import opened, read_text
+from dsx_checkpoint.format import DTYPES, INDEX_NAME, WEIGHT_MAP_NAME, Index
+from dsx_checkpoint.loading import OneDisk
+from dsx_checkpoint.nodes.topology import Nodes
+from dsx_checkpoint.parsing import parse_index
+from dsx_checkpoint.plan import WritePlan
+from dsx_checkpoint.ranks import GroupRanks
+from dsx_checkpoint.ranks import Ranks as Processes
+from dsx_checkpoint.reading import Reader
+from dsx_checkpoint.regions import raw_bytes
+from dsx_checkpoint.snapshot import persistent_buffers
+from dsx_checkpoint.spans import Range, Spans, spans_of_region
+from dsx_checkpoint.writing import PlannedSave, Written, build_index, write_pieces
 
-from ..checkpoint.boxes import Region
-from ..checkpoint.encode import decode
-from ..checkpoint.errors import CheckpointError
-from ..checkpoint.files import opened, read_text
-from ..checkpoint.format import DTYPES, INDEX_NAME, WEIGHT_MAP_NAME, Index
-from ..checkpoint.loading import OneDisk
-from ..checkpoint.nodes.topology import Nodes
-from ..checkpoint.parsing import parse_index
-from ..checkpoint.plan import WritePlan
-from ..checkpoint.ranks import GroupRanks
-from ..checkpoint.ranks import Ranks as Processes
-from ..checkpoint.reading import Reader
-from ..checkpoint.regions import raw_bytes
-from ..checkpoint.snapshot import persistent_buffers
-from ..checkpoint.spans import Range, Spans, spans_of_region
-from ..checkpoint.writing import PlannedSave, Written, build_index, write_pieces
 from .memory import NodeMemory, Part, step_of, write_ranges
 
 __all__ = ["NodeFolders", "PeerSave", "Snapshot", "fetch", "find_snapshots"]
@@ -306,7 +306,7 @@ def _servers(missing: Spans, target: int, snapshot: Snapshot, nodes: Nodes) -> I
 
 @dataclass(frozen=True)
 class NodeFolders(OneDisk):
-    """For a load of what `fetch` has brought (`dsx.checkpoint.loading.LoadDisks`): each node has a folder of its own,
+    """For a load of what `fetch` has brought (`dsx_checkpoint.loading.LoadDisks`): each node has a folder of its own,
     with the same index and at least the bytes that its ranks read.
     """
 

@@ -43,7 +43,8 @@ from .notes import (
 from .stragglers import StragglerJudge
 
 if TYPE_CHECKING:
-    from ..checkpoint.nodes.topology import Nodes
+    from dsx_checkpoint.nodes.topology import Nodes
+
     from ..engine import Engine
     from .memory import NodeMemory
     from .peers import Snapshot
@@ -132,7 +133,7 @@ class ElasticRun:
         save_every: int | None,
         client_state: Callable[[], dict[str, Any]] | None,
     ) -> None:
-        from ..checkpoint.ranks import default_ranks
+        from dsx_checkpoint.ranks import default_ranks
 
         self.source, self.received_bytes = "", 0
         self.path: Path | None = None
@@ -153,9 +154,10 @@ class ElasticRun:
     # - Beginning
 
     def _begin(self, memory: bool | str | os.PathLike[str], signals: Sequence[str], grace_s: float) -> None:
-        from ..checkpoint.behind import WriteBehind
-        from ..checkpoint.nodes.topology import Nodes
-        from ..checkpoint.ranks import ranks_of_own
+        from dsx_checkpoint.behind import WriteBehind
+        from dsx_checkpoint.nodes.topology import Nodes
+        from dsx_checkpoint.ranks import ranks_of_own
+
         from ..engine.checkpoints import job_store
         from ..engine.preemption import PreemptionWatch
         from .memory import node_name
@@ -180,7 +182,8 @@ class ElasticRun:
         self._snapshot()  # with the nodes there are now: until then some bytes may be on one node alone
 
     def _open(self, memory: bool | str | os.PathLike[str]) -> None:
-        from ..checkpoint.errors import CheckpointError
+        from dsx_checkpoint.errors import CheckpointError
+
         from .memory import NodeMemory, node_name, remove_leftovers
 
         if memory is False:
@@ -197,7 +200,8 @@ class ElasticRun:
             remove_leftovers(self._memory)
 
     def _load(self) -> None:
-        from ..checkpoint.errors import CheckpointError
+        from dsx_checkpoint.errors import CheckpointError
+
         from .peers import find_snapshots
 
         ranks, memory = self._ranks, self._memory
@@ -218,8 +222,8 @@ class ElasticRun:
 
     def _newest_on_disk(self) -> int | None:
         """The update of the checkpoint that a load would take; None where there is none."""
-        from ..checkpoint import CheckpointError, open_checkpoint, resolve_tag
-        from ..checkpoint.keeping import updates_of
+        from dsx_checkpoint import CheckpointError, open_checkpoint, resolve_tag
+        from dsx_checkpoint.keeping import updates_of
 
         tag = resolve_tag(self._folder, None)
         if tag is None:
@@ -281,7 +285,7 @@ class ElasticRun:
 
     def _snapshot(self, *, now: bool = False) -> None:
         """Keep the state of this update in memory. Without room for it, a warning says so and disk has to do."""
-        from ..checkpoint.errors import CheckpointError
+        from dsx_checkpoint.errors import CheckpointError
 
         memory, step = self._memory, self._engine.global_steps
         if memory is None or step == self._in_memory:
@@ -339,7 +343,7 @@ class ElasticRun:
         """End with the engine: wait for what is being written, let waiting ranks end, and free the memory unless it
         has updates that are not on disk.
         """
-        from ..checkpoint.errors import CheckpointError
+        from dsx_checkpoint.errors import CheckpointError
 
         if self._watch is not None:
             self._watch.close()
@@ -355,7 +359,7 @@ class ElasticRun:
             self._memory.clear()
 
     def _is_on_disk(self) -> bool:
-        from ..checkpoint.errors import CheckpointError
+        from dsx_checkpoint.errors import CheckpointError
 
         try:
             found = self._newest_on_disk()

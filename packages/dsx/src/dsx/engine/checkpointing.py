@@ -36,8 +36,8 @@ from .stepper import LossScaler
 from .training_state import TrainingState, Undo
 
 if TYPE_CHECKING:
-    from ..checkpoint.loading import LoadDisks
-    from ..checkpoint.writing import PlannedSave
+    from dsx_checkpoint.loading import LoadDisks
+    from dsx_checkpoint.writing import PlannedSave
 
 __all__ = ["Checkpointer", "Wanted"]
 
@@ -145,14 +145,14 @@ class Checkpointer:
     @property
     def _ranks(self) -> Any:
         # Lazy import: training without checkpoints does not need the format.
-        from ..checkpoint.ranks import default_ranks
+        from dsx_checkpoint.ranks import default_ranks
 
         return default_ranks() if self._disks is None else self._ranks_of_own
 
     @functools.cached_property
     def _ranks_of_own(self) -> Any:
         """A group of ranks that can send host memory to each other. All ranks make it together, at the first save."""
-        from ..checkpoint.ranks import ranks_of_own
+        from dsx_checkpoint.ranks import ranks_of_own
 
         return ranks_of_own()
 
@@ -161,15 +161,15 @@ class Checkpointer:
         """The disks of the nodes, if each node has its own folder; None if all ranks see the same folder."""
         if not self.settings.use_node_local_storage:
             return None
-        from ..checkpoint.nodes.disks import NodeDisks
+        from dsx_checkpoint.nodes.disks import NodeDisks
 
         return NodeDisks.find(self._ranks_of_own)
 
     @functools.cached_property
     def behind(self) -> Any:
-        """Writes saves while training goes on (`dsx.checkpoint.behind.WriteBehind`); made when it is first needed."""
-        from ..checkpoint.behind import WriteBehind
-        from ..checkpoint.ranks import ranks_of_own
+        """Writes saves while training goes on (`dsx_checkpoint.behind.WriteBehind`); made when it is first needed."""
+        from dsx_checkpoint.behind import WriteBehind
+        from dsx_checkpoint.ranks import ranks_of_own
 
         def surface(error: Exception, ranks: Any) -> None:
             self.gate.agree(ranks, made.raise_failures)
@@ -241,8 +241,8 @@ class Checkpointer:
         Args:
             rest: data position and random states; None: those of `note_rest`, or the present ones if there are none.
         """
-        from ..checkpoint.keeping import Keeping
-        from ..checkpoint.writing import plan_save
+        from dsx_checkpoint.keeping import Keeping
+        from dsx_checkpoint.writing import plan_save
 
         self.shards.synchronize()  # with some optimizers the ranks' parameters differ between two steps
         rest = rest or (self._rest[0] if self._rest else Rest.take(None))
@@ -278,8 +278,8 @@ class Checkpointer:
 
     def _agreed_tag(self, save_dir: Any, tag: str, client_state: Any) -> str:
         """Rank 0's tag. If other ranks have another tag, that is ignored, warned about or refused, as configured."""
-        from ..checkpoint import CheckpointArgumentError
-        from ..checkpoint.folder import check_folder, check_tag
+        from dsx_checkpoint import CheckpointArgumentError
+        from dsx_checkpoint.folder import check_folder, check_tag
 
         def checked() -> str:
             check_folder(save_dir, "save_dir")
@@ -314,8 +314,8 @@ class Checkpointer:
         Args:
             disks: the disks of the nodes (`dsx.checkpoint.prepare_load`); None: as the configuration says.
         """
-        from ..checkpoint import prepare_load
-        from ..checkpoint.selecting import Selection
+        from dsx_checkpoint import prepare_load
+        from dsx_checkpoint.selecting import Selection
 
         self.wait()
         prepared = prepare_load(
@@ -350,7 +350,7 @@ class Checkpointer:
 
     def _load_by_hand(self, path: Path, custom: Callable[..., Any]) -> None:
         """Let the caller's function fill the module from the weights. The values on rank 0 are used for all ranks."""
-        from ..checkpoint.whole import WholeTensors
+        from dsx_checkpoint.whole import WholeTensors
 
         def fill() -> None:
             custom(src=WholeTensors.of(path), dst=self.module)
@@ -359,7 +359,7 @@ class Checkpointer:
             self._ranks.all_or_none("load_checkpoint(custom_load_fn=...)", fill)
 
     def _restore(self, saved: Any, rank_state: Any, wanted: Wanted, loader: Any, undo: Undo) -> None:
-        from ..checkpoint import CheckpointCorruptError, CheckpointError
+        from dsx_checkpoint import CheckpointCorruptError, CheckpointError
 
         if saved is None:
             raise CheckpointError(

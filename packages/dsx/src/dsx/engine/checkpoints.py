@@ -170,7 +170,7 @@ class EngineCheckpoints:
             client_state: as for `save_checkpoint`, or a function that returns it at that moment.
             signals: names of signals.
         """
-        from ..checkpoint.ranks import ranks_of_own
+        from dsx_checkpoint.ranks import ranks_of_own
 
         parts = self._living()
         if self._preemption is not None:

@@ -22,11 +22,11 @@ from typing import Any
 
 import dsx_comm
 import torch
+from dsx_checkpoint.boxes import Box
+from dsx_checkpoint.snapshot import Place
 from dsx_comm import ParameterMarks, RankSets
 from torch import nn
 
-from ..checkpoint.boxes import Box
-from ..checkpoint.snapshot import Place
 from .errors import EngineArgumentError
 
 __all__ = ["differs_between_ranks", "places_of_model"]

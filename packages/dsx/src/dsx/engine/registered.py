@@ -1,7 +1,7 @@
 """The caller's objects whose state is saved in checkpoints: an average of the weights, a sampler, and so on.
 
 An object can be registered if it has `state_dict()` and `load_state_dict(state)`. Its state may have values of the
-kinds that a client state may have (see `dsx.checkpoint.encode`). Rank 0's state is saved for all ranks. If the object
+kinds that a client state may have (see `dsx_checkpoint.encode`). Rank 0's state is saved for all ranks. If the object
 was registered with `per_rank=True`, each rank's state is saved, and restored if as many ranks load.
 """
 

@@ -151,7 +151,7 @@ def save_weights(
         CheckpointError: the file cannot be written; the same error on all ranks.
     """
     # Lazy import: training without saving does not need the format.
-    from ..checkpoint.ranks import default_ranks
+    from dsx_checkpoint.ranks import default_ranks
 
     ranks = default_ranks()
     path = ranks.all_or_none("save_16bit_model", lambda: _checked_path(folder, filename, elsewhere))
@@ -164,8 +164,8 @@ def save_weights(
 
 
 def _checked_path(folder: Any, filename: str, elsewhere: Sequence[str]) -> Path:
-    from ..checkpoint import CheckpointArgumentError
-    from ..checkpoint.folder import check_folder
+    from dsx_checkpoint import CheckpointArgumentError
+    from dsx_checkpoint.folder import check_folder
 
     if elsewhere:
         raise CheckpointArgumentError(
@@ -182,7 +182,7 @@ def _checked_path(folder: Any, filename: str, elsewhere: Sequence[str]) -> Path:
 
 
 def _write(path: Path, tensors: dict[str, Any]) -> None:
-    from ..checkpoint.files import opened, sync_folder
+    from dsx_checkpoint.files import opened, sync_folder
 
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".tmp-{path.name}")

@@ -39,7 +39,7 @@ IMPORTS = (
     "dsx.lr_schedules",
     "dsx.engine",
     "dsx.engine.preemption",
-    "dsx.checkpoint.behind",
+    "dsx_checkpoint.behind",
     "dsx.elasticity.runtime",
     "dsx.elasticity.peers",
     "dsx.elasticity.membership",

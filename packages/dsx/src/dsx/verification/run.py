@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from dsx_checkpoint.ranks import default_ranks
 from torch import nn
 
-from ..checkpoint.ranks import default_ranks
 from ..engine.engine import Engine
 from ..engine.errors import EngineError
 from .compare import Comparison, Tolerance, magnitude

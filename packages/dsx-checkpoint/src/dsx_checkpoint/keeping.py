@@ -1,0 +1,99 @@
+"""Removes older checkpoints after a new one was saved.
+
+Only checkpoints that were saved with `save_latest=True` are removed: one saved with `save_latest=False` (the best so
+far, a release) always stays, and so do the new checkpoint, folders of other programs, and folders that cannot be read.
+A checkpoint is first renamed to the name of an unfinished one. So if the process is killed during the removal, no load
+can find the rest, and the next save removes it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import CheckpointArgumentError, CheckpointError
+from .files import read_text
+from .folder import tags_in, temporary_name
+from .format import INDEX_NAME
+from .parsing import parse_index
+
+logger = logging.getLogger("dsx.checkpoint")
+
+__all__ = ["Keeping", "removable", "updates_of"]
+
+_MOST_SHARING = 4
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """How many checkpoints stay.
+
+    Attributes:
+        last: this many of the newest, the new one included; None: all.
+        every: also keep those whose number of updates is a multiple of this; None: no others.
+    """
+
+    last: int | None = None
+    every: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("keep_last", self.last), ("keep_every", self.every)):
+            if value is not None and (type(value) is not int or value < 1):
+                raise CheckpointArgumentError(f"{name}: got {value!r}, expected a whole number of 1 or more, or None")
+
+    @property
+    def most_sharing(self) -> int:
+        """How many checkpoints may share a file that does not change. Where several are kept, at least two files of
+        their own are among them; where one is kept, it is shared with the one that is removed.
+        """
+        return 2 if self.last == 1 else _MOST_SHARING if self.last is None else min(_MOST_SHARING, self.last - 1)
+
+    def remove_others(self, newest: Path) -> list[str]:
+        """Remove checkpoints that need not be kept after `newest` was committed; returns their tags. An error is only
+        logged as a warning, because the new checkpoint exists in any case.
+        """
+        removed = []
+        for tag in removable(newest.parent, self, newest.name):
+            doomed = newest.with_name(temporary_name(tag, uuid.uuid4().hex[:12]))
+            try:
+                os.rename(newest.with_name(tag), doomed)
+                shutil.rmtree(doomed)
+            except OSError as error:
+                logger.warning("%s: cannot be removed (%s)", newest.with_name(tag), error)
+                continue
+            removed.append(tag)
+        if removed:
+            logger.info("%s: removed the checkpoints %s", newest.parent, ", ".join(removed))
+        return removed
+
+
+def removable(root: Path, keeping: Keeping, newest: str) -> list[str]:
+    """Tags of the checkpoints that `keeping` does not keep, oldest first."""
+    if keeping.last is None:
+        return []
+    found: list[tuple[int, str, int | None]] = []
+    for tag in tags_in(root):
+        path = root / tag / INDEX_NAME
+        if tag == newest:
+            continue
+        try:
+            written, index = path.stat().st_mtime_ns, parse_index(read_text(path), str(path))
+        except (CheckpointError, OSError) as error:
+            logger.debug("%s: left alone: %s", path, error)
+            continue
+        if index.latest:
+            found.append((written, tag, updates_of(index.state)))
+    found.sort()
+    old = found[: max(0, len(found) - (keeping.last - 1))]
+    return [tag for _, tag, updates in old if not (keeping.every and updates and updates % keeping.every == 0)]
+
+
+def updates_of(state: object) -> int | None:
+    """The number of updates in an encoded state; None if no engine wrote the state."""
+    for key in ("engine", "counters", "global_steps"):
+        state = state.get(key) if isinstance(state, dict) else None
+    return state if isinstance(state, int) else None
