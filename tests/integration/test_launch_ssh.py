@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from dsx.launcher.processes import lives
+from dsx_launch.processes import lives
 
 TIMEOUT = 150
 SSHD = shutil.which("sshd") or next((path for path in ("/usr/sbin/sshd", "/sbin/sshd") if os.path.exists(path)), None)

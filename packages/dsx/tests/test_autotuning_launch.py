@@ -12,8 +12,8 @@ import sys
 import time
 
 import pytest
-from dsx.launcher.options import parse, to_argv
-from dsx.launcher.processes import lives
+from dsx_launch.options import parse, to_argv
+from dsx_launch.processes import lives
 
 LAUNCH = [sys.executable, "-m", "dsx.launcher"]
 MICRO = "train_micro_batch_size_per_gpu"
@@ -151,7 +151,7 @@ def test_a_search_that_is_stopped_leaves_no_process_and_can_go_on(tmp_path):
     ],
 )  # fmt: skip
 def test_mistakes_are_told_without_a_traceback(tmp_path, monkeypatch, capsys, argv, config, code, text):
-    from dsx.launcher.main import main
+    from dsx_launch.main import main
 
     write(tmp_path, "raise SystemExit('started')", config)
     monkeypatch.chdir(tmp_path)
@@ -162,7 +162,7 @@ def test_mistakes_are_told_without_a_traceback(tmp_path, monkeypatch, capsys, ar
 
 
 def test_a_dry_run_lists_what_would_be_tried(tmp_path, monkeypatch, capsys):
-    from dsx.launcher.autotune_command import main
+    from dsx.autotuning.command import main
 
     write(tmp_path, "raise SystemExit('started')", {MICRO: [1, 2], "zero_optimization": {"stage": [2]}})
     monkeypatch.chdir(tmp_path)
@@ -174,7 +174,7 @@ def test_a_dry_run_lists_what_would_be_tried(tmp_path, monkeypatch, capsys):
 
 
 def test_hosts_and_devices_of_a_search(tmp_path, monkeypatch, capsys):
-    from dsx.launcher.main import main
+    from dsx_launch.main import main
 
     (tmp_path / "hosts").write_text("worker-1 slots=4\nworker-2 slots=4\n")
     monkeypatch.chdir(tmp_path)

@@ -6,8 +6,8 @@ import sys
 import pytest
 from dsx import __version__
 from dsx.cli import COMMANDS, main
-from dsx.launcher.remote_shell import main as remote_shell
-from dsx.launcher.remote_shell import remote_text
+from dsx_launch.remote_shell import main as remote_shell
+from dsx_launch.remote_shell import remote_text
 
 
 def test_help_and_version(capsys):

@@ -67,8 +67,8 @@ def test_slurm_asks_the_job_to_end_and_it_is_requeued_and_goes_on(tmp_path):
 
 def test_kubernetes_command_is_one_that_dsx_launch_takes():
     yaml = pytest.importorskip("yaml")
-    from dsx.launcher.options import parse
-    from dsx.launcher.plan import make_plan
+    from dsx_launch.options import parse
+    from dsx_launch.plan import make_plan
 
     service, pod, job = yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text())
     command = job["spec"]["template"]["spec"]["containers"][0]["command"]

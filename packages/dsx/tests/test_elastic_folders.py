@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from dsx.elasticity.memory import KEEP_S, NodeMemory, remove_leftovers
-from dsx.utils.holding import free, hold, note_in, remove_if_free
+from dsx_core.holding import free, hold, note_in, remove_if_free
 
 HOLDER = """
 import sys, time

@@ -13,8 +13,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from dsx.launcher.hosts import Clients
-from dsx.launcher.runners.base import Command
+from dsx_launch.hosts import Clients
+from dsx_launch.runners.base import Command
 
 TRAIN = """
     import os, signal, sys, torch, dsx

@@ -12,7 +12,7 @@ __all__ = ["deepspeed", "ds_bench", "ds_elastic", "ds_report", "ds_ssh"]
 
 def deepspeed(argv: Sequence[str] | None = None) -> int:
     """`dsx launch`."""
-    from dsx.launcher.main import main  # lazy import, as in all commands: --help of one must not load the others
+    from dsx_launch.main import main  # lazy import, as in all commands: --help of one must not load the others
 
     return main(argv, prog="deepspeed")
 
@@ -34,7 +34,7 @@ def ds_bench(argv: Sequence[str] | None = None) -> int:
 
 def ds_ssh(argv: Sequence[str] | None = None) -> int:
     """`dsx ssh`."""
-    from dsx.launcher.remote_shell import main
+    from dsx_launch.remote_shell import main
 
     return main(sys.argv[1:] if argv is None else argv)
 

@@ -4,6 +4,7 @@ Each module is one noun:
 
 - `errors`: errors with a stable code, and the nearest known name for a mistyped one.
 - `files`: replaces a file so that readers see the old or the new content, never a part.
+- `holding`: folders that are in use as long as a process lives that holds them.
 - `locks`: lets one process at a time use a folder, and tells which one has it.
 - `together`: runs an action on all ranks, so that all raise the same error when one fails; compares facts of ranks.
 - `strict_json`: reads JSON that may be damaged or hostile.

@@ -24,17 +24,15 @@ class Subcommand:
 
 
 COMMANDS = {
-    "launch": Subcommand("dsx.launcher.main", "start a program on every device of one or many machines"),
+    "launch": Subcommand("dsx_launch.main", "start a program on every device of one or many machines"),
     "doctor": Subcommand("dsx.doctor", "report what this machine and installation offer, and what is missing"),
-    "ssh": Subcommand("dsx.launcher.remote_shell", "run one command on every host of a hostfile"),
+    "ssh": Subcommand("dsx_launch.remote_shell", "run one command on every host of a hostfile"),
     "config": Subcommand("dsx.config.__main__", "explain a configuration, print its schema or reference"),
     "bench": Subcommand("dsx.bench_command", "time the collectives on this machine: dsx bench comm"),
     "nvme": Subcommand("dsx.nvme_command", "tune and measure tensor I/O to disk"),
     "checkpoint": Subcommand("dsx_checkpoint.command", "inspect, verify, compare, import and export checkpoints"),
     "elastic": Subcommand("dsx.elasticity.command", "batch sizes for a number of devices that changes"),
-    "autotune": Subcommand(
-        "dsx.launcher.autotune_command", "search for a good configuration: launch --autotuning tune"
-    ),
+    "autotune": Subcommand("dsx.autotuning.command", "search for a good configuration: launch --autotuning tune"),
     "plan": Subcommand("dsx.planning.command", "memory, messages and time of a job before it runs"),
     "report": Subcommand("dsx.cli_report", "write the HTML report of a training run"),
 }

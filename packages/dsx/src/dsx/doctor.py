@@ -26,6 +26,7 @@ SMALL_SHM_BYTES = 512 * 2**20
 PACKAGES = (
     "dsx",
     "dsx-zero",
+    "dsx-launch",
     "dsx-checkpoint",
     "dsx-core",
     "dsx-comm",

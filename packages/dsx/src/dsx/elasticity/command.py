@@ -67,7 +67,7 @@ def _hold_store(port: int, address: str) -> int:
     if not 0 <= port <= 65535:
         sys.stderr.write(f"dsx elastic --rendezvous {port}: expected a port between 0 and 65535\n")
         return 1
-    from ..utils.listening import store_at  # lazy import: seconds
+    from dsx_launch.listening import store_at  # lazy import: seconds
 
     try:
         store = store_at(address, port, timedelta(minutes=1))

@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from dsx_launch.notes import JOINED, tell_agent
+
 from ..utils.logging import enable_console, logger
 from .api import ElasticityConfigError, ElasticityIncompatibleWorldSize, resolve, settings_of
-from .notes import JOINED, tell_agent
 
 __all__ = ["Membership", "announce_end", "join"]
 

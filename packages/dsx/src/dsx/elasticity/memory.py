@@ -7,7 +7,7 @@ there: the files are sparse, and what was not written takes no memory. `held.jso
 belongs to the folder of the checkpoints on disk, so that the snapshots of a deleted run are never found by a new one.
 
 A node's name is that of its machine and its launching agent, which outlives the ranks. Its ranks, and the agent of
-`dsx launch`, hold the folder (`dsx.utils.holding`). Parts of an agent that has died are read by the agents that come
+`dsx launch`, hold the folder (`dsx_core.holding`). Parts of an agent that has died are read by the agents that come
 after it on the machine, and removed once there is a newer snapshot; those of other jobs as `remove_leftovers` says.
 
 Left out: who holds what, and moving parts between nodes (`peers.py`).
@@ -34,8 +34,8 @@ from dsx_checkpoint.errors import CheckpointError
 from dsx_checkpoint.files import opened, write_all
 from dsx_checkpoint.format import INDEX_NAME
 from dsx_checkpoint.spans import Spans
+from dsx_core.holding import HOLD_NAME, Hold, free, hold, note_in, remove_if_free
 
-from ..utils.holding import HOLD_NAME, Hold, free, hold, note_in, remove_if_free
 from ..utils.logging import logger
 
 __all__ = ["NODE_VARIABLE", "NodeMemory", "Part", "node_name", "remove_leftovers", "step_of", "write_ranges"]

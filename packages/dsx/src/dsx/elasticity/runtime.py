@@ -24,11 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-from ..utils.logging import logger
-from .api import ElasticityConfigError, ElasticityIncompatibleWorldSize
-from .membership import announce_end
-from .notes import (
+from dsx_launch.notes import (
     AGENT_VARIABLE,
     BUILT,
     LOADED,
@@ -40,6 +36,10 @@ from .notes import (
     late_variables,
     tell_agent,
 )
+
+from ..utils.logging import logger
+from .api import ElasticityConfigError, ElasticityIncompatibleWorldSize
+from .membership import announce_end
 from .stragglers import StragglerJudge
 
 if TYPE_CHECKING:

@@ -160,7 +160,7 @@ class EngineCheckpoints:
         signals: Sequence[str] = ("SIGTERM", "SIGUSR1"),
     ) -> None:
         """When one of these signals reaches any rank, save on all ranks after the same update and end the process with
-        the exit code 75 (`dsx.exit_codes.RESUME_EXIT_CODE`); every rank must call this, on its main thread.
+        the exit code 75 (`dsx_launch.exit_codes.RESUME_EXIT_CODE`); every rank must call this, on its main thread.
 
         The process ends with a `SystemExit` raised from `step()`, `forward` or `train_batch`, so that `finally` blocks
         run. An evaluation under `torch.no_grad()` is interrupted. `dsx launch` passes the exit code on.

@@ -27,7 +27,8 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..exit_codes import RESUME_EXIT_CODE
+from dsx_launch.exit_codes import RESUME_EXIT_CODE
+
 from ..utils.logging import logger
 from .errors import EngineArgumentError
 from .gate import StepGate

@@ -1,0 +1,40 @@
+"""The numbers of an elastic job: how many hosts, and how long things may take. Data only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIN_NODES_VARIABLE = "DSX_ELASTIC_MIN_NODES"
+LAST_CALL_S = 2  # hosts that come so long after the least number is there belong to the same round
+KEEP_ALIVE_S, KEEP_ALIVE_TIMES = 1, 4  # a host that has not been heard of for the product is lost
+STOP_AFTER_LOSS_S = 1  # from SIGTERM to SIGKILL when a rank is lost: without it the others cannot save, and only wait
+JOIN_S = 600  # a job waits so long for its least number of hosts
+CLOSE_S = 10
+STORE_S = 60  # a store that does not answer for so long is lost
+DEFAULT_RESTARTS = 3
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """How many hosts a job may have, and how often it may fail without getting on.
+
+    Attributes:
+        min_nodes, max_nodes: bounds of the number of hosts.
+        restarts: failures in a row, without a snapshot in between, after which the job is given up.
+        stand_by: fork ranks from a process that has torch loaded.
+    """
+
+    min_nodes: int
+    max_nodes: int
+    restarts: int
+    stand_by: bool = True
+
+    def to_text(self) -> str:
+        """For the command line of `dsx_launch.node`."""
+        return f"{self.min_nodes}:{self.max_nodes}:{self.restarts}:{int(self.stand_by)}"
+
+    @staticmethod
+    def from_text(text: str) -> Elastic:
+        """From `to_text`."""
+        low, high, restarts, stand_by = map(int, text.split(":"))
+        return Elastic(low, high, restarts, bool(stand_by))

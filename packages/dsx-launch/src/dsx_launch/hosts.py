@@ -1,0 +1,201 @@
+"""Starts the agents of several hosts and ends them all together.
+
+One failing host ends the job. The other hosts get a moment to end by themselves (their agents are told, see
+`dsx_launch.news`); then their connections are closed; then the local clients are killed. Nothing on a remote host is
+ever killed by name.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from types import FrameType
+
+from .exit_codes import RESUME_EXIT_CODE
+from .failures import shell_code, signal_name
+from .plan import HostsPlan
+from .processes import adopt_orphans, dying_with_parent, kill_descendants
+from .runners import Command
+from .runners.base import statements
+
+log = logging.getLogger("dsx.launcher")
+
+STOPPED = (128 + signal.SIGTERM, -signal.SIGTERM)  # codes of an agent that was stopped because another host failed
+OWN_END_S = 4.0  # for the other hosts to end by themselves after one has failed
+FORCED_END_S = 5.0  # from the request to stop to the kill
+SAVED_END_S = 35.0  # for the other hosts to end after one has ended with RESUME_EXIT_CODE: they have saved too
+REQUESTED_END_S = 35.0  # the same after Ctrl-C: the ranks may be writing a checkpoint
+
+
+class Clients:
+    """The local client processes (ssh, pdsh, mpirun, srun), one per host or one for all hosts."""
+
+    def __init__(self, commands: Sequence[Command], environ: Mapping[str, str]) -> None:
+        self._commands = commands
+        self._processes = [start_client(command, environ) for command in commands]
+        self._ended: list[int] = []
+
+    def poll(self) -> int | None:
+        """The exit code if a client has failed; 0 if all have ended without a failure; None while they run."""
+        for index, process in enumerate(self._processes):
+            if process.poll() is not None and index not in self._ended:
+                self._ended.append(index)
+                _explain(self._commands[index], process.returncode)
+        return self.code or (0 if self.all_ended else None)
+
+    @property
+    def code(self) -> int:
+        """0, or the largest code of the hosts that failed by themselves: the host of the first failure ends with that
+        rank's code, other hosts with 1. `RESUME_EXIT_CODE` only if no host failed, because then all ranks have saved.
+        """
+        codes = [self._processes[index].returncode for index in self._ended]
+        own = [code for code in codes if code not in (0, *STOPPED)]
+        failed = [code for code in own if code != RESUME_EXIT_CODE]
+        return max((shell_code(code) for code in failed or own or codes), default=0)
+
+    @property
+    def all_ended(self) -> bool:
+        return len(self._ended) == len(self._processes)
+
+    def wait_all(self, seconds: float) -> bool:
+        """Whether all have ended within ``seconds``."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            self.poll()
+            if self.all_ended:
+                return True
+            time.sleep(0.05)
+        return False
+
+    def tell_to_stop(self, number: signal.Signals) -> None:
+        """Close the clients' standard input, which ends the remote agents; send a signal to clients without such a
+        pipe.
+        """
+        for command, process in zip(self._commands, self._processes):
+            if process.poll() is not None:
+                continue
+            if command.lifeline and process.stdin is not None:
+                with suppress(OSError):
+                    process.stdin.close()
+            else:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+
+    def kill(self) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+
+
+def start_client(command: Command, environ: Mapping[str, str], stdout: int | None = None) -> subprocess.Popen[bytes]:
+    """Start the local client process of a host, or of all hosts."""
+    process = subprocess.Popen(
+        command.argv,
+        env={**environ, **command.env},
+        stdin=subprocess.PIPE if command.lifeline else subprocess.DEVNULL,
+        stdout=stdout,
+        start_new_session=True,  # so Ctrl-C reaches only the launcher, which ends the job in order
+        preexec_fn=dying_with_parent(signal.SIGTERM),
+    )
+    if command.exports and process.stdin is not None:
+        with suppress(OSError):  # it has ended already, which is noticed
+            process.stdin.write(os.fsencode(statements(command.exports)))
+            process.stdin.flush()
+    return process
+
+
+def _explain(command: Command, returncode: int) -> None:
+    if returncode == 255 and command.argv[0] == "ssh":
+        log.error(
+            "host %s: ssh ended with 255: no connection, or it was lost; try: ssh %s true", command.host, command.host
+        )
+    elif returncode < 0:
+        log.error("%s was killed by %s", command.host or command.argv[0], signal_name(-returncode))
+
+
+def run_hosts(plan: HostsPlan, environ: Mapping[str, str], restarts: int = 0) -> int:
+    """Start every host's agent and wait for the end; end all if one fails or on a signal. Returns the exit code.
+
+    Args:
+        restarts: how often all hosts are started again when they end with `RESUME_EXIT_CODE`, unless this process was
+            asked to end.
+    """
+    adopt_orphans()
+    asked: list[int] = []
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        del frame
+        asked.append(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, remember)
+    for left in range(restarts, -1, -1):
+        code = _run_once(plan, environ, asked)
+        if code != RESUME_EXIT_CODE or asked or not left:
+            return code
+        log.info("the ranks of all hosts have saved and ended; starting them again (%d restarts left)", left - 1)
+    return code
+
+
+def _run_once(plan: HostsPlan, environ: Mapping[str, str], asked: list[int]) -> int:
+    """One start of all hosts; `asked`: signals that ask this process to end, as they come."""
+    log.info(
+        "%d hosts through %s, rendezvous at %s:%d",
+        len(plan.remote.hosts),
+        plan.launcher,
+        plan.master_addr,
+        plan.master_port,
+    )
+    clients = Clients(plan.commands, environ)
+    code = None
+    while code is None and not asked:
+        time.sleep(0.05)
+        code = clients.poll()
+    if code == 0:
+        return 0
+    if code is None:
+        stop_on_request(plan, clients, asked)
+        return RESUME_EXIT_CODE if clients.code == RESUME_EXIT_CODE else 128 + asked[0]
+    if not clients.wait_all(SAVED_END_S if code == RESUME_EXIT_CODE else OWN_END_S):
+        _end(plan, clients, signal.SIGTERM, FORCED_END_S)
+    clients.kill()
+    kill_descendants()
+    return clients.code
+
+
+def stop_on_request(plan: HostsPlan, clients: Clients, asked: list[int]) -> None:
+    """End all hosts after a signal; a second signal ends them at once."""
+    log.info("stopping all hosts: %s", signal_name(asked[0]))
+    _end(plan, clients, signal.Signals(asked[0]), REQUESTED_END_S, until=lambda: len(asked) > 1)
+    clients.kill()
+    kill_descendants()
+
+
+def _end(plan: HostsPlan, clients: Clients, number: signal.Signals, seconds: float, until=lambda: False) -> None:
+    deadline = time.monotonic() + seconds
+    if plan.launcher == "pdsh" and announce_end(plan) and clients.wait_all(FORCED_END_S):
+        return
+    clients.tell_to_stop(number)
+    while time.monotonic() < deadline and not until() and not clients.wait_all(0.1):
+        continue
+
+
+def announce_end(plan: HostsPlan) -> bool:
+    """Tell the agents through the rendezvous that the job ends, because pdsh does not pass signals on. Returns whether
+    the rendezvous could be reached.
+    """
+    from .rendezvous import STORE_ERRORS, FailureBoard, Meeting  # lazy import: imports torch
+
+    meeting = Meeting(plan.run_id, plan.remote.hosts, host_rank=0, addr=plan.master_addr, port=plan.master_port)
+    try:
+        FailureBoard(meeting, plan.master_port).announce()
+        return True
+    except STORE_ERRORS as error:
+        log.debug("the rendezvous does not answer: %s", error)
+        return False

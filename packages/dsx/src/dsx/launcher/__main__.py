@@ -1,8 +1,0 @@
-"""``python -m dsx.launcher`` is ``dsx launch``."""
-
-import sys
-
-from .main import main
-
-if __name__ == "__main__":
-    sys.exit(main(prog="python -m dsx.launcher"))
