@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +16,8 @@ CLIENTS = ("transformers_trainer", "transformers_generate", "accelerate_loop")
 
 def names(marker: str) -> list[str]:
     lines = PROGRAMS.read_text().splitlines()
-    return [after[4:].split("(")[0] for line, after in pairwise(lines) if line == marker and after[:4] == "def "]
+    pairs = itertools.pairwise(lines)
+    return [after[4:].split("(")[0] for line, after in pairs if line == marker and after[:4] == "def "]
 
 
 def check(done, files):

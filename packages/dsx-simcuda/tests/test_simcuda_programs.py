@@ -105,6 +105,28 @@ def test_a_host_access_to_device_memory_faults_with_the_line(run_program, tmp_pa
     assert 'peek.py", line 3' in done.stderr
 
 
+FORK = """
+import os, sys, torch
+if sys.argv[1] == "late":
+    torch.ones(3, device="cuda").sum().item()
+child = os.fork()
+if child == 0:
+    try:
+        print(torch.ones(3, device="cuda").sum().item(), flush=True)
+    except RuntimeError as error:
+        print(error, flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+
+
+def test_a_forked_child_has_the_device_only_if_its_parent_has_not_used_it(run_program, tmp_path):
+    script = tmp_path / "fork.py"
+    script.write_text(FORK)
+    assert run_program(str(script), "early").stdout == "3.0\n"
+    assert "Cannot re-initialize CUDA in forked subprocess" in run_program(str(script), "late").stdout
+
+
 def test_a_hang_says_what_runs(run_program):
     code = "import torch; torch.cuda._sleep(15_000_000_000); torch.cuda.synchronize()"
     done = run_program("-c", code, env={"DSX_SIMCUDA_HANG_S": "1"})

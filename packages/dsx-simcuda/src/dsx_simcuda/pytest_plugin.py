@@ -5,6 +5,7 @@ Without the option it only registers its marker, and skips tests that carry it.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,9 @@ MARKER = (
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--device simcuda` and the device's switches."""
     group = parser.getgroup("simcuda", "simulated CUDA device (dsx-simcuda)")
-    group.addoption("--device", choices=("simcuda",), help="run the tests on this device")
+    # Another plugin may have an option of this name already; its value is read all the same.
+    with contextlib.suppress(ValueError):
+        group.addoption("--device", help="simcuda: run the tests on the simulated CUDA device")
     group.addoption("--simcuda-mode", help="scheduling mode: eager, random, lazy, slow-side, slow-default")
     group.addoption("--simcuda-seed", type=int, help="seed of the random delays")
     group.addoption("--simcuda-devices", type=int, help="devices per process (default 1)")

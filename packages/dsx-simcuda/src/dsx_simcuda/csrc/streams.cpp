@@ -19,6 +19,7 @@ std::atomic<unsigned> next_low{0}, next_high{0};
 std::mutex error_m;
 std::string device_error;
 bool error_raised = false;
+pid_t owner = 0;  // the process that has the workers of the streams
 
 thread_local int my_device = 0;
 thread_local std::unordered_map<int, Stream*> my_streams;
@@ -83,6 +84,7 @@ Stream* stream(int dev, int id) {
     s = new Stream;
     s->dev = dev;
     s->id = id;
+    if (all_streams.empty()) owner = getpid();
     s->number = int(all_streams.size());
     s->made_at = CallSite::here().stack;
     s->dice.seed(options().seed * 1000003 + uint64_t(dev) * 1009 + uint64_t(id));
@@ -131,6 +133,11 @@ static uint64_t enqueue(Stream* s, std::string name, std::function<void()> run) 
 }
 
 uint64_t Stream::push(std::string name, std::function<void()> run, const std::vector<Span>& spans, Kind kind) {
+    if (getpid() != owner)
+        throw std::runtime_error(
+            "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the "
+            "'spawn' "
+            "start method (simulated device)");
     CallSite site;
     std::lock_guard<std::recursive_mutex> g(order_lock());
     order(this, name, kind, spans, nullptr);
