@@ -49,8 +49,10 @@ def test_programs_of_two_ranks(run_program, torchrun, tmp_path, mode):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CLIENTS)
 def test_training_loops_of_hugging_face(run_program, tmp_path, name):
-    package = name.split("_")[0]
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed")
+    needed = ["accelerate"] if name == "accelerate_loop" else ["transformers"]
+    needed += ["accelerate"] if name == "transformers_trainer" else []
+    for package in needed:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
     done = run_program(str(PROGRAMS), str(tmp_path / "out"), name, options=("--mode", "slow-side"))
     check(done, [tmp_path / "out"])
