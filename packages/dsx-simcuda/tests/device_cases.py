@@ -576,6 +576,14 @@ def refusals():
 
 
 @case
+def inductor_is_refused():
+    try:
+        torch.compile(lambda x: x * 2)(ones(3))
+    except Exception as error:
+        return "use backend='aot_eager'" in str(error)
+
+
+@case
 def names_in_reports():
     model = nn.Linear(300, 300).cuda()
     dsx_simcuda.name_tensors(model, "model.")

@@ -61,6 +61,7 @@ RESULTS = {
     "mixed_precision": ["torch.bfloat16", 65536.0, True],
     "events_and_streams": [True, -1, 0, True, True],
     "profiler_ranges": [True, 0],
+    "inductor_is_refused": True,
 }
 
 

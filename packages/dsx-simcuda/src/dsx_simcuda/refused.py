@@ -45,27 +45,19 @@ def _refusing_function(name: str, why: str) -> Any:
 
 
 def _refuse_inductor() -> None:
-    """Code that inductor compiles for CUDA cannot run here; torch.compile with other backends works."""
-    from torch._dynamo.backends import registry
+    """Kernels that inductor makes for CUDA cannot run here; other backends of torch.compile, and CPU tensors, can."""
+    wrapper: Any = torch._TorchCompileInductorWrapper
+    call = wrapper.__call__
 
-    lookup = registry.lookup_backend
+    def checked(self: Any, model: Any, inputs: Any) -> Any:
+        if any(isinstance(x, torch.Tensor) and x.device.type == "cuda" for x in inputs):
+            raise NotSimulated(
+                "torch.compile with inductor makes kernels for CUDA, which the simulated device cannot run"
+                " (dsx-simcuda); use backend='aot_eager' in such tests"
+            )
+        return call(self, model, inputs)
 
-    def checked(compiler_fn: Any) -> Any:
-        compiler = lookup(compiler_fn)
-        if compiler_fn != "inductor":
-            return compiler
-
-        def compile_fx(module: Any, example_inputs: Any, **keywords: Any) -> Any:
-            if any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs):
-                raise NotSimulated(
-                    "torch.compile(backend='inductor') makes kernels for CUDA, which the simulated device cannot run;"
-                    " use backend='aot_eager' for tests without a GPU"
-                )
-            return compiler(module, example_inputs, **keywords)
-
-        return compile_fx
-
-    registry.lookup_backend = checked
+    wrapper.__call__ = checked
 
 
 def install_refusals() -> None:
@@ -77,3 +69,4 @@ def install_refusals() -> None:
         for module in (cuda, cuda.memory, cuda.graphs, cuda.streams):
             if module is cuda or hasattr(module, name):
                 setattr(module, name, make(name, why))
+    _refuse_inductor()
