@@ -31,6 +31,7 @@ def ranks(run_program, torchrun, tmp_path_factory):
     done = run_program(*torchrun(CASES, folder), options=("--mode", "slow-side", "--one-collective"))
     files = [folder / f"rank{rank}.json" for rank in range(2)]
     assert all(file.exists() for file in files), done.stderr[-3000:]
+    assert "not compiled" not in done.stderr
     return [json.loads(file.read_text()) for file in files]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -81,6 +82,7 @@ def install() -> None:
     for module in (c10d, dist, compiled):
         module.ProcessGroupNCCL = ProcessGroupNCCL  # type: ignore[attr-defined]
     c10d._NCCL_AVAILABLE = True
+    c10d.default_pg_nccl_timeout = timedelta(minutes=10)
     dist.is_nccl_available = c10d.is_nccl_available = lambda: True
     if not hasattr(torch.cuda, "nccl"):
         torch.cuda.nccl = type("nccl", (), {})  # type: ignore[assignment]
