@@ -82,7 +82,7 @@ def install() -> None:
     for module in (c10d, dist, compiled):
         module.ProcessGroupNCCL = ProcessGroupNCCL  # type: ignore[attr-defined]
     c10d._NCCL_AVAILABLE = True
-    c10d.default_pg_nccl_timeout = timedelta(minutes=10)
+    c10d.default_pg_nccl_timeout = timedelta(minutes=10)  # type: ignore[attr-defined]
     dist.is_nccl_available = c10d.is_nccl_available = lambda: True
     if not hasattr(torch.cuda, "nccl"):
         torch.cuda.nccl = type("nccl", (), {})  # type: ignore[assignment]
