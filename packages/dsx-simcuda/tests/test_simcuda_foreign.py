@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
