@@ -153,7 +153,8 @@ def child(*arguments: Any) -> dict[str, Any] | None:
     """Run `train_limited` in a fresh process; None when it fails."""
     command = [sys.executable, __file__, "--worker", json.dumps(arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
-    environment["MALLOC_MMAP_THRESHOLD_"] = "131072"  # else glibc keeps what is freed
+    if arguments[0] != "disk":  # offload sets it by itself; without it glibc keeps what is freed
+        environment["MALLOC_MMAP_THRESHOLD_"] = "131072"
     done = subprocess.run(command, capture_output=True, text=True, timeout=3600, check=False, env=environment)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:

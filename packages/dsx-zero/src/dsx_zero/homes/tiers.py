@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from .freed_memory import keep_heap_small
 from .home import DeviceHome, Home, HostHome
 from .stored import StoredHome, TensorStore
 
@@ -61,6 +62,7 @@ class HostTier:
 
     def home(self, name: str, numel: int, dtype: torch.dtype, device: torch.device, memory: MakesMemory) -> Home:
         """See `Tier.home`."""
+        keep_heap_small()
         return HostHome(numel, dtype, device, pin=self.pin)
 
 
@@ -102,6 +104,7 @@ class DiskTier:
 
     def home(self, name: str, numel: int, dtype: torch.dtype, device: torch.device, memory: MakesMemory) -> Home:
         """See `Tier.home`."""
+        keep_heap_small()
         if self.host is not None and self.host.take(numel):
             return HostHome(numel, dtype, device, pin=self.pin)
         return StoredHome(self.store, name, numel, dtype, piece=self.piece, pin=self.pin and device.type == "cuda")
