@@ -224,3 +224,43 @@ def edited(rank, world):
 
 def test_the_norm_follows_edits_of_gradients_on_disk():
     run_ranks(edited, 2)
+
+
+@pytest.fixture
+def small_sizes(monkeypatch):
+    """The default size of a sub-group and the smallest one, for models of a test's size."""
+    monkeypatch.setattr("dsx_zero.homes.chosen._MOVING", 1024)
+    monkeypatch.setattr("dsx_zero.homes.chosen._LEAST_MOVING", 256)
+
+
+def sub_groups(caplog, size=None, place="nvme", **section):
+    """Elements of the largest sub-group, the number of sub-groups, and the warnings."""
+    caplog.clear()
+    config = {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_optimizer": {"device": place, **section}}
+    config |= {} if size is None else {"sub_group_size": size}
+    store = Noting()
+    model, optimizer = dsx_zero.shard(Net(), adamw, config=config, store=store)
+    train(model, optimizer, 1)
+    plan, texts = optimizer.step_plan, [r.getMessage() for r in caplog.records if "sub_group_size" in r.getMessage()]
+    optimizer.release()
+    return max(group.numel for group in plan.sub_groups), len(plan.sub_groups), texts
+
+
+def test_the_room_in_host_memory_bounds_sub_groups(small_sizes, caplog):
+    assert sub_groups(caplog)[0] <= 1024
+    for room, most in [(3 * 512, 512), (0, 256), (3 * 2048, 1024)]:
+        numel, count, texts = sub_groups(caplog, max_in_cpu=room)
+        assert most / 2 <= numel <= most and count >= 4 * WIDTH * WIDTH // most and not texts, (room, numel)
+    assert sub_groups(caplog, 10**9, max_in_cpu=3 * 512)[0] <= 512
+    assert 512 < sub_groups(caplog, 10**9, max_in_cpu=2 * 800, pipeline_write=False)[0] <= 800
+    assert sub_groups(caplog, 300, max_in_cpu=10**9)[0] <= 512
+
+
+def test_one_warning_where_all_states_are_in_host_memory_at_once(small_sizes, caplog):
+    elements = 4 * WIDTH * (WIDTH + 1)
+    numel, count, texts = sub_groups(caplog, 10**9)
+    assert (numel, count) == (elements, 1)
+    assert len(texts) == 1 and "1,000,000,000" in texts[0] and f"{elements:,}" in texts[0], texts
+    for size, place, section in [(None, "nvme", {}), (300, "nvme", {}), (10**9, "nvme", {"max_in_cpu": 10**9}),
+                                 (10**9, "cpu", {}), (1280, "nvme", {"pipeline_read": False})]:  # fmt: skip
+        assert not sub_groups(caplog, size, place, **section)[2], (size, place, section)

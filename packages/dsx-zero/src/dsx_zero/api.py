@@ -29,6 +29,7 @@ from .homes.chosen import (
     may_step_during_backward,
     offload_ratio,
     placement_of,
+    states_at_once,
     steps_during_backward,
 )
 from .homes.stored import TensorStore
@@ -240,6 +241,9 @@ def shard(
     if data.rank == 0 and not placement.on_device:
         _log.info("where state lives:\n%s", "\n".join(f"  {record}" for record in planned.placements))
         _warn_of_unlocked_memory(planned.placements, builder.lane)
+        on_disk = sum(r.elements for r in planned.placements if isinstance(r.placement.masters, DiskTier))
+        if on_disk and why_at_once(inner) is None and (warning := states_at_once(settings, on_disk)):
+            _log.warning(warning)
     dtypes = [group.key.dtype for unit in parts.runtime.units for group in unit.trainable]
     planned.averaging.announce(precision.wire_dtype(dtypes[0]) if dtypes else None)
     return model, sharded

@@ -99,7 +99,8 @@ class OffloadOptimizer(_Section):
         description=(
             "elements of new parameters that may wait in host memory for the end of the step, where units are stepped"
             " during backward and their states are on disk, or fp32 parameters are in host memory; units beyond it are"
-            " stepped after backward"
+            " stepped after backward. If it is set with device nvme, also the most elements whose states a step has in"
+            " host memory at a time (sub-groups become smaller, down to 1048576 elements)"
         ),
     )
     late_update_after: Size | None = Field(
@@ -293,7 +294,11 @@ class ZeroConfig(_Section):
     cpu_offload_params: bool = Field(False, description="old name of offload_param.device = cpu")
     cpu_offload_use_pin_memory: bool = Field(False, description="old name of pin_memory")
     sub_group_size: Count = Field(
-        1_000_000_000_000, description="elements of this rank's masters that the optimizer updates at a time"
+        1_000_000_000_000,
+        description=(
+            "elements of this rank's masters that the optimizer updates at a time. With states on disk it is 16777216"
+            " if it is not set; a value of the size of the model has all states in host memory at once"
+        ),
     )
 
     stage3_max_live_parameters: Size = Field(

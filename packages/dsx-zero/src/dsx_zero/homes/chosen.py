@@ -20,6 +20,7 @@ __all__ = [
     "place_units",
     "placement_of",
     "room_for_new_values",
+    "states_at_once",
     "steps_during_backward",
     "sub_group_size",
     "transfers_beside_step",
@@ -27,6 +28,9 @@ __all__ = [
 
 _MOVING = 1 << 24
 """Elements of a sub-group where states are fetched and stored and the configuration sets no size."""
+
+_LEAST_MOVING = 1 << 20
+"""Least elements of a sub-group, however little room there is in host memory: smaller transfers are slow."""
 
 _ALIGNMENT = 256
 """Elements: where the plan of the step cuts parameters (`step.plan.ALIGNMENT`); pieces on disk are cut there too."""
@@ -190,11 +194,45 @@ def check_placement(placement: Placement, stage: int) -> None:
 
 def sub_group_size(settings: Section, *, moves: bool) -> int | None:
     """Elements of a sub-group of the step: what the configuration sets, else a default where state is moved; None: no
-    limit.
+    limit. Sub-groups of states on disk that are in host memory together have no more elements than
+    `offload_optimizer.max_in_cpu`, if it is set.
     """
-    if "sub_group_size" in settings.model_fields_set:
-        return settings.sub_group_size
-    return _MOVING if moves else None
+    given = settings.sub_group_size if "sub_group_size" in settings.model_fields_set else None
+    if not moves:
+        return given
+    size = _MOVING if given is None else given
+    if not _has_budget(settings.offload_optimizer):
+        return size
+    each = settings.offload_optimizer.max_in_cpu // _sub_groups_at_once(settings)
+    return min(size, max(_LEAST_MOVING, each // _ALIGNMENT * _ALIGNMENT))
+
+
+def _has_budget(section: Any) -> bool:
+    return _device(section) == "nvme" and "max_in_cpu" in section.model_fields_set
+
+
+def _sub_groups_at_once(settings: Section) -> int:
+    """Sub-groups in host memory: one is stepped while others are read and written."""
+    return 1 + sum(transfers_beside_step(settings))
+
+
+def states_at_once(settings: Section, elements: int) -> str | None:
+    """A warning where the configuration makes a step load all states of a rank that are on disk at once; else None.
+
+    Args:
+        elements: how many of this rank's masters are on disk.
+    """
+    size = sub_group_size(settings, moves=True)
+    if size is None or _has_budget(settings.offload_optimizer) or min(size, elements) <= _MOVING:
+        return None
+    if size * _sub_groups_at_once(settings) < elements:
+        return None
+    return (
+        f"zero_optimization.sub_group_size: got {size:,}, so that a step has the masters, gradients and optimizer"
+        f" states of all {elements:,} elements of this rank in host memory at once, although they are on disk."
+        f" Remove it ({_MOVING:,} is used then), or set offload_optimizer.max_in_cpu to the elements for which there"
+        " is room in host memory"
+    )
 
 
 def is_stepped_by_host(placement: Placement) -> bool:
