@@ -1,4 +1,4 @@
-"""Importing a package does nothing but define names (contract C10).
+"""Importing a package does nothing but define names.
 
 One fresh interpreter per package, watched by an audit hook: no process started, no file written, no environment
 variable changed, no device touched, nothing printed. torch is imported before the watch begins: what it does is its own

@@ -1,5 +1,5 @@
 """The op builders' names: what they load works under the names and arguments of scripts, what is elsewhere names the
-way (F85, F88).
+way.
 """
 
 import dsx_ops

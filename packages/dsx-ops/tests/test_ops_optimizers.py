@@ -178,7 +178,7 @@ def test_lion_against_float64(either_path):
 
 
 def lamb_float64(params, grads_of, steps, inside, lr=1e-2, wd=0.1, eps=1e-6, low=0.01, high=10.0):
-    """F81 in float64; returns parameters and the last ratios."""
+    """Lamb in float64; returns parameters and the last ratios."""
     ps = [p.detach().double() for p in params]
     ms, vs, ratios = [torch.zeros_like(p) for p in ps], [torch.zeros_like(p) for p in ps], []
     for t in range(1, steps + 1):

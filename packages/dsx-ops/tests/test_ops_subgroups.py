@@ -1,4 +1,4 @@
-"""CPUAdam's steps by subgroup and their undoing (F78), and rollback_flat of all Adams with full states."""
+"""CPUAdam's steps by subgroup and their undoing, and rollback_flat of all Adams with full states."""
 
 import copy
 

@@ -1,5 +1,5 @@
 """Every write through a pointer shows in the tensor's version: a graph that saved the old values raises, as it does
-under torch (contract C19).
+under torch.
 """
 
 import dsx_ops

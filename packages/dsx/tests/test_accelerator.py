@@ -1,6 +1,4 @@
-"""dsx.accelerator: the device-independent calls that scripts make, on the CPU, and on CUDA as torch.cuda is called
-(F89).
-"""
+"""dsx.accelerator: the device-independent calls that scripts make, on the CPU, and on CUDA as torch.cuda is called."""
 
 import subprocess
 import sys

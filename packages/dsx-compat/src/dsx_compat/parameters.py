@@ -1,6 +1,6 @@
 """`param.ds_shape`, `ds_numel`, `ds_status`, `ds_id`, `ds_tensor` ..., and `module._z3_leaf`: computed when read.
 
-DeepSpeed stores them on the tensors; dsx stores nothing on tensors (contract C1 of the architecture). So they are
+DeepSpeed stores them on the tensors; dsx stores nothing on tensors. So they are
 descriptors of `torch.Tensor` that ask `dsx_zero.partition_of`. A tensor that stage 3 does not manage does not have
 them: `hasattr` is False, as programs expect that ask it to tell partitioned parameters from others.
 

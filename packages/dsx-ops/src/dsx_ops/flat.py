@@ -1,4 +1,4 @@
-"""Lists of tensors in one buffer and back (F83)."""
+"""Lists of tensors in one buffer and back."""
 
 from __future__ import annotations
 

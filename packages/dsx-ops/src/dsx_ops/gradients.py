@@ -1,4 +1,4 @@
-"""Norms, clipping and checks of gradients under the names scripts know (F91), over the one-pass kernels of `update`.
+"""Norms, clipping and checks of gradients under the names scripts know, over the one-pass kernels of `update`.
 
 These see one process. A norm over model-parallel ranks needs collectives, which this package has not: take the local
 `squared_norms`, add them up over the ranks, and scale; the dsx engine does so (`gradient_clipping`).

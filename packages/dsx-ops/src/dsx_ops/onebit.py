@@ -1,4 +1,4 @@
-"""One bit per element with error feedback: what 1-bit Adam, 0/1 Adam and 1-bit Lamb send instead of a tensor (F12).
+"""One bit per element with error feedback: what 1-bit Adam, 0/1 Adam and 1-bit Lamb send instead of a tensor.
 
     t = x + error;  scale = |t|_2 / sqrt(n);  bits = t >= 0;  error <- t - scale sign(t)
 

@@ -106,7 +106,7 @@ class Hyper:
                 )
 
     def lowered(self, algorithm: Algorithm) -> Lowered:
-        """The factors; formulas of F77-F81 and of torch.optim."""
+        """The factors; formulas of DeepSpeed's fused optimizers and of torch.optim."""
         lr, (beta1, beta2), wd = float(self.lr), self.betas, self.weight_decay
         step_size, inv_denom, damp = lr, 1.0, 1.0
         if algorithm in (Algorithm.ADAM, Algorithm.ADAM8) and self.bias_correction:

@@ -2,7 +2,7 @@
 
 A compiled kernel gets an address and writes there. Autograd learns of writes by the version of a tensor: a graph that
 saved the old values compares versions in backward, and raises. So code that hands out addresses to be written calls one
-of these functions once per call (contract C19; without it, a backward through such a graph runs and gives wrong
+of these functions once per call (without it, a backward through such a graph runs and gives wrong
 gradients). Operators of `torch.ops.dsx_ops` need not: `library.operator` does it for all arguments that their schema
 marks as written. Tensors made in inference mode have no version; torch leaves them out.
 """

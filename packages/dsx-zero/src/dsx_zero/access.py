@@ -1,4 +1,4 @@
-"""Reading and writing single parameters, gradients and optimizer states of a sharded model (F40).
+"""Reading and writing single parameters, gradients and optimizer states of a sharded model.
 
 Full accessors take and give whole tensors in their logical shape and are collective: every rank calls them, with the
 same value. Local ones take and give this rank's 1-D slice (empty where it owns nothing). A parameter is named by the

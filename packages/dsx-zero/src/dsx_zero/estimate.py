@@ -1,4 +1,4 @@
-"""Estimates of the memory of model states per device and per host, by the published formulas of DeepSpeed (F44).
+"""Estimates of the memory of model states per device and per host, by the published formulas of DeepSpeed.
 
 They describe mixed precision with Adam as DeepSpeed stores it (18 bytes per parameter). dsx-zero itself holds less (16
 bytes per parameter), and `ZeroOptimizer.state_bytes` counts it. Sizes are bytes; tables are printed, and returned as

@@ -1,4 +1,4 @@
-"""Quantisation for ZeRO++'s gradient exchange (F43): swizzled, reducing, and with error feedback.
+"""Quantisation for ZeRO++'s gradient exchange: swizzled, reducing, and with error feedback.
 
 Gradients of N nodes with D devices each go to their owners in two hops: between the devices of a node, then between
 nodes. Chunk (n, d) of the flat gradient belongs to device d of node n, so a device's first message to its neighbour d
@@ -127,7 +127,7 @@ def _factor(ranks: int, mean: bool) -> float:
 
 
 class LocoQuantizer:
-    """Quantiser of one flat gradient with error feedback kept in 8 bits per element (F43, LoCo).
+    """Quantiser of one flat gradient with error feedback kept in 8 bits per element (LoCo).
 
     g = x + e;  q = quantise(g);  e <- beta e + (1 - beta) (g - dequantise(q));  every `reset` calls e <- 0 (`reset` 0:
     never).

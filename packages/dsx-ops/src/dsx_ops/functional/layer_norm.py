@@ -4,7 +4,7 @@
     g = dy weight;  dx = rstd (g - sum(g)/n - xhat sum(g xhat)/n);  dweight = sum_rows dy xhat;  dbias = sum_rows dy
 
 Backward needs `xhat`: from the input (kept with its mean and rstd), or, `from_output`, from the output as (y - bias) /
-weight, so that the input need not be kept (F84 `normalize_invertible`; weights of 0 then give no gradient through their
+weight, so that the input need not be kept (`normalize_invertible`; weights of 0 then give no gradient through their
 column). Not here: RMS norm, normalised shapes of more than one dimension.
 """
 

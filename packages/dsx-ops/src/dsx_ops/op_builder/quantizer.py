@@ -1,4 +1,4 @@
-"""What `QuantizerBuilder().load()` returns: the quantisers under the names and arguments that scripts call (F85).
+"""What `QuantizerBuilder().load()` returns: the quantisers under the names and arguments that scripts call.
 
 A tensor is cut into `groups` equal parts; each has its parameters: a scale, and for asymmetric codes the smallest value
 beside it. So `params` is fp32 [groups, 1] or [groups, 2]. Codes are int8, of the input's shape; two codes of 4 bits
@@ -71,7 +71,7 @@ def swizzle_quant(
     nodes: int,
     devices_per_node: int,
 ) -> list[Tensor]:
-    """[codes, params], laid out as [pipeline, device, node, chunk] (F43; see `dsx_ops.swizzle_quantize`)."""
+    """[codes, params], laid out as [pipeline, device, node, chunk] (see `dsx_ops.swizzle_quantize`)."""
     q = swizzle_quantize(
         input_vals,
         nodes=nodes,

@@ -143,7 +143,7 @@ class _SubgroupStates(defaultdict[Any, Any]):
 
 
 class CPUAdam(FusedAdam):
-    """Adam(W) for parameters in host memory (F78): moments in fp32 whatever the parameter's dtype.
+    """Adam(W) for parameters in host memory: moments in fp32 whatever the parameter's dtype.
 
     `fp32_optimizer_states=False` keeps them in the parameter's dtype. Numbers and rule as `FusedAdam`. `step_subgroup`
     and `rollback_subgroup` are for callers that put the buffers of an offloaded model into `param_groups` one after

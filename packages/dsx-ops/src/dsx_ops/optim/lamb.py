@@ -22,7 +22,7 @@ NormReducer = Callable[[Sequence[Tensor], Tensor], Tensor]
 
 
 class FusedLamb(FusedOptimizer):
-    """Lamb (F81), on CPU and CUDA.
+    """Lamb, on CPU and CUDA.
 
     m, v as Adam;  u = m / (sqrt(v) + eps) + wd p (or sqrt(v + eps) with `eps_inside_sqrt`);  ratio = clip(|p| / |u|,
     min_coeff, max_coeff), 1 when either norm is 0;  p -= lr * sqrt(1-b2^t)/(1-b1^t) * ratio * u

@@ -17,7 +17,7 @@ def _state_dtype(fp32: bool) -> torch.dtype | None:
 
 
 class CPUAdagrad(FusedOptimizer):
-    """Adagrad (F79): sum += g^2;  p -= lr * g / (sqrt(sum) + eps), with wd*p added to g in both places.
+    """Adagrad: sum += g^2;  p -= lr * g / (sqrt(sum) + eps), with wd*p added to g in both places.
 
     As torch.optim.Adagrad without lr_decay; state dicts exchange with it. Gradients are left as they are. Of a sparse
     gradient (sparse_coo, as torch.nn.Embedding(sparse=True) makes) the elements that it names are updated; weight decay
@@ -94,7 +94,7 @@ class CPUAdagrad(FusedOptimizer):
 
 
 class FusedLion(FusedOptimizer):
-    """Lion (F80): c = b1 m + (1-b1) g;  p = p (1 - lr wd) - lr sign(c);  m = b2 m + (1-b2) g.
+    """Lion: c = b1 m + (1-b1) g;  p = p (1 - lr wd) - lr sign(c);  m = b2 m + (1-b2) g.
 
     The moment is in the parameter's dtype, or in `state_dtype`.
 

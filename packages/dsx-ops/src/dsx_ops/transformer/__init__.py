@@ -1,4 +1,4 @@
-"""A transformer encoder layer from the fused functions, with the options of F84; import it from `dsx_ops`.
+"""A transformer encoder layer from the fused functions, with the options of DeepSpeed's; import it from `dsx_ops`.
 
 | file | what |
 |---|---|

@@ -45,7 +45,7 @@ GRADIENT_NAMES = {
 
 
 class TransformerLayer(nn.Module):
-    """Attention and feed-forward with residuals, norms and dropout; parameters under the names of F84.
+    """Attention and feed-forward with residuals, norms and dropout; parameters under DeepSpeed's names.
 
     `initial_weights`, `initial_biases`: eight tensors each, of query, key, value, attention result, attention norm,
     intermediate, result and last norm; a bias may be None (zero). To copy from a Hugging Face layer see

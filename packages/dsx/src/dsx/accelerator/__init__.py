@@ -1,4 +1,4 @@
-"""One interface to the devices that a script trains on (F89): `get_accelerator()` is CUDA if there is a CUDA device,
+"""One interface to the devices that a script trains on: `get_accelerator()` is CUDA if there is a CUDA device,
 otherwise the CPU.
 
     from dsx.accelerator import get_accelerator
