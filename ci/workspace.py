@@ -43,7 +43,7 @@ class Package:
 
 
 def requirement_name(requirement: str) -> str:
-    """`dsx-comm>=0.1,<0.2; python_version>'3'` -> `dsx-comm`."""
+    """`dsx-comm==0.1.0; python_version>'3'` -> `dsx-comm`."""
     match = re.match(r"\s*([A-Za-z0-9._-]+)", requirement)
     if match is None:
         raise ValueError(f"not a requirement: {requirement!r}; expected a string like 'name>=1.0'")

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 REBUILD = (
-    "install a C++ compiler (g++ or clang++) and reinstall: pip install --no-cache-dir --force-reinstall {} "
-    "(a wheel built without a compiler may be in pip's cache)"
+    "install a C++ compiler (g++ or clang++) and reinstall: pip install --no-cache-dir --force-reinstall --no-deps "
+    "./packages/{} in the checkout of dsx (a wheel built without a compiler may be in pip's cache)"
 )
 
 

@@ -34,7 +34,7 @@ CASES = {
 
 
 interpreted = [
-    pytest.mark.skipif(not has_triton, reason="needs triton (pip install dsx-sparse-attn[triton])"),
+    pytest.mark.skipif(not has_triton, reason="needs triton (pip install triton)"),
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="run by test_interpreted in its own process"),
 ]
 
@@ -76,7 +76,7 @@ def test_the_same_bits_in_every_run_in_the_interpreter(problem):
     assert all(torch.equal(a, b) for a, b in zip(p.run("triton"), p.run("triton"), strict=True))
 
 
-@pytest.mark.skipif(not has_triton, reason="needs triton (pip install dsx-sparse-attn[triton])")
+@pytest.mark.skipif(not has_triton, reason="needs triton (pip install triton)")
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="is inside that process")
 def test_interpreted():
     options = ["-q", "-x", "-p", "no:cacheprovider", "-k", "in_the_interpreter"]

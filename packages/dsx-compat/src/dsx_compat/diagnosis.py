@@ -9,7 +9,8 @@ from .activation import SITE, has_metadata, mixed_files, on_path, others
 
 __all__ = ["deepspeed_found"]
 
-REINSTALL = "pip uninstall -y deepspeed dsx-compat && pip install dsx-compat"
+INSTALL = "in the checkout of dsx: pip install --force-reinstall --no-deps ./packages/dsx-compat"
+REINSTALL = "pip uninstall -y deepspeed dsx-compat, then " + INSTALL
 
 
 def deepspeed_found() -> list[Finding]:
@@ -21,13 +22,12 @@ def deepspeed_found() -> list[Finding]:
         hint = "pip uninstall -y deepspeed; or dsx_compat.activate() at the top of the script"
         found.append(Finding("compatibility", "import deepspeed", f"gives {first}, not dsx's", WARNING, hint))
     elif on_path() and not has_metadata():
-        hint = "pip install --force-reinstall --no-deps dsx-compat"
         text = "gives dsx's, but its entry among the installed packages was removed, which Accelerate looks for"
-        found.append(Finding("compatibility", "import deepspeed", text, WARNING, hint))
+        found.append(Finding("compatibility", "import deepspeed", text, WARNING, INSTALL))
     elif on_path():
         found.append(Finding("compatibility", "import deepspeed", f"gives dsx's, as deepspeed {DEEPSPEED_VERSION}", OK))
     else:
-        hint = f"pip install --force-reinstall --no-deps dsx-compat, or dsx_compat.activate() in the script ({SITE})"
+        hint = f"{INSTALL}; or dsx_compat.activate() in the script ({SITE})"
         found.append(Finding("compatibility", "import deepspeed", "dsx's is not on sys.path", WARNING, hint))
     for rival in rivals:
         if rival is not first:

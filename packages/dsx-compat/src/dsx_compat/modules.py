@@ -39,7 +39,8 @@ def take_over(name: str) -> None:
     if mixed := mixed_files():
         raise WrongDeepSpeedError(
             f"deepspeed: got {len(mixed)} files of another installation among dsx-compat's ({mixed[0]}, ...), expected"
-            " none; run: pip uninstall -y deepspeed dsx-compat && pip install dsx-compat"
+            " none; run: pip uninstall -y deepspeed dsx-compat, then in the checkout of dsx: pip install --no-deps"
+            " ./packages/dsx-compat"
         )
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

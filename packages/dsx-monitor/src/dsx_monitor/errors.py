@@ -22,7 +22,7 @@ class BackendMissing(RuntimeError):
     def __init__(self, section: str, package: str, extra: str) -> None:
         super().__init__(
             f"{section}.enabled is true but the package {package!r} cannot be imported; "
-            f"install it with: pip install {package} (or: pip install 'dsx-monitor[{extra}]')"
+            f"install it with: pip install {package} (the extra {extra!r} of dsx-monitor)"
         )
 
 

@@ -21,6 +21,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 
+from .errors import in_checkout
+
 OK, WARNING, BROKEN = "ok", "warning", "broken"
 SMALL_SHM_BYTES = 512 * 2**20
 PACKAGES = (
@@ -65,25 +67,19 @@ def _usable_cores() -> int:
 
 
 def packages() -> list[Finding]:
-    """Our distributions and their versions. Only the last number of a version may differ from that of dsx."""
+    """Our distributions and their versions, which must be that of dsx: `initialize` refuses others."""
     found = []
     wanted = metadata.version("dsx")
     for name in PACKAGES:
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found.append(Finding("packages", name, "not installed", BROKEN, f"pip install {name}=={wanted}"))
+            found.append(Finding("packages", name, "not installed", BROKEN, in_checkout(name)))
             continue
-        fits = version.split(".")[:2] == wanted.split(".")[:2]
-        found.append(
-            Finding(
-                "packages",
-                name,
-                version,
-                OK if fits else WARNING,
-                "" if fits else f"dsx is {wanted}: install versions that begin alike",
-            )
-        )
+        if version == wanted:
+            found.append(Finding("packages", name, version))
+        else:
+            found.append(Finding("packages", name, version, BROKEN, f"dsx is {wanted}; {in_checkout(name)}"))
     return found
 
 

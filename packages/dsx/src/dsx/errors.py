@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 from dsx_core import CodedError, shorten, with_code
 
+from ._version import __version__
+
 __all__ = [
     "DsxConfigError",
     "DsxError",
@@ -21,6 +23,7 @@ __all__ = [
     "PrecisionError",
     "Problem",
     "ScheduleError",
+    "in_checkout",
     "shorten",
     "with_code",
 ]
@@ -37,6 +40,13 @@ _CODES = {
     "not-available": "DSX108",
 }
 """The code of each kind of problem."""
+
+
+def in_checkout(distribution: str) -> str:
+    """What to run for a package of ours that is missing or has another version. Package indexes hold none of ours: the
+    name `dsx` there is a stranger's.
+    """
+    return f"in the checkout of dsx {__version__}: pip install --no-deps ./packages/{distribution}"
 
 
 class DsxError(CodedError):

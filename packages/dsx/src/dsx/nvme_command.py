@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from .errors import in_checkout
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``dsx-nvme`` with these words; returns its exit code."""
@@ -13,6 +15,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name != "dsx_nvme":
             raise
-        sys.stderr.write("dsx nvme: needs dsx-nvme, which is not installed: pip install dsx-nvme\n")
+        sys.stderr.write(f"dsx nvme: needs dsx-nvme, which is not installed; {in_checkout('dsx-nvme')}\n")
         return 2
     return run(argv)

@@ -21,7 +21,7 @@ import torch
 from dsx_comm.onebit import rules as one_bit
 from torch import nn
 
-from .errors import DsxConfigError, Problem
+from .errors import DsxConfigError, Problem, in_checkout
 
 Build = Callable[..., torch.optim.Optimizer]
 
@@ -231,7 +231,7 @@ def _only_ops(type_name: str, arguments: dict[str, Any], wide: str) -> Optimizer
     """An optimizer that torch does not have."""
     cls, missing = _ops_class(_OURS[type_name.lower()])
     if cls is None:
-        raise _problem("type", f'optimizer "{type_name}" needs dsx-ops: {missing}', fix="pip install dsx-ops")
+        raise _problem("type", f'optimizer "{type_name}" needs dsx-ops: {missing}', fix=in_checkout("dsx-ops"))
     return _from_ops(type_name, cls, {key: value for key, value in arguments.items() if key != "set_grad_none"}, wide)
 
 

@@ -45,7 +45,7 @@ from .engine.request import Request, joins_others, launched_as
 from .engine.schedule import DrivenSchedule, NoSchedule, ScheduleDriver
 from .engine.stepper import NoStepper, ShardedStepper, Stepper
 from .engine.weights import NOTHING_TO_GATHER, Gather
-from .errors import DsxError, with_code
+from .errors import DsxError, in_checkout, with_code
 from .experts import ExpertParts, with_experts
 from .loss_scaler import build_loss_scale
 from .lr_schedules import build_schedule
@@ -78,12 +78,12 @@ def part(name: str) -> ModuleType:
         if error.name != name:
             raise
         raise MissingPartError(
-            f"dsx {__version__} needs {distribution}, which is not installed: pip install {distribution}=={__version__}"
+            f"dsx {__version__} needs {distribution}, which is not installed; {in_checkout(distribution)}"
         ) from error
     if module.__version__ != __version__:
         raise MissingPartError(
             f"dsx {__version__} needs {distribution} {__version__}, but {distribution} {module.__version__} is"
-            f" installed: pip install {distribution}=={__version__}"
+            f" installed; {in_checkout(distribution)}"
         )
     return module
 

@@ -187,7 +187,7 @@ def _kernels(device: torch.device, scale: Measure) -> tuple[Any, str]:
     try:
         import dsx_ops  # lazy import: optional, and native code is loaded at the first use
     except ImportError as error:
-        return None, f"dsx-ops cannot be imported ({error}): pip install dsx-ops"
+        return None, f"dsx-ops cannot be imported ({error}): in a checkout of dsx, pip install ./packages/dsx-ops"
     reason = dsx_ops.missing_kernels(device)
     return (None, f"dsx-ops has no kernels for {device.type} tensors: {reason}") if reason else (dsx_ops.sign_runs, "")
 

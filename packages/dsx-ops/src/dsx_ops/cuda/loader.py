@@ -15,7 +15,7 @@ from .._native_loader import NativeLoader
 
 HINT = (
     "install the CUDA toolkit (nvcc) and reinstall: DSX_BUILD_CUDA=1 pip install --no-cache-dir --force-reinstall"
-    " dsx-ops"
+    " --no-deps --no-build-isolation ./packages/dsx-ops in the checkout of dsx"
 )
 FALLBACK = "torch's fused Adam and SGD where all dtypes match, plain torch operations elsewhere"
 

@@ -1,4 +1,4 @@
-"""The operators by the builder names scripts know: `CPUAdamBuilder().load()`, `.is_compatible()` (F88).
+"""The operators by the builder names scripts know: `CPUAdamBuilder().load()`, `.is_compatible()`.
 
 Nothing is built here: native code is compiled when the package is installed, and without it the PyTorch reference
 serves. So every builder of this package loads, and `is_compatible` says whether it runs in compiled code. `load`
@@ -114,11 +114,11 @@ _GROUPS: dict[str, dict[str, str]] = {
 
 _INFERENCE = "inference kernels are not part of dsx; use torch.compile, or an inference engine such as vLLM"
 _ELSEWHERE = {
-    "AsyncIO": "asynchronous file I/O is dsx_nvme.AsyncIOBuilder (pip install dsx-nvme)",
-    "GDS": "GPUDirect storage is dsx_nvme.GDSBuilder (pip install dsx-nvme)",
-    "SparseAttn": "sparse attention is the package dsx_sparse_attn (pip install dsx-sparse-attn)",
-    "ShareMemComm": "collectives over shared memory are dsx_comm's process group (pip install dsx-comm)",
-    "CCLComm": "oneCCL is not used; dsx_comm's process groups serve CPU ranks (pip install dsx-comm)",
+    "AsyncIO": "asynchronous file I/O is dsx_nvme.AsyncIOBuilder (package dsx-nvme)",
+    "GDS": "GPUDirect storage is dsx_nvme.GDSBuilder (package dsx-nvme)",
+    "SparseAttn": "sparse attention is dsx_sparse_attn (package dsx-sparse-attn)",
+    "ShareMemComm": "collectives over shared memory are dsx_comm's process group (package dsx-comm)",
+    "CCLComm": "oneCCL is not used; dsx_comm's process groups serve CPU ranks (package dsx-comm)",
     "PinMemory": "pin with torch's Tensor.pin_memory(), or allocate with dsx_nvme.empty(..., pin=True)",
     "DeepCompile": "there are no compiler passes of our own; use torch.compile on the modules of the model",
     "EvoformerAttn": (

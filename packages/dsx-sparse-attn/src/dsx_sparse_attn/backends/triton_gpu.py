@@ -28,7 +28,7 @@ __all__ = ["Launch", "backward", "forward", "launches", "refusals", "unavailable
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INSTALLED = importlib.util.find_spec("triton") is not None  # only looks for its folder, without importing it
-_NOT_INSTALLED = "triton is not installed (pip install dsx-sparse-attn[triton])"
+_NOT_INSTALLED = "triton is not installed (pip install triton)"
 _DELTA_ROWS = 64
 _MAX_STRIDE = 1 << 23  # kernels multiply a row inside a tile (below 128) with the row stride in 32 bits
 _PROGRAMS_PER_PROCESSOR = 4  # with fewer, query heads that share keys get separate programs
