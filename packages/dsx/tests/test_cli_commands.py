@@ -1,5 +1,6 @@
 """The ``dsx`` command: every word answers, quickly and without torch; unknown words are refused by name."""
 
+import os
 import subprocess
 import sys
 
@@ -17,6 +18,41 @@ def test_help_and_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"dsx {__version__}\n"
     assert main([]) == 2
+
+
+@pytest.mark.parametrize("name", ["nvme", "pipe", "data", "compress"])
+def test_commands_of_the_parts_are_commands_of_dsx(name, capsys, monkeypatch):
+    """They say how they were called, and where their package is missing they say what to run."""
+    with pytest.raises(SystemExit) as end:
+        sys.exit(main([name, "--help"]))
+    assert end.value.code == 0 and f"usage: dsx {name} " in capsys.readouterr().out
+    with pytest.raises(SystemExit) as end:
+        sys.exit(main([name, "--version"]))
+    assert end.value.code == 0 and capsys.readouterr().out == f"dsx-{name} {__version__}\n"
+    monkeypatch.setitem(sys.modules, f"dsx_{name}", None)
+    for module in [module for module in sys.modules if module.startswith(f"dsx_{name}.")]:
+        monkeypatch.delitem(sys.modules, module)
+    assert main([name]) == 2
+    assert f"pip install --no-deps ./packages/dsx-{name}" in capsys.readouterr().err
+
+
+def test_autotune_says_that_it_searches(capsys):
+    with pytest.raises(SystemExit):
+        main(["autotune", "--help"])
+    assert "Search for the configuration" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", ["dsx plan machines", "dsx.config reference", "dsx config schema"])
+def test_a_reader_that_ends_first_gives_no_traceback(words):
+    """As `dsx plan machines | head -1`: nothing reads any more, and the command ends as one that SIGPIPE ends."""
+    module, *rest = words.split()
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", module, *rest], stdout=write, stderr=subprocess.PIPE, text=True, timeout=60
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_an_unknown_word_gets_the_nearest_known_one(capsys):

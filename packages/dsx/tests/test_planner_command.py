@@ -132,13 +132,23 @@ def test_search(files, capsys):
 def test_mistakes(files, capsys):
     assert main(words(files, "-n", "3", "-m", "A100-80")) == 1
     assert "train_batch_size" in capsys.readouterr().err
-    assert main(["plan", "nowhere", "-c", f"{files}/dsx.json", "-n", "2"]) == 1
+    assert main(["plan", "nowhere", "-c", f"{files}/dsx.json", "-n", "2", "-m", "A100-80"]) == 1
     assert "file.py:function" in capsys.readouterr().err
-    assert main(["plan", f"{files}/model.py:make", "-c", f"{files}/none.json", "-n", "2"]) == 1
+    assert main(["plan", f"{files}/model.py:make", "-c", f"{files}/none.json", "-n", "2", "-m", "here"]) == 1
     assert "none.json" in capsys.readouterr().err
     assert main(words(files, "-n", "2", "-m", "abacus")) == 1
     assert "abacus" in capsys.readouterr().err
     assert not dist.is_initialized()
+
+
+def test_a_processor_is_planned_for_only_when_it_is_asked_for(files, capsys, monkeypatch):
+    """Without a GPU and without --machine the times would be those of this processor, hours for a step."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(words(files, "-n", "2")) == 1
+    said = capsys.readouterr()
+    assert "--machine H100-SXM" in said.err and "dsx plan calibrate" in said.err and said.out == ""
+    assert main(words(files, "-n", "2", "-m", "here")) == 0
+    assert "this processor, not calibrated" in capsys.readouterr().out
 
 
 def test_calibration(files, capsys, monkeypatch):

@@ -6,12 +6,15 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from ._version import __version__
+
 __all__ = ["main"]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, *, prog: str = "dsx-compress") -> int:
     """Run the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="dsx-compress", description="Compressed models on disk.")
+    parser = argparse.ArgumentParser(prog=prog, description="Compressed models on disk.")
+    parser.add_argument("-V", "--version", action="version", version=f"dsx-compress {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     report = commands.add_parser("report", help="print what was compressed, by how much and with what error")
     report.add_argument("file", help="a safetensors file that export_model wrote")
@@ -28,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if asked.svg:
             found.write_svg(asked.svg)
     except (CompressionError, OSError) as error:
-        print(f"dsx-compress: {error}", file=sys.stderr)
+        print(f"{prog}: {error}", file=sys.stderr)
         return 1
     print(found.to_json() if asked.json else found.text())
     return 0

@@ -3,6 +3,7 @@
 Each module is one noun:
 
 - `errors`: errors with a stable code, and the nearest known name for a mistyped one.
+- `console`: ends a command quietly when the program that reads its output has ended.
 - `files`: replaces a file so that readers see the old or the new content, never a part.
 - `holding`: folders that are in use as long as a process lives that holds them.
 - `locks`: lets one process at a time use a folder, and tells which one has it.
@@ -14,6 +15,7 @@ whatever only one package needs. Such code stays there.
 """
 
 from ._version import __version__ as __version__
+from .console import end_with_reader as end_with_reader
 from .errors import CodedError as CodedError
 from .errors import nearest as nearest
 from .errors import shorten as shorten
@@ -34,6 +36,7 @@ __all__ = [
     "ProcessIdentity",
     "RanksDifferError",
     "Together",
+    "end_with_reader",
     "nearest",
     "replace_text",
     "replacing",

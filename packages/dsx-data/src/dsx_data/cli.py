@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from dsx_core import end_with_reader
 
 from . import sources
+from ._version import __version__
 from .analysis import DataAnalyzer, SequenceLength, VocabularyCounts, VocabularyRarity, difficulty_picture
 from .curriculum import CurriculumScheduler
 from .errors import DataArgumentError, DataError
@@ -21,19 +23,24 @@ from .sources import open_dataset
 __all__ = ["main"]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, *, prog: str = "dsx-data") -> int:
     """Run the command. Returns its exit status: 0, or 2 after an error, whose text is on standard error."""
-    options = _parser().parse_args(arguments)
+    return end_with_reader(lambda: _run_command(arguments, prog))
+
+
+def _run_command(arguments: Sequence[str] | None, prog: str) -> int:
+    options = _parser(prog).parse_args(arguments)
     try:
         options.run(options)
     except (DataError, OSError) as error:
-        sys.stderr.write(f"dsx-data {options.command}: {error}\n")
+        sys.stderr.write(f"{prog} {options.command}: {error}\n")
         return 2
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dsx-data", description="Analyses datasets for curricula and token budgets.")
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=prog, description="Analyses datasets for curricula and token budgets.")
+    parser.add_argument("-V", "--version", action="version", version=f"dsx-data {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_analyze(commands)
     picture = commands.add_parser("picture", help="draw the difficulties of a metric as SVG")

@@ -304,6 +304,13 @@ def _check_elastic(options: LaunchOptions) -> None:
         raise ResourceError("--elastic_training: hosts get new numbers in each round; leave --node_rank out")
 
 
+_LAUNCH = "Start a program on every device of this machine, or of the hosts of a hostfile."
+_AUTOTUNE = (
+    "Search for the configuration with which a program is fastest. Trials are started on the devices that the options"
+    " below choose, as dsx launch --autotuning tune does; the section autotuning of the configuration says what to try."
+)
+
+
 class _Parser(argparse.ArgumentParser):
     """Names the option that was meant, where one is unknown."""
 
@@ -332,7 +339,7 @@ def parse(argv: Sequence[str], *, prog: str = "dsx launch") -> LaunchOptions:
     parser = _Parser(
         prog=prog,
         allow_abbrev=False,
-        description="Start a program on every device of this machine, or of the hosts of a hostfile.",
+        description=_AUTOTUNE if prog == "dsx autotune" else _LAUNCH,
         usage=f"{prog} [options] script [script arguments]",
     )
     add_arguments(parser)

@@ -6,6 +6,10 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from dsx_core import end_with_reader
+
+from ._version import __version__
+
 COMMANDS = {
     "tune": ("dsx_nvme.tune.tuner", "find the settings with which a drive is fastest"),
     "bench": ("dsx_nvme.tune.bench", "measure one setting: GB/s, latencies"),
@@ -27,20 +31,27 @@ def ds_io() -> int:
     return run(prog="ds_io")
 
 
-def usage() -> str:
+def usage(prog: str = "dsx-nvme") -> str:
     """What `dsx-nvme --help` prints."""
-    lines = ["usage: dsx-nvme <command> [options]", "commands:"]
+    lines = [f"usage: {prog} <command> [options]", "commands:"]
     lines += [f"  {name:8} {summary}" for name, (_, summary) in COMMANDS.items()]
-    return "\n".join([*lines, "dsx-nvme <command> --help tells more", ""])
+    return "\n".join([*lines, f"{prog} <command> --help tells more; {prog} --version prints the version", ""])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, prog: str = "dsx-nvme") -> int:
     """Run a command; returns its exit code, 2 for an unknown command."""
+    return end_with_reader(lambda: _run(argv, prog))
+
+
+def _run(argv: Sequence[str] | None, prog: str) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
-        sys.stdout.write(usage())
+        sys.stdout.write(usage(prog))
         return 0 if words else 2
+    if words[0] in ("-V", "--version"):
+        sys.stdout.write(f"dsx-nvme {__version__}\n")
+        return 0
     if words[0] not in COMMANDS:
-        sys.stderr.write(f"dsx-nvme: unknown command {words[0]!r}; expected one of {', '.join(COMMANDS)}\n")
+        sys.stderr.write(f"{prog}: unknown command {words[0]!r}; expected one of {', '.join(COMMANDS)}\n")
         return 2
     return int(importlib.import_module(COMMANDS[words[0]][0]).main(words[1:]) or 0)

@@ -13,6 +13,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from dsx_core import end_with_reader
+
+from ._version import __version__
 from .errors import PipelineError, ScheduleError
 from .planner import candidates, load_costs
 from .schedule import (
@@ -32,18 +35,23 @@ from .schedule import (
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, prog: str = "dsx-pipe") -> int:
     """Run the command line. Return 0, or 2 after one line on stderr if something was wrong."""
-    arguments = _parser().parse_args(argv)
+    return end_with_reader(lambda: _run(argv, prog))
+
+
+def _run(argv: Sequence[str] | None, prog: str) -> int:
+    arguments = _parser(prog).parse_args(argv)
     try:
         return arguments.run(arguments)
     except (ScheduleError, PipelineError, OSError) as error:
-        sys.stderr.write(f"dsx-pipe: {error}\n")
+        sys.stderr.write(f"{prog}: {error}\n")
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dsx-pipe", description="Pipeline schedules: show and plan them.")
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=prog, description="Pipeline schedules: show and plan them.")
+    parser.add_argument("-V", "--version", action="version", version=f"dsx-pipe {__version__}")
     commands = parser.add_subparsers(required=True)
 
     show = commands.add_parser("show", help="print, check and draw a schedule or a measured step")

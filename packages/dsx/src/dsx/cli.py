@@ -10,17 +10,19 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dsx_core import nearest
+from dsx_core import end_with_reader, nearest
 
 from ._version import __version__
+from .errors import in_checkout
 
 
 @dataclass(frozen=True)
 class Subcommand:
-    """A subcommand: its module, and a line of help."""
+    """A subcommand: its module, a line of help, and the package whose command it is where that is not dsx."""
 
     module: str
     summary: str
+    package: str = ""
 
 
 COMMANDS = {
@@ -29,7 +31,10 @@ COMMANDS = {
     "ssh": Subcommand("dsx_launch.remote_shell", "run one command on every host of a hostfile"),
     "config": Subcommand("dsx.config.__main__", "explain a configuration, print its schema or reference"),
     "bench": Subcommand("dsx.bench_command", "time the collectives on this machine: dsx bench comm"),
-    "nvme": Subcommand("dsx.nvme_command", "tune and measure tensor I/O to disk"),
+    "nvme": Subcommand("dsx_nvme.cli", "tune and measure tensor I/O to disk", "dsx-nvme"),
+    "pipe": Subcommand("dsx_pipe.cli", "show, draw and choose pipeline schedules", "dsx-pipe"),
+    "data": Subcommand("dsx_data.cli", "analyse datasets for curricula and token budgets", "dsx-data"),
+    "compress": Subcommand("dsx_compress.__main__", "show what a file of compressed weights holds", "dsx-compress"),
     "checkpoint": Subcommand("dsx_checkpoint.command", "inspect, verify, compare, import and export checkpoints"),
     "elastic": Subcommand("dsx.elasticity.command", "batch sizes for a number of devices that changes"),
     "autotune": Subcommand("dsx.autotuning.command", "search for a good configuration: launch --autotuning tune"),
@@ -47,7 +52,11 @@ def usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand. Returns its exit code, or 2 for an unknown name."""
+    """Run a subcommand. Returns its exit code, 2 for an unknown name, or 141 if the reader of the output has ended."""
+    return end_with_reader(lambda: _run(argv))
+
+
+def _run(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
         sys.stdout.write(usage())
@@ -62,15 +71,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"; did you mean 'dsx {meant}'?" if meant else "; see dsx --help"
         sys.stderr.write(f"dsx: unknown command {name!r}{hint}\n")
         return 2
-    module = COMMANDS[name].module
+    command = COMMANDS[name]
+    if not command.package:
+        return int(importlib.import_module(command.module).main(rest) or 0)
+    top = command.module.partition(".")[0]
     try:
-        found = importlib.import_module(module)
+        importlib.import_module(top)
     except ModuleNotFoundError as error:
-        if error.name != module:
+        if error.name != top:
             raise
-        sys.stderr.write(f"dsx {name}: not available yet in this version ({module} is missing)\n")
+        missing = f"needs {command.package}, which is not installed; {in_checkout(command.package)}"
+        sys.stderr.write(f"dsx {name}: {missing}\n")
         return 2
-    return int(found.main(rest) or 0)
+    return int(importlib.import_module(command.module).main(rest, prog=f"dsx {name}") or 0)
 
 
 if __name__ == "__main__":

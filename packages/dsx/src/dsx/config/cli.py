@@ -30,15 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DsxConfigError as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    except BrokenPipeError:
-        # The reader of the output (`| head`) has ended; that is not a problem of the configuration.
-        sys.stderr.close()
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dsx config", description="look at a configuration without training")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    parser = argparse.ArgumentParser(prog="dsx config", description="Look at a configuration without training.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command", title="commands")
     for name, text in (
         ("explain", "show every value in effect and where it came from"),
         ("check", "say what happens with each key here, and report all problems"),

@@ -44,7 +44,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-c", "--config", required=True, metavar="FILE", help="the configuration of dsx.initialize")
     parser.add_argument("-n", "--gpus", type=int, required=True, metavar="N", help="number of ranks")
     parser.add_argument("--per-host", type=int, metavar="N", help="ranks of a host (default: the machine's)")
-    parser.add_argument("-m", "--machine", metavar="NAME|FILE", help="a device of the table, or a calibration's file")
+    parser.add_argument(
+        "-m",
+        "--machine",
+        metavar="NAME|FILE",
+        help="a device of the table, a calibration's file, or here: this machine (the default if it has a GPU)",
+    )
     parser.add_argument("-s", "--sequence", type=int, metavar="TOKENS", help="tokens of a sample")
     parser.add_argument("-b", "--batch", metavar="FILE.py:FUNCTION", help="a function that makes one micro-batch")
     parser.add_argument("--recompute", action="store_true", help="the model recomputes its blocks in backward")
@@ -68,10 +73,10 @@ def _plan(args: argparse.Namespace) -> int:
 
     batch = _named(args.batch)() if args.batch else None
     common: dict[str, Any] = {
-        "world_size": args.gpus, "ranks_per_host": args.per_host, "machine": args.machine, "batch": batch,
+        "world_size": args.gpus, "ranks_per_host": args.per_host, "machine": _machine(args.machine), "batch": batch,
         "sequence": args.sequence,
     }  # fmt: skip
-    space = _space(args)
+    space = _space(args, common["machine"])
     if space:
         say = sys.stderr.write if sys.stderr.isatty() else lambda text: None
         found = search(
@@ -97,14 +102,31 @@ def _plan(args: argparse.Namespace) -> int:
     return 0 if best.fits else 3
 
 
-def _space(args: argparse.Namespace) -> dict[str, list[Any]]:
+def _machine(given: str | None) -> Any:
+    """What to plan for. A processor only if it was asked for: a job that is planned has GPUs, and the times of this
+    machine's processor would be taken for theirs.
+    """
     from .errors import PlanError
     from .machine import Machine
+
+    if given not in (None, "here"):
+        return Machine.of(given)
+    found = Machine.of_this_host()
+    if given is None and found.device == "cpu":
+        raise PlanError(
+            "--machine: got none, and this machine has no GPU; expected the job's machine, as --machine H100-SXM (`dsx"
+            " plan machines` lists them) or the file of `dsx plan calibrate`; --machine here plans for this processor"
+        )
+    return found
+
+
+def _space(args: argparse.Namespace, machine: Any) -> dict[str, list[Any]]:
+    from .errors import PlanError
     from .search import usual_space
 
     space: dict[str, list[Any]] = {}
     if args.search and not args.vary:
-        on_host = args.per_host or Machine.of(args.machine).ranks_per_host
+        on_host = args.per_host or machine.ranks_per_host
         space = usual_space(args.config, args.gpus, on_host)
     for given in args.vary:
         path, sign, text = given.partition("=")
