@@ -25,6 +25,11 @@ from workspace import Package, all_packages  # noqa: E402
 
 # Modules of dsx that users import from, beside the packages themselves.
 MODULES = ("accelerator", "checkpoint", "config", "lr_schedules", "utils")
+FIRST = ("initialize", "Engine")  # what a reader of dsx's page looks for; errors come last
+RARELY_SOUGHT = re.compile(
+    r"decisions/|log\.md|packages/.*-changes\.md|CONTRIBUTING|contributing/|architecture\.md|figures/"
+)
+CODE = re.compile(r"^### (DSX\d{3})\n\n\*\*(.+?)\.?\*\*(?: \((`\w+`)\)\.)?", re.M)
 PICTURE = re.compile(r"!\[([^\]]*)\]\(https://raw\.githubusercontent\.com/dsx-project/dsx/main/([^)\s]+)\)")
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
@@ -67,16 +72,22 @@ def bound_names(file: Path) -> set[str]:
     return found
 
 
+def first_sentence(text: str) -> str:
+    """The first sentence of a text's first paragraph, on one line."""
+    paragraph = " ".join(text.strip().split("\n\n")[0].split())
+    return re.split(r"(?<=[.!?])\s+(?=[A-Z`*\[])", paragraph, maxsplit=1)[0]
+
+
 def summary(file: Path) -> str:
-    """The first line of a module's docstring."""
-    return (ast.get_docstring(ast.parse(file.read_text())) or "").splitlines()[0]
+    """The first sentence of a module's docstring."""
+    return first_sentence(ast.get_docstring(ast.parse(file.read_text())) or "")
 
 
 def api_pages() -> dict[str, str]:
     """Text of each page of the API reference by its path in the site."""
     pages, rows = {}, []
     for module, file in sources().items():
-        names = public_names(file)
+        names = sorted(public_names(file), key=lambda name: (name not in FIRST, name.endswith("Error"), name.lower()))
         if not names:
             continue
         own = [name for name in names if name in bound_names(file)]
@@ -102,7 +113,7 @@ def package_pages() -> dict[str, str]:
     for name, package in all_packages().items():
         readme = (package.path / "README.md").read_text()
         pages[f"packages/{name}.md"] = plain_links(readme)
-        first = next((line for line in readme.splitlines()[1:] if line.strip()), "")
+        first = first_sentence(readme.partition("\n")[2])
         line = f"| [{name}]({name}.md) | {version_of(package)} | {plain_links(first)} |"
         changes = package.path / "CHANGELOG.md"
         if changes.is_file():
@@ -174,7 +185,15 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Say at the end of each page for which version it is, and take out links that leave the site."""
+    """Say at the end of each page for which version it is, and take out links that leave the site.
+
+    Pages for people who work on dsx come after the others in what a search finds. On the page of codes the meaning
+    stands in the heading too, so that the list of contents says it; the anchor stays the code.
+    """
+    if RARELY_SOUGHT.match(page.file.src_uri):
+        page.meta.setdefault("search", {"boost": 0.1})
+    if page.file.src_uri == "reference/errors.md":
+        markdown = CODE.sub(_heading_with_meaning, markdown)
     inside = {file.src_uri for file in files}
 
     def keep(found: re.Match[str]) -> str:
@@ -187,3 +206,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
     version = version_of(all_packages()["dsx"])
     return LINK.sub(keep, markdown) + f"\n\n---\n\n<small>This page is for dsx {version}.</small>\n"
+
+
+def _heading_with_meaning(found: re.Match[str]) -> str:
+    code, meaning, error = found.groups()
+    raised = f"\n\n{error}" if error else ""
+    return f"### {code}: {meaning} {{ #{code.lower()} }}{raised}"
