@@ -37,7 +37,7 @@ def follow(folder: Path, python: Path, inherited: dict[str, str]) -> list[str]:
 
 
 def check(folder: Path, printed: list[str]) -> None:
-    assert "trained on 1 processes" in printed[0] and "trained on 2 processes" in printed[1]
+    assert "processes: 1, " in printed[0] and "processes: 2, " in printed[1]
     page = (folder / "runs" / "first" / "report.html").read_text()
     assert "on 1 process, then 2 processes<" in page and "zero_<wbr>optimization.<wbr>stage" in page
     content = json.loads(page.split('<script id="data" type="application/json">')[1].split("</script>")[0])

@@ -1,6 +1,7 @@
 """The analysis against numpy, by any number of processes and ranks, stopped and resumed; every failure is named."""
 
 import os
+import re
 
 import numpy as np
 import pytest
@@ -229,6 +230,13 @@ def test_a_failure_on_one_rank_reaches_all(tmp_path):
     results = run_ranks(work, 2, str(tmp_path), True)
     assert results[1] == "the disk is gone"
     assert results[0] == "the analysis failed on rank 1: the disk is gone"
+
+
+def test_the_picture_names_its_axes_and_counts_in_whole_numbers():
+    svg = difficulty_picture(np.arange(3, 301), title="lengths", bins=7)
+    assert ">samples</text>" in svg and ">samples up to here</text>" in svg
+    ticks = [text for text in re.findall(r">([\d.]+)</text>", svg)]
+    assert {"3", "77", "300"} <= set(ticks) and not [text for text in ticks if "." in text]
 
 
 def test_the_picture_shows_every_sample():

@@ -294,13 +294,16 @@ def test_what_waits_to_be_written_when_a_process_forks_is_written_once(kind, tmp
     assert [(e.step, e.value) for e in found.Scalars("a")] == [(1, 1.0), (2, 2.0)]
 
 
-def test_events_after_close_are_dropped_silently(tmp_path):
+def test_events_after_close_are_dropped_with_one_warning(tmp_path, caplog):
     monitor = csvMonitor(csv_config(tmp_path), rank=0)
     monitor.write_events([("a", 1, 1)])
     monitor.close()
     monitor.close()
     monitor.write_events([("a", 2, 2)], flush=True)
     assert len(rows(tmp_path / "job" / "a.csv")) == 2
+    monitor.write_events([("b", 2.0, 2)])
+    assert [record.getMessage() for record in caplog.records if "after close()" in record.getMessage()] != []
+    assert caplog.text.count("after close()") == 1
 
 
 @pytest.mark.parametrize("bad", [("a", 1), ("a", "high", 1), 3, ("a", None, 1)])

@@ -193,6 +193,7 @@ class BackgroundWriters:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._closed = False
+        self._told_closed = False
         # Processes made by multiprocessing (launchers, test ranks) do not run atexit, but they run finalizers.
         atexit.register(self.close)
         self._finalizer = multiprocessing.util.Finalize(None, self.close, exitpriority=100)
@@ -204,8 +205,13 @@ class BackgroundWriters:
         return tuple(sorted(found, key=lambda writer: self._order.index(writer.section)))
 
     def put(self, events: list[Event]) -> None:
-        """Queue events; never waits. Events are dropped after `close` and in forked children."""
-        if self._closed or os.getpid() != self._pid:
+        """Queue events; never waits. Events are dropped in forked children, and after `close`, which warns once."""
+        if os.getpid() != self._pid:
+            return
+        if self._closed:
+            if not self._told_closed:
+                self._told_closed = True
+                logger.warning("monitor: got events after close(), which are lost; close it after the last of them")
             return
         for lane in self._lanes:
             lane.put(events)

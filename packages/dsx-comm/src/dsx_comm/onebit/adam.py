@@ -65,7 +65,8 @@ class FreezingOptimizer(CompressedOptimizer):
 
 
 class OneBitAdam(FreezingOptimizer):
-    """See the module's text; config name `OneBitAdam`, other name `OnebitAdam`.
+    """Adam until the variance is stable, then momenta averaged in one bit over a frozen variance; config name
+    `OneBitAdam`, other name `OnebitAdam`.
 
     Args:
         params: parameters or groups. A group may have `exp_avg_mask` (a tensor, or one per parameter: positions with 0

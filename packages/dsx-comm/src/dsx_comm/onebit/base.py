@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 
 class CompressedOptimizer(torch.optim.Optimizer):
-    """See the module's text. Subclasses say what a step is; this class says what it works on."""
+    """What the compressed optimizers share. Subclasses say what a step is; this class says what it works on."""
 
     clock_type: type
     one_scale = False

@@ -28,8 +28,8 @@ from .schedule import StepKind
 
 
 class OneBitLamb(FreezingOptimizer):
-    """See the module's text; config name `OneBitLamb`, other name `OnebitLamb`. Arguments that are not listed: as in
-    `OneBitAdam`.
+    """LAMB until the variance is stable, then one-bit momenta with adapted layer coefficients; config name
+    `OneBitLamb`, other name `OnebitLamb`. Arguments that are not listed: as in `OneBitAdam`.
 
     Args:
         bias_correction: multiply lr by sqrt(1 - b2^s) / (1 - b1^t), as LAMB implementations do.

@@ -29,7 +29,8 @@ from .schedule import StepKind, ZeroOneClock, ZeroOnePolicy
 
 
 class ZeroOneAdam(CompressedOptimizer):
-    """See the module's text; config name `ZeroOneAdam`. Arguments that are not listed: as in `OneBitAdam`.
+    """0/1 Adam: fewer variance updates, one-bit rounds between them, and steps that send nothing; config name
+    `ZeroOneAdam`. Arguments that are not listed: as in `OneBitAdam`.
 
     Args:
         var_freeze_step: the last step that may move the variance.

@@ -187,7 +187,7 @@ class ShmWork(dist.Work):
 
 
 class JoinedWork(dist.Work):
-    """Several works as one; `finish` runs once when all are done."""
+    """Joins several `Work` handles into one; `finish` runs once when all are done."""
 
     def __init__(self, works: list[Any], finish: Callable[[], Any] | None, value: Any) -> None:
         super().__init__()

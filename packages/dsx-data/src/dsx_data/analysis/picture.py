@@ -61,12 +61,23 @@ def difficulty_picture(values: np.ndarray, *, title: str, bins: int = 60) -> str
 
 def _axes(low: float, high: float, most: int, width: float, height: float) -> list[str]:
     lines = [f'<path d="M{_LEFT} {_TOP}v{height}h{width}v-{height}" fill="none" stroke="black"/>']
+    for value in _ticks(low, high):
+        x = _LEFT + width * (value - low) / (high - low)
+        lines.append(_text(x, _TOP + height + 18, f"{value:g}"))
+    for value in _ticks(0, most):
+        lines.append(_text(_LEFT - 8, _TOP + height * (1 - value / most) + 4, f"{value:g}", anchor="end"))
+    lines.append(_text(_LEFT, _TOP - 8, "samples", anchor="start", colour="#4c78a8"))
+    lines.append(_text(_LEFT + width, _TOP - 8, "samples up to here", anchor="end", colour="#e45756"))
     for fraction in (0.0, 0.25, 0.5, 0.75, 1.0):
-        x, y = _LEFT + width * fraction, _TOP + height * (1 - fraction)
-        lines.append(_text(x, _TOP + height + 18, f"{low + (high - low) * fraction:g}"))
-        lines.append(_text(_LEFT - 8, y + 4, f"{most * fraction:g}", anchor="end"))
+        y = _TOP + height * (1 - fraction)
         lines.append(_text(_LEFT + width + 8, y + 4, f"{fraction:.0%}", anchor="start", colour="#e45756"))
     return lines
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """About five values from `low` to `high`; whole numbers where the range is more than a few."""
+    found = [low + (high - low) * fraction for fraction in (0.0, 0.25, 0.5, 0.75, 1.0)]
+    return [float(round(value)) for value in found] if high - low >= 4 and low == int(low) else found
 
 
 def _text(x: float, y: float, text: str, *, size: int = 12, anchor: str = "middle", colour: str = "black") -> str:

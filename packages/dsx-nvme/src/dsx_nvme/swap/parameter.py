@@ -48,7 +48,7 @@ class SwapCounts:
 
 
 class ParameterSwapper:
-    """See the module's text. Use as a context manager.
+    """Parameters that live on disk and are in memory while they are used. Use as a context manager.
 
     `max_in_cpu`: elements of parameters that always stay in memory (the first ones that are added); `ahead`: how many
     parameters to read ahead if there is room; `checksum`: check every read. The files are in

@@ -121,7 +121,7 @@ def dequantize_fp8(
 def ds_quantizer(
     input: Tensor, groups: int = 1, bit_num: int = 8, sr: bool = False, asym: bool = False, *, seed: int = 0
 ) -> Tensor:
-    """Round `input` in place to what 4 or 8 bits per element can say, in `groups` equal groups; returns it.
+    """Round `input` in place to values of 4 or 8 bits per element, in `groups` equal groups; returns it.
 
     `sr`: stochastic rounding, keyed by `seed`; `asym`: with a zero point. Raises `TensorError` before anything is
     written.

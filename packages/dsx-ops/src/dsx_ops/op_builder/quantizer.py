@@ -190,7 +190,7 @@ def _with_feedback(
 
 def _rounding(dtype: torch.dtype, sr: bool, asym: bool) -> Callable[[Tensor, int, int], Tensor]:
     def round_(vals: Tensor, groups: int, bits: int) -> Tensor:
-        """Round `vals` in place to what `bits` bits can say, in `groups` groups; returns it. Raises `TensorError`."""
+        """Round `vals` in place to values of `bits` bits, in `groups` groups; returns it. Raises `TensorError`."""
         check(vals, "vals", dtypes=(dtype,))
         return ds_quantizer(vals, groups, bits, sr, asym)
 

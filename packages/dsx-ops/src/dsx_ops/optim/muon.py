@@ -62,7 +62,7 @@ def orthogonalize(matrix: Tensor, steps: int = 5, dtype: torch.dtype | None = No
 
 
 class Muon(torch.optim.Optimizer):
-    """See the module's text.
+    """Momentum, orthogonalised, for matrices; AdamW for everything else, in one optimizer.
 
     Args:
         params: parameters, or groups of them. A group may have `use_muon` and any of the settings below.

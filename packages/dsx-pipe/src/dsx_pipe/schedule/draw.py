@@ -110,7 +110,7 @@ def _several_stages(timeline: Timeline) -> bool:
 
 
 def _title(timeline: Timeline) -> str:
-    return f"{timeline.name}: {timeline.length:.4g} s, bubble {100 * timeline.bubble_share:.1f} %"
+    return f"{timeline.name}: step {timeline.length:.4g}, bubble {100 * timeline.bubble_share:.1f} %"
 
 
 def _legend(timeline: Timeline, height: int) -> list[str]:

@@ -53,7 +53,9 @@ _GRAD = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 
 
 class PartitionedParameter(torch.Tensor):
-    """See the module's text. ``shard(stage=3)`` and ``Init`` make it; ``isinstance(p, nn.Parameter)`` is True."""
+    """A parameter whose values are divided among the ranks. ``shard(stage=3)`` and ``Init`` make it;
+    ``isinstance(p, nn.Parameter)`` is True.
+    """
 
     _is_param = True
     _source: ParameterSource

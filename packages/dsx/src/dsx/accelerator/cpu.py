@@ -50,7 +50,7 @@ class HostEvent:
 
 
 class CPUAccelerator(Accelerator):
-    """The host."""
+    """The CPU as the device of training, without streams: its events are times of the host."""
 
     _name = "cpu"
     _communication_backend_name = "gloo"

@@ -122,6 +122,8 @@ def _reason(problem: Problem) -> str:
 
 def _accepted(path: str, value: Any) -> Verdict:
     documented = _documented(path)
+    if path == "$schema":
+        return Verdict(path, value, "no effect", "it tells an editor where the schema is")
     if value == "auto" and documented not in MEANS_AUTO:
         return Verdict(path, value, "auto", "decided by dsx, or by the program that fills it in")
     for word, table in _TABLES:

@@ -101,7 +101,7 @@ class Ledger:
             self._request(entry, size)
 
     def rename(self, tensors: Iterable[torch.Tensor], kind: str, tier: str | None = None) -> None:
-        """The storages of these tensors are of a class (and tier) that is known now."""
+        """Set the class (and tier) of these tensors' storages, which was not known when they were made."""
         for tensor in tensors:
             entry = self._entries.get(tensor.untyped_storage()._cdata)
             if entry is None:

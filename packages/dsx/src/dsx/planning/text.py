@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 
 from .plan import Plan, StagePlan
@@ -85,7 +86,7 @@ def describe_plan(plan: Plan) -> str:
         for change in plan.changes:
             took = seconds_text(change.step_seconds)
             lines.append(f"  {change.what}: {bytes_text(change.peak_bytes)}, {took} for the same samples")
-            lines += [f"      {path} = {value!r}" for path, value in change.config.items()]
+            lines += [f"      {path}: {json.dumps(value)}" for path, value in change.config.items()]
     elif not plan.fits:
         lines += ["", "no change that was tried makes it fit: use more ranks or a device with more memory"]
     if plan.notes:
