@@ -9,7 +9,7 @@
     python3 tools/dev.py bench [package]  the benches of one package, or of all, peers side by side
     python3 tools/dev.py alone PACKAGE    build, install and test one package by itself, with and without native code
     python3 tools/dev.py clients [...]    Accelerate, Trainer, peft, trl and Lightning on dsx (arguments go to pytest)
-    python3 tools/dev.py gpu [--prepare]  everything that needs a GPU, in one command
+    python3 tools/dev.py gpu [STAGE ...]  everything that needs a GPU, in stages, with one report
 
 Standard library only: needs Python >= 3.10 and pip; a C++ compiler is optional.
 """
@@ -31,13 +31,6 @@ from devenv import DevError, Environment, all_packages, ensure, say  # noqa: E40
 QUIET = {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
 # Test ranks run one thread each, so that two of them share two cores without fighting.
 TEST_ENV = {**QUIET, "OMP_NUM_THREADS": "1"}
-# What the GPU machine lacks (it has torch, pybind11, ninja, pytest and no network); see `gpu --prepare`.
-CARRIED = """
-hatchling editables trove-classifiers pathspec pluggy packaging pydantic pydantic-core typing-inspection annotated-types
-typing-extensions rich markdown-it-py mdurl pygments safetensors psutil pytest pytest-timeout iniconfig cloudpickle
-"""
-
-
 # Packages whose tests take as long as all others' together: on two cores and more both parts run side by side.
 FIRST_HALF = ("dsx", "dsx-compat")
 
@@ -162,49 +155,10 @@ def alone(arguments: list[str]) -> int:
 
 
 def gpu(arguments: list[str]) -> int:
-    """`--prepare` (with network): fetch the wheels the GPU machine lacks. Without: run all that needs a GPU."""
-    carried = ROOT / ".whl"
-    if "--prepare" in arguments:
-        carried.mkdir(exist_ok=True)
-        platforms = [p for v in ("2_28", "2_17") for p in ("--platform", f"manylinux_{v}_x86_64")]
-        platforms += ["--platform", "manylinux2014_x86_64"]
-        target = ["--python-version", "3.12", "--implementation", "cp", "--only-binary=:all:", "--no-deps"]
-        environment = ensure()
-        pinned = [_installed(environment, name) for name in CARRIED.split()]
-        return environment.run(
-            "-m", "pip", "download", "-q", *target, *platforms, "-d", str(carried), *pinned, check=False
-        )
-    environment = _gpu_environment(carried)
-    code = environment.run("-m", "pytest", "-q", "-m", "gpu", "packages", "tests", env=TEST_ENV, check=False)
-    say("the main job on the GPU")
-    return code or environment.run("packages/dsx/examples/demo.py", "--seconds", "60", env=QUIET, check=False)
+    """The first hour on a GPU, in stages; see `tools/dev.py gpu --help`."""
+    from gpu.command import gpu as run  # lazy import: no other verb needs it
 
-
-def _installed(environment: Environment, name: str) -> str:
-    query = f"import importlib.metadata as m; print(m.version({name!r}))"
-    done = subprocess.run([str(environment.python), "-c", query], capture_output=True, text=True)
-    return f"{name}=={done.stdout.strip()}" if done.returncode == 0 else name
-
-
-def _gpu_environment(carried: Path) -> Environment:
-    """An environment over the machine's own torch; what it lacks comes from the carried wheels, never an index."""
-    environment = Environment(ROOT / ".venvs" / "gpu")
-    if not environment.python.exists():
-        subprocess.check_call([sys.executable, "-m", "venv", "--system-site-packages", str(environment.path)])
-    if carried.is_dir():
-        environment.pip("--no-index", "--no-deps", *map(str, sorted(carried.glob("*.whl"))))
-    paths = [part for p in all_packages().values() for part in ("-e", str(p.path))]
-    environment.pip(
-        "--no-index",
-        "--no-build-isolation",
-        "--no-deps",
-        *paths,
-        "-e",
-        str(ROOT / "tests" / "testkit"),
-        env={"DSX_BUILD_CUDA": "1"},
-    )
-    environment.run("-c", "import torch, sys; sys.exit(0 if torch.cuda.is_available() else 'no CUDA device here')")
-    return environment
+    return run(arguments)
 
 
 VERBS = {
