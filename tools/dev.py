@@ -181,10 +181,11 @@ def main() -> int:
         return 2
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("verb", choices=VERBS)
-    known, rest = parser.parse_known_args()
+    parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    known = parser.parse_args()
     os.chdir(ROOT)
     try:
-        return VERBS[known.verb](rest)
+        return VERBS[known.verb](known.rest)
     except DevError as error:
         print(f"[dev] {error}", file=sys.stderr)
         return 1

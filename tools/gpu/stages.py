@@ -64,7 +64,7 @@ def _home(nvcc: str) -> Path:
 
 
 def parity(here: Here) -> Iterator[Program | Record]:
-    """Losses of the whole matrix against plain torch; each once more with launches that wait: a difference is a race."""
+    """Losses of the matrix against plain torch; each once more with launches that wait: a difference is a race."""
     yield here.program("parity", "parity.py", **TEST_ENV)
     first = read_records(here.folder / "parity.jsonl")
     yield here.program("parity blocking", "parity.py", CUDA_LAUNCH_BLOCKING="1", **TEST_ENV)

@@ -22,6 +22,7 @@ CASES = [
     (2, "bf16", "optimizer on host", 2),
     (3, "bf16", "optimizer on host", 2),
 ]
+SANITIZED = [(0, "none"), (2, "none"), (2, "optimizer on host"), (3, "none"), (3, "parameters on host")]
 
 
 def waits_of(step, data) -> list[str]:
@@ -64,13 +65,7 @@ def count() -> None:
 def sanitized() -> None:
     """Steps that torch's sanitizer watches; it raises where two streams touch the same tensor without order."""
     with one_rank(), tempfile.TemporaryDirectory() as folder:
-        for stage, place in [
-            (0, "none"),
-            (2, "none"),
-            (2, "optimizer on host"),
-            (3, "none"),
-            (3, "parameters on host"),
-        ]:
+        for stage, place in SANITIZED:
             name = f"torch's sanitizer: stage {stage}, {place}"
             with recorded(name):
                 engine = engine_of(small_model(), config(stage, "bf16", place, folder))
