@@ -10,6 +10,7 @@
     python3 tools/dev.py alone PACKAGE    build, install and test one package by itself, with and without native code
     python3 tools/dev.py clients [...]    Accelerate, Trainer, peft, trl and Lightning on dsx (arguments go to pytest)
     python3 tools/dev.py gpu [STAGE ...]  everything that needs a GPU, in stages, with one report
+    python3 tools/dev.py device [...]     dsx on the simulated CUDA device, all of the matrix (arguments go to pytest)
 
 Standard library only: needs Python >= 3.10 and pip; a C++ compiler is optional.
 """
@@ -142,6 +143,15 @@ def clients(arguments: list[str]) -> int:
     return environment.run("-m", "pytest", "-q", str(folder), *arguments, env=TEST_ENV, check=False)
 
 
+def device(arguments: list[str]) -> int:
+    """Everything on the simulated CUDA device: the whole matrix in every mode, planted races, budgets of host waits.
+
+    Each test starts processes of its own on the simulated device. The option only lets the tests with the marker run.
+    """
+    command = ["-m", "pytest", "-q", "-m", "simcuda", "--device", "simcuda", "tests/device", *arguments]
+    return ensure().run(*command, env=TEST_ENV, check=False)
+
+
 def alone(arguments: list[str]) -> int:
     """One package (or `all`) in a clean environment, from its own wheel."""
     if not arguments:
@@ -170,6 +180,7 @@ VERBS = {
     "bench": bench,
     "alone": alone,
     "clients": clients,
+    "device": device,
     "gpu": gpu,
 }
 

@@ -1,0 +1,142 @@
+"""The matrix of programs that run on the simulated device, as data. `device_program.py` runs them.
+
+A case is a body of the program and its settings. Every case must give the losses of the CPU and no report.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+MODES = ("eager", "random", "lazy", "slow-side", "slow-default")
+"""All scheduling modes of the simulated device."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One program.
+
+    Attributes:
+        body: the function of `device_program.py` that runs it.
+        worlds: on how many ranks it makes sense.
+        tolerance: the largest difference of a loss from the CPU's.
+        sample: is it in the ordinary suite, too?
+        options: switches of the simulated device that hold for the whole process.
+        known: a defect that is known and not mended, for which the case fails; None: it must pass.
+    """
+
+    name: str
+    body: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    worlds: tuple[int, ...] = (1, 2)
+    tolerance: float = 1e-4
+    sample: bool = False
+    options: tuple[tuple[str, str], ...] = ()
+    known: str | None = None
+
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
+}
+PINNED = {"device": "cpu", "pin_memory": True}
+PAGEABLE = {"device": "cpu"}
+DISK = {"device": "nvme", "nvme_path": "DISK"}
+"""The program puts its own folder in the place of the word DISK."""
+DISK_PARAMETERS = {**DISK, "max_in_cpu": 0, "pin_memory": True}
+WHOLE = {"stage3_param_persistence_threshold": 0}
+"""No parameter stays whole on every rank."""
+SMALL = {"stage3_prefetch_bucket_size": 20000, "stage3_max_live_parameters": 60000}
+OFFLOADS: dict[str, dict[str, Any]] = {
+    "device": {},
+    "optimizer-host": {"offload_optimizer": PINNED},
+    "optimizer-pageable": {"offload_optimizer": PAGEABLE},
+    "parameters-host": {"offload_optimizer": PINNED, "offload_param": PINNED},
+    "parameters-pageable": {"offload_optimizer": PAGEABLE, "offload_param": PAGEABLE},
+    "disk": {"offload_optimizer": DISK, "offload_param": DISK_PARAMETERS},
+}
+SAMPLED = {
+    "stage0-fp32-device",
+    "stage2-bf16-device",
+    "stage3-fp16-device",
+    "stage3-fp32-device",
+    "stage2-fp32-optimizer-host",
+    "stage3-fp32-parameters-host",
+    "stage3-bf16-parameters-host",
+    "stage3-fp32-disk",
+}
+
+
+def engine_cases() -> list[Case]:
+    """Stages x precisions x places."""
+    found = []
+    for stage, (precision, low), (place, offload) in itertools.product(range(4), PRECISIONS.items(), OFFLOADS.items()):
+        if place != "device" and (stage == 0 or ("offload_param" in offload and stage < 3)):
+            continue
+        name = f"stage{stage}-{precision}-{place}"
+        zero = {"stage": stage, **(WHOLE if stage == 3 else {}), **offload}
+        tolerance = 1e-4 if precision == "fp32" else 3e-2
+        found.append(
+            Case(name, "engine", {"zero_optimization": zero, **low}, tolerance=tolerance, sample=name in SAMPLED)
+        )
+    return found
+
+
+def variant(name: str, zero: dict[str, Any], body: str = "engine", rest: Any = None, **more: Any) -> Case:
+    """A case of the engine with a name of its own."""
+    return Case(name, body, {"zero_optimization": zero, **(rest or {})}, **more)
+
+
+ON_HOST = {"stage": 3, **WHOLE, **OFFLOADS["parameters-host"]}
+VARIANTS = [
+    variant("persistent", {"stage": 3}),
+    variant("small-buckets", {"stage": 2, "reduce_bucket_size": 20000, "overlap_comm": True}, sample=True),
+    variant("little-live", {"stage": 3, **WHOLE, **SMALL}, sample=True),
+    variant("no-accumulation", {"stage": 3, **WHOLE}, rest={"gradient_accumulation_steps": 1}),
+    variant("accumulation-on-host", ON_HOST, rest={"gradient_accumulation_steps": 4}, sample=True),
+    variant("hybrid", {"stage": 3, **WHOLE, "zero_hpz_partition_size": 2}, worlds=(2, 4)),
+    variant(
+        "quantised",
+        {"stage": 3, **WHOLE, "zero_quantized_weights": True, "zero_quantized_gradients": True},
+        worlds=(2,),
+        tolerance=1e-2,
+        sample=True,
+    ),
+    variant("hybrid-of-four", {"stage": 3, **WHOLE, "zero_hpz_partition_size": 2}, worlds=(4,)),
+    variant("early-host-step", {"stage": 2, "offload_optimizer": PINNED}, rest={"gradient_clipping": 0.0}),
+    variant("late-host-step", {"stage": 2, "late_update_after": 1, "offload_optimizer": PINNED}),
+    variant("partial-host-step", {"stage": 3, **WHOLE, "offload_optimizer": {**PINNED, "ratio": 0.5}}),
+    variant("saved", {"stage": 3, **WHOLE}, body="saved", sample=True),
+    variant("saved-from-host", ON_HOST, body="saved"),
+    variant("saved-at-stage-2", {"stage": 2, "offload_optimizer": PINNED}, body="saved"),
+    variant("saved-behind", {"stage": 3, **WHOLE}, "saved", {"checkpoint": {"asynchronous": True}}, sample=True),
+    variant("states-moved-out", {"stage": 3, **WHOLE}, body="states_moved_out", sample=True),
+    variant("states-moved-out-stage-2", {"stage": 2}, body="states_moved_out"),
+    variant("evaluated-between", {"stage": 3, **WHOLE, **SMALL}, body="evaluated_between", sample=True),
+    variant("activations-on-host", {"stage": 3, **WHOLE}, body="activations_on_host", sample=True),
+    variant("activations-on-host-offloaded", ON_HOST, body="activations_on_host"),
+    variant(
+        "one-bit-adam",
+        {"stage": 0},
+        rest={"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 2}}},
+        worlds=(2,),
+        sample=True,
+        tolerance=2e-2,
+    ),
+    Case("own-loop", "own_loop", {"stage": 3, **WHOLE}, sample=True),
+    Case("own-loop-on-host", "own_loop", ON_HOST),
+    Case("own-loop-stage-2", "own_loop", {"stage": 2}),
+    Case("second-device", "own_loop", {"stage": 3, **WHOLE, "device": 1}, worlds=(1,), sample=True),
+    Case("second-device-on-host", "own_loop", {**ON_HOST, "device": 1}, worlds=(1,), sample=True),
+    Case("pipeline-1f1b", "pipeline", {"schedule": "1f1b"}, worlds=(2, 4), sample=True),
+    Case("pipeline-zero-bubble", "pipeline", {"schedule": "zb-h1"}, worlds=(2,), sample=True),
+    Case("pipeline-gpipe", "pipeline", {"schedule": "gpipe"}, worlds=(2,)),
+    Case("experts-dropless", "experts", {"drop_tokens": False}, worlds=(2, 4), sample=True),
+    Case("experts-with-capacity", "experts", {"drop_tokens": True}, worlds=(2, 4), sample=True),
+    Case("experts-overlapped", "experts", {"drop_tokens": True, "overlap_chunks": 2}, worlds=(2,)),
+    Case("tensor-slices", "tensor_slices", {}, worlds=(2,), sample=True),
+]
+
+CASES = {case.name: case for case in [*engine_cases(), *VARIANTS]}
