@@ -3,4 +3,36 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+import pytest
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With `--device simcuda` the sample carries the marker, too: `-m simcuda` is then all there is."""
+    if config.getoption("--device", default=None) == "simcuda":
+        for item in items:
+            if HERE in item.path.parents:
+                item.add_marker("simcuda")
+
+
+@pytest.fixture(scope="session")
+def sampled():
+    """A function that gives what the sample gave on so many ranks. One process per rank runs all of it: the cases, each
+    in the mode that is dealt to it, and then the planted races.
+    """
+    from device_matrix import SAMPLE
+    from device_runs import start
+    from planted_races import RACES
+
+    found = {}
+
+    def give(world: int):
+        if world not in found:
+            races = [f"race:{name}" for name, race in RACES.items() if race.sample and race.world == world]
+            found[world] = start([*SAMPLE[world], *races], world)
+        return found[world]
+
+    return give

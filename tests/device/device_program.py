@@ -2,14 +2,13 @@
 
 `device_program.py FOLDER MODES CASE,CASE,...`: RANK and WORLD_SIZE are set by whoever starts it (`device_runs.py`). One
 line of JSON per case and mode goes to FOLDER/rank<RANK>.jsonl: the losses, the reports of the case, and how often the
-host waited in the last step. A planted race (DSX_PLANTED_RACE) holds for all of them.
+host waited in the last step. In the place of a case "race:NAME" runs the case of a race of `planted_races.py` with it.
 """
 
 from __future__ import annotations
 
 import gc
 import json
-import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -19,7 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from device_matrix import CASES
+from device_matrix import CASES, dealt
+from planted_races import RACES
 from torch import nn
 from torch.nn import functional as F
 
@@ -154,7 +154,8 @@ def engine(settings: dict[str, Any]) -> list[float]:
 def saved(settings: dict[str, Any]) -> list[float]:
     """Trained, saved, trained on, loaded, trained again: the same losses come again."""
     made = make_engine(settings)
-    losses, rows = trained(made, 2), batches(2)
+    rows = batches(2)  # before training: such a copy makes the host wait
+    losses = trained(made, 2)
     folder = str(FOLDER / "checkpoint")
     made.save_checkpoint(folder)
     first = numbers([micro_batch(made, tokens) for tokens in rows])
@@ -234,7 +235,7 @@ def own_loop(settings: dict[str, Any]) -> list[float]:
 
 
 def pipeline(settings: dict[str, Any]) -> list[float]:
-    """A pipeline over all ranks with four micro-batches."""
+    """A pipeline over all ranks."""
     import dsx_pipe
 
     torch.manual_seed(0)
@@ -243,7 +244,7 @@ def pipeline(settings: dict[str, Any]) -> list[float]:
     stages = dsx_pipe.PipelineModule(
         layers, num_stages=dist.get_world_size(), loss_fn=nn.functional.mse_loss, schedule=schedule
     ).to(DEVICE)
-    runner = dsx_pipe.Pipeline(stages, schedule, micro_batches=4)
+    runner = dsx_pipe.Pipeline(stages, schedule, micro_batches=settings.get("micro_batches", 4))
     optimizer = torch.optim.AdamW(stages.parameters(), lr=1e-2)
     generator, losses = torch.Generator().manual_seed(1), []
     rows = [torch.randn(32, 16, generator=generator).to(DEVICE) for _ in range(STEPS)]
@@ -297,10 +298,10 @@ class Sliced(nn.Module):
         from dsx_pipe.tensor import ColumnParallelLinear, RowParallelLinear
 
         super().__init__()
-        self.up, self.down = ColumnParallelLinear(16, 64), RowParallelLinear(64, 16)
+        self.first, self.up, self.down = nn.Linear(16, 16), ColumnParallelLinear(16, 64), RowParallelLinear(64, 16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x - self.down(F.gelu(self.up(x)))).square().mean()
+        return (x - self.down(F.gelu(self.up(self.first(x))))).square().mean()
 
 
 def tensor_slices(settings: dict[str, Any]) -> list[float]:
@@ -323,21 +324,25 @@ def tensor_slices(settings: dict[str, Any]) -> list[float]:
 
 def run(name: str, mode: str) -> dict[str, Any]:
     """One case in one mode: losses or the error, reports, waits."""
-    case, before = CASES[name], 0
+    race = RACES[name.removeprefix("race:")] if name.startswith("race:") else None
+    case, before = CASES[race.case if race else name], 0
     waits.clear()
     if SIMULATED:
         import dsx_simcuda
 
         dsx_simcuda.set_option("mode", mode)
+        dsx_simcuda.set_option("delay_us", race.delay_us if race else 300)
         before = len(dsx_simcuda.reports())
     result: dict[str, Any] = {"name": name, "mode": mode, "losses": [], "error": ""}
     try:
-        result["losses"] = globals()[case.body](case.settings)
-    except Exception:
+        with race.plant() if race else nullcontext():
+            result["losses"] = globals()[case.body](case.settings)
+    except Exception:  # the test says which case failed, and the next ones run
         result["error"] = traceback.format_exc()
     gc.collect()
     if SIMULATED:
         dsx_simcuda.synchronize()
+        torch.cuda.empty_cache()
         found = dsx_simcuda.reports()[before:]
         result["reports"] = [str(report) for report in found[:5]]
         result["stacks"] = [[str(f) for f in (*r.stack, *r.earlier_stack)] for r in found[:40]]
@@ -351,14 +356,10 @@ def main() -> None:
     if SIMULATED:
         torch.cuda.set_device(0)
     dist.init_process_group("cpu:gloo,cuda:nccl" if SIMULATED else "gloo")
-    planted = nullcontext()
-    if os.environ.get("DSX_PLANTED_RACE"):
-        from planted_races import RACES
-
-        planted = RACES[os.environ["DSX_PLANTED_RACE"]].plant()
-    with planted, open(FOLDER / f"rank{dist.get_rank()}.jsonl", "a") as out:
+    with open(FOLDER / f"rank{dist.get_rank()}.jsonl", "a") as out:
         for number, name in enumerate(names):
-            for mode in modes if modes != ["each"] else [("slow-side", "slow-default", "lazy", "random")[number % 4]]:
+            each = ["slow-side" if name.startswith("race:") else dealt(number)]
+            for mode in each if modes == ["each"] else modes:
                 print(f"case {name} in mode {mode}", flush=True)
                 out.write(json.dumps(run(name, mode)) + "\n")
                 out.flush()

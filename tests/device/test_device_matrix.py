@@ -1,22 +1,15 @@
 """dsx on the simulated device: the CPU's losses, and no report, for every case of `device_matrix.py`.
 
-The sample is in the ordinary suite, each case in one scheduling mode. `tools/dev.py device` runs all cases in all modes.
+The sample is in the ordinary suite, each case in one scheduling mode. `tools/dev.py device` runs all in all modes.
 """
 
 from __future__ import annotations
 
 import pytest
-from device_matrix import CASES, MODES, Case
+from device_matrix import CASES, MODES, SAMPLE, WORLDS, dealt
 from device_runs import check, on_the_cpu, start
 
-WORLDS = (1, 2, 4)
-SAMPLE = {world: tuple(c.name for c in CASES.values() if c.sample and world in c.worlds) for world in WORLDS}
 ONE_AT_A_TIME = (("DSX_SIMCUDA_ONE_COLLECTIVE", "1"), ("DSX_SIMCUDA_HANG_S", "12"))
-
-
-def sampled_mode(world: int, name: str) -> str:
-    """The program deals the modes out in this order (`each`)."""
-    return ("slow-side", "slow-default", "lazy", "random")[SAMPLE[world].index(name) % 4]
 
 
 def cases(world: int, names: tuple[str, ...]) -> list[object]:
@@ -29,36 +22,19 @@ def cases(world: int, names: tuple[str, ...]) -> list[object]:
     ]
 
 
-@pytest.fixture(scope="module")
-def sampled():
-    """What the sample gave, by the number of ranks: one process per rank runs all of it."""
-    found = {}
-
-    def give(world: int):
-        if world not in found:
-            found[world] = start(SAMPLE[world], world)
-        return found[world]
-
-    return give
-
-
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("world", "name"), [*cases(1, SAMPLE[1]), *cases(2, SAMPLE[2])])
 def test_a_sample_of_dsx_on_the_simulated_device(world: int, name: str, sampled) -> None:
-    check(name, world, sampled_mode(world, name), sampled(world), on_the_cpu(SAMPLE[world], world))
+    check(name, world, dealt(SAMPLE[world].index(name)), sampled(world), on_the_cpu(SAMPLE[world], world))
 
 
 ALL = [(world, case) for case in CASES.values() for world in WORLDS if world in case.worlds]
 
 
-def whole(world: int, case: Case) -> list[object]:
-    return cases(world, (case.name,))
-
-
 @pytest.mark.simcuda
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("world", "name"), [p for world, case in ALL for p in whole(world, case)])
+@pytest.mark.parametrize(("world", "name"), [p for world, case in ALL for p in cases(world, (case.name,))])
 def test_every_case_in_every_mode(world: int, name: str) -> None:
     simulated = start([name], world, ",".join(MODES), limit_s=400)
     for mode in MODES:
