@@ -29,7 +29,7 @@ FIRST = ("initialize", "Engine")  # what a reader of dsx's page looks for; error
 RARELY_SOUGHT = re.compile(
     r"decisions/|log\.md|packages/.*-changes\.md|CONTRIBUTING|contributing/|architecture\.md|figures/"
 )
-CODE = re.compile(r"^### (DSX\d{3})\n\n\*\*(.+?)\.?\*\*(?: \((`\w+`)\)\.)?", re.M)
+CODE = re.compile(r"^### (DSX\d{3})\n\n\*\*(.+?)\.?\*\*(?: \((`\w+`(?:, `\w+`)*)\)\.?)?$", re.M)
 PICTURE = re.compile(r"!\[([^\]]*)\]\(https://raw\.githubusercontent\.com/dsx-project/dsx/main/([^)\s]+)\)")
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
