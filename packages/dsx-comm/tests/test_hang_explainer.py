@@ -197,6 +197,61 @@ def test_a_report_tells_who_is_missing_who_is_silent_and_who_calls_something_els
     assert "All ranks have issued it: they may differ" in text and "in broadcast of 4 bytes" in text
 
 
+def a_rank_that_computes_between_messages(rank, n):
+    import time
+
+    dsx_comm.explain_hangs(limit=1.0, notice=0.5)
+    dsx_comm.barrier()
+    tensor = torch.ones(4)
+    if rank == 0:
+        for _ in range(3):  # more calls than the other rank makes
+            dsx_comm.isend(tensor, 1)
+        time.sleep(4.5)
+    try:
+        for _ in range(4 if rank else 1):
+            dsx_comm.recv(tensor, 1 - rank)
+    except dsx_comm.HangError as error:
+        return str(error), error.ranks
+    finally:
+        time.sleep(0 if rank == 0 else 5.0)  # the process that was right to give up is still there
+    return None
+
+
+@pytest.mark.parametrize("backend", ["gloo", "dsx"])
+def test_who_lets_the_others_wait_for_a_message_is_named_on_all_ranks(backend):
+    first, second = run_ranks(a_rank_that_computes_between_messages, 2, backend=backend)
+    assert first == second
+    text, ranks = first
+    assert ranks == (0,) and "Rank(s) 0 neither sent nor received meanwhile" in text
+    assert "rank 0: in no communication" in text and "in a_rank_that_computes_between_messages" in text
+
+
+def where_no_thread_can_be_started(rank, n):
+    import threading
+
+    from dsx_comm.hang import WATCH
+
+    start = threading.Thread.start
+
+    def fails(thread):
+        raise RuntimeError("can't start new thread")
+
+    WATCH.poke()
+    threading.Thread.start = fails
+    for _ in range(2):
+        with pytest.raises(dsx_comm.CommError, match=r"the thread that explains hangs cannot be started .*ulimit -u"):
+            dsx_comm.all_reduce(torch.ones(4))
+    threading.Thread.start = start
+    tensor = torch.ones(4)
+    dsx_comm.all_reduce(tensor)
+    assert WATCH._thread.is_alive()
+    return tensor.tolist()
+
+
+def test_a_watching_thread_that_cannot_start_is_a_named_error():
+    assert run_ranks(where_no_thread_can_be_started, 2, backend="gloo") == [[2.0] * 4] * 2
+
+
 def in_a_child_of_a_rank(rank, n):
     import os
     import threading

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 
-import dsx_comm  # noqa: F401
+import dsx_comm
 import pytest
 import torch
 from dsx_pipe import Pipeline, PipelineError, PipelineModule, ScheduleError, StageError, build
@@ -277,6 +277,33 @@ def fail_in_last_backward(rank, world):
 
 def test_the_last_backward_of_a_step_fails_in_a_model_with_tied_weights():
     run_ranks(fail_in_last_backward, 2, backend="dsx", timeout=40)
+
+
+def slow_stage(rank, world, slow):
+    module, x = stage_with(None), torch.randn(8, WIDTH)
+    pipe = Pipeline(module, "1f1b", micro_batches=4, loss_fn=nn.functional.mse_loss)
+    dsx_comm.explain_hangs(limit=60.0)
+    pipe.step(x, x)  # what is slow only in the first step
+    dsx_comm.explain_hangs(limit=1.5)
+    dsx_comm.barrier()
+    if rank == slow:
+        module.register_forward_hook(lambda *_: time.sleep(5.0))
+    try:
+        pipe.step(x, x)
+    except StageError as error:
+        return error.stage, error.rank, str(error)
+    finally:
+        time.sleep(0 if rank == slow else 6.0)  # the ranks that were right to give up are still there
+    return None
+
+
+@pytest.mark.parametrize("backend, slow", [("gloo", 0), ("dsx", 1)])
+def test_a_stage_that_is_too_slow_is_named_on_every_rank(backend, slow):
+    results = run_ranks(slow_stage, 2, slow, backend=backend)
+    for stage, rank, text in results:
+        assert (stage, rank) == (slow, slow), text
+        assert f"communication with stage {slow} (rank {slow}) failed" in text and "HangError" in text
+        assert f"Rank(s) {slow} neither sent nor received meanwhile" in text
 
 
 def wrong_data(rank, world, items):

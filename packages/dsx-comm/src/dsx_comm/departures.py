@@ -51,8 +51,9 @@ class Departures:
         others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
         found: dict[int, str] = {}
         thread = threading.Thread(target=self._read, args=(others, found), daemon=True, name="dsx-comm-departures")
-        thread.start()  # not this thread: a store on a machine that is gone may not answer for many minutes
-        thread.join(_PATIENCE)
+        with contextlib.suppress(RuntimeError):  # no thread can be started: the error is raised without the reason
+            thread.start()  # not this thread: a store on a machine that is gone may not answer for many minutes
+            thread.join(_PATIENCE)
         return dict(found)
 
     def _read(self, ranks: list[int], found: dict[int, str]) -> None:

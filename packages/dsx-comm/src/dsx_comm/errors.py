@@ -52,6 +52,14 @@ class SymmetricMemoryError(CommError):
 
 
 class HangError(CommError):
-    """A collective waited longer than the limit; the message says which ranks are missing and what each rank does."""
+    """A call waited longer than the limit; the message says which ranks are missing and what each rank does.
+
+    `ranks`: the global ranks that are missing, as far as it is known; other calls of the same group that fail
+    afterwards have the same, also on the missing ranks.
+    """
 
     code = "DSX207"
+
+    def __init__(self, text: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(text)
+        self.ranks = ranks

@@ -39,7 +39,7 @@ import torch.distributed as dist
 from .departures import Departures
 from .device_works import completion
 from .errors import CommArgumentError, CommError, HangError, PeerLostError
-from .hang_report import explain, place_of
+from .hang_report import explain, missing_ranks, place_of
 from .hang_store import answers, collect, connected
 
 logger = logging.getLogger(__name__)
@@ -108,6 +108,7 @@ class _State:
     in_flight: dict[str, Waiting] = field(default_factory=dict)  # by group: the call on a device that is looked at
     answered: int = 0  # alarms seen
     world: Any = None
+    stopped: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # groups that a hang has ended
     prefix: str = ""  # of this world's alarms in the store
     departures: Departures = field(default_factory=Departures)
 
@@ -217,10 +218,12 @@ class Watch:
 
     def verdict(self, note: Waiting, error: BaseException) -> BaseException:
         """The error to raise for `error`: the explanation of a hang, or who has left the job, if that is known."""
-        if note.failed:
-            return error if isinstance(error, HangError) else HangError(note.failed)
-        if isinstance(error, CommError) and not isinstance(error, PeerLostError):
-            return error
+        if isinstance(error, CommError) and not isinstance(error, (HangError, PeerLostError)):
+            return HangError(note.failed) if note.failed else error
+        text, ranks = self._state.stopped.get(note.log.name, (note.failed, ()))
+        if text or isinstance(error, HangError):
+            # The missing rank, too, fails in its next call: it must not blame the rank that has stopped to wait for it.
+            return HangError(text or str(error), ranks)
         left = self._state.departures.of_group(note.log.name)
         if not left:
             return error
@@ -232,15 +235,26 @@ class Watch:
     # - the thread
 
     def arm(self) -> None:
-        """Start to look, unless the thread runs: a rank that has made no call yet can say where it is, too."""
+        """Start to look, unless the thread runs: a rank that has made no call yet can say where it is, too.
+
+        Raises:
+            CommError: the thread cannot be started.
+        """
         if self._thread is not None or self.settings.limit == 0:
             return
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
         self._state.world = dist.group.WORLD
         self._wake = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(self._wake,), daemon=True, name="dsx-comm-watch")
-        self._thread.start()
+        thread = threading.Thread(target=self._run, args=(self._wake,), daemon=True, name="dsx-comm-watch")
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise CommError(
+                f"the thread that explains hangs cannot be started ({error}); raise the limit of threads or of memory "
+                "(ulimit -u, ulimit -v, pids.max), or call dsx_comm.explain_hangs(limit=0) first, which does without it"
+            ) from error
+        self._thread = thread
 
     def rest(self) -> None:
         """End the thread (the process group goes away, or the process); the next call starts it again."""
@@ -315,6 +329,7 @@ class Watch:
         if rank == min(told):
             print(text, file=sys.stderr, flush=True)  # noqa: T201  (the point of the exercise)
         if raised["final"]:
+            state.stopped[raised["group"]] = (text, tuple(missing_ranks(raised, told)))
             _fail([note for note in list(state.waiting.values()) if note.log.name == raised["group"]], text)
 
     def _describe(self, state: _State, raised: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+_TRANSFERS = frozenset(("send", "recv", "isend", "irecv", "batch_isend_irecv"))
 _OURS = (os.path.dirname(__file__), os.path.dirname(dist.__file__))
 
 
@@ -21,17 +22,34 @@ def place_of(frame: Any) -> str:
     return f"{last.filename}:{last.lineno} in {last.name}"
 
 
+def missing_ranks(raised: dict[str, Any], answers: dict[int, Any]) -> list[int]:
+    """The ranks that the call that `raised` names waits for, as far as the answers tell.
+
+    Each rank issues as many collectives of a group as the others, but not as many sends and receives. So a rank is
+    missing from a collective if it has issued fewer calls, and from a send or receive if it is in no call at all.
+    """
+    members = [r for r in sorted(answers) if answers[r]["member"]]
+    if _is_transfer(raised):
+        return [r for r in members if not answers[r]["in"]]
+    return [r for r in members if answers[r]["issued"] < raised["number"]]
+
+
+def _is_transfer(raised: dict[str, Any]) -> bool:
+    return raised["what"].split()[0] in _TRANSFERS
+
+
 def explain(raised: dict[str, Any], answers: dict[int, Any], world_size: int = 0) -> str:
     """Which ranks are missing from the call that `raised` names, and what each rank does.
 
     `answers` is by rank. Ranks of `world_size` that are not in it did not answer.
     """
     group, number = raised["group"], raised["number"]
-    members = [r for r, a in answers.items() if a["member"]]
     silent = [r for r in range(world_size) if r not in answers]
-    missing = [r for r in members if answers[r]["issued"] < number]
+    missing = missing_ranks(raised, answers)
     head = f"{raised['what']} (call #{number} of group {group}) has waited {raised['waited']:.1f} s. "
-    if missing:
+    if missing and _is_transfer(raised):
+        head += f"Rank(s) {_list(missing)} neither sent nor received meanwhile. "
+    elif missing:
         head += f"Rank(s) {_list(missing)} did not enter it. "
     if silent:
         head += f"Rank(s) {_list(silent)} did not answer (ended, frozen, or busy without giving up the interpreter). "

@@ -169,11 +169,13 @@ class ShmProcessGroup(ShmReductions):
             pending = self._native.transfer(sending, peer, flat.data_ptr(), nbytes(flat), tag, code, words)
             done = pending.done()
         except RuntimeError as error:
-            raise translated(error, self.gone) from None
+            raise WATCH.verdict(note, translated(error, self.gone)) from None
         except ValueError as error:
             raise CommArgumentError(
                 f"rank {self._rank} cannot talk to rank {peer} of a group of {self._size}"
             ) from error
+        finally:
+            WATCH.leave(note)  # a rank that computes after its sends is in no communication
         if not done:
             self._native.serve_transfers()
         kept = (tensor, flat, storages)

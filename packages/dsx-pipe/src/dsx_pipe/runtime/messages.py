@@ -99,11 +99,17 @@ class Message:
 
 
 class PeerLost(PipelineError):
-    """Communication with a rank failed; `rank` is its rank in the pipeline's group."""
+    """Communication with a rank failed.
 
-    def __init__(self, rank: int, text: str) -> None:
+    Attributes:
+        rank: its rank in the pipeline's group.
+        cause: the rank that is at fault; another one if ranks waited for one another, or this rank itself if the other
+            one has waited for it too long.
+    """
+
+    def __init__(self, rank: int, text: str, cause: int | None = None) -> None:
         super().__init__(text)
-        self.rank = rank
+        self.rank, self.cause = rank, rank if cause is None else cause
 
 
 class WrongRun(PipelineError):
@@ -328,7 +334,11 @@ class Mailbox:
     def _peer_lost(self, rank: int, error: BaseException) -> PeerLost:
         if isinstance(error, PeerLost):
             return error
-        return PeerLost(rank, f"communication with {self._name_of(rank)} failed: {type(error).__name__}: {error}")
+        missing = error.ranks if isinstance(error, dsx_comm.HangError) else ()
+        cause = next((place for place, each in enumerate(self.groups.ranks) if each in missing), rank)
+        return PeerLost(
+            rank, f"communication with {self._name_of(cause)} failed: {type(error).__name__}: {error}", cause
+        )
 
 
 def _bytes_tensor(data: bytes) -> torch.Tensor:

@@ -424,7 +424,9 @@ class Pipeline:
         try:
             dsx_comm.all_gather_into_tensor(table.view(-1), row, group=self.groups.host)
         except RuntimeError as error:
-            raise PipelineError(f"a rank of the pipeline is gone: {type(error).__name__}: {error}") from error
+            hangs = isinstance(error, dsx_comm.HangError)
+            what = "has not come to this step" if hangs else "is gone"
+            raise PipelineError(f"a rank of the pipeline {what}: {type(error).__name__}: {error}") from error
         return table.tolist()
 
     def _end_failed_step(self, failures: list[Failure]) -> StageError:

@@ -270,7 +270,7 @@ class Step:
         if error.rank in self.lost:
             return
         self.lost.add(error.rank)
-        stages = self.schedule.stages_of(error.rank)
-        failure = Failure(stages[0], error.rank, None, None, "communication with it", str(error))
+        stages = self.schedule.stages_of(error.cause)
+        failure = Failure(stages[0], error.cause, None, None, "communication with it", str(error))
         self.failures.append(failure)
         self.failure_message = (LOST, failure.pack())
