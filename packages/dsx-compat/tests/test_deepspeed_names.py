@@ -145,3 +145,23 @@ def test_modules_run_as_programs(module):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert "usage" in done.stdout, done.stderr
     assert done.returncode == 0
+
+
+def test_torch_versions_are_compared_as_versions():
+    import torch
+    from deepspeed.utils.torch import required_torch_version
+
+    release = torch.__version__.partition("+")[0]
+    assert required_torch_version(min_version=2.9) and required_torch_version(min_version="1.13")
+    assert required_torch_version(min_version=release, max_version=release)
+    assert not required_torch_version(max_version=2.9) and not required_torch_version(min_version="99.1")
+    with pytest.raises(ValueError, match="at least one"):
+        required_torch_version()
+
+
+def test_tiles_are_readable_by_row_and_column():
+    from deepspeed.zero import TiledLinear
+
+    layer = TiledLinear(6, 4, in_splits=3, out_splits=2)
+    assert [[(tile.in_features, tile.out_features) for tile in row] for row in layer.linears] == [[(2, 2)] * 3] * 2
+    assert not any(name.startswith("linears") for name, _ in layer.named_parameters())

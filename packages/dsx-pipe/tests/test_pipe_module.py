@@ -76,6 +76,7 @@ def tied(rank, world, schedule, interval):
         specs(), num_stages=world, loss_fn=cross_entropy, seed_layers=True, base_seed=5, partition_method="uniform",
         schedule=schedule, activation_checkpoint_interval=interval,
     )  # fmt: skip
+    assert pm.activation_checkpoint_interval == interval
     pipe = Pipeline(pm, schedule, micro_batches=4)
     ids = torch.randint(0, VOCAB, (8, 5), generator=torch.Generator().manual_seed(0))
     loss = pipe.step(ids, ids)

@@ -189,6 +189,13 @@ MODULES: dict[str, dict[str, str]] = {
     "deepspeed.accelerator.cuda_accelerator": {"CUDA_Accelerator": "dsx.accelerator:CUDAAccelerator"},
     "deepspeed.autotuning": _of("dsx.autotuning", "Autotuner"),
     "deepspeed.checkpoint": {},
+    "deepspeed.checkpoint.constants": _of(
+        "dsx_compat.values",
+        "OPTIMIZER_STATE_DICT FP32_GROUPS FP32_FLAT_GROUPS BASE_OPTIMIZER_STATE GROUP_PADDINGS"
+        " SINGLE_PARTITION_OF_FP32_GROUPS PARTITION_COUNT ZERO_STAGE CLIP_GRAD LOSS_SCALER PARAM PARAM_SHAPES"
+        " BUFFER_NAMES DS_VERSION FROZEN_PARAM_SHAPES FROZEN_PARAM_FRAGMENTS MODEL_FILE_PREFIX LAYER_FILE_PREFIX"
+        " ZERO_FILE_PREFIX MODEL_FILE_SUFFIX OPTIM_FILE_SUFFIX",
+    ),
     "deepspeed.checkpoint.utils": _of("dsx.utils", "clone_tensors_for_torch_save"),
     "deepspeed.checkpoint.ds_to_universal": {"main": "dsx_checkpoint.ds_to_universal:main"},
     "deepspeed.elasticity": _ELASTICITY,
@@ -354,6 +361,7 @@ MODULES: dict[str, dict[str, str]] = {
     "deepspeed.utils.nvtx": _NVTX,
     "deepspeed.utils.tensor_fragment": _FRAGMENTS,
     "deepspeed.utils.timer": _of("dsx_monitor", "ThroughputTimer"),
+    "deepspeed.utils.torch": _of("dsx_compat.values", "required_torch_version"),
     "deepspeed.utils.z3_leaf_module": _Z3_LEAF,
     "deepspeed.utils.zero_to_fp32": _ZERO_TO_FP32,
     "deepspeed.utils.zero_to_torch": {"main": "dsx_checkpoint.zero_to_torch:main"},

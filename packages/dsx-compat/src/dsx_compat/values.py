@@ -1,10 +1,13 @@
-"""Constants and enumerations that programs import from DeepSpeed: values, no behaviour."""
+"""Constants and enumerations that programs import from DeepSpeed, and questions about versions: no behaviour."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum, IntEnum
 from typing import Any
+
+import torch
+from torch.torch_version import TorchVersion
 
 from ._version import DEEPSPEED_VERSION
 
@@ -17,6 +20,7 @@ __all__ = [
     "ZeroParamStatus",
     "ZeroParamType",
     "ZeroStageEnum",
+    "required_torch_version",
     "zero_wrapper_for_fp_tensor_constructor",
 ]
 
@@ -34,6 +38,16 @@ TOTAL_NUM_STEPS = "total_num_steps"
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 DLTS_HOSTFILE = "/job/hostfile"
 EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX", "NCCL"]
+
+# checkpoint.constants: names of files, and of entries in them, in DeepSpeed's folders (those of dsx are others)
+OPTIMIZER_STATE_DICT, FP32_GROUPS, FP32_FLAT_GROUPS = "optimizer_state_dict", "fp32_groups", "fp32_flat_groups"
+BASE_OPTIMIZER_STATE, GROUP_PADDINGS = "base_optimizer_state", "group_paddings"
+SINGLE_PARTITION_OF_FP32_GROUPS = "single_partition_of_fp32_groups"
+PARTITION_COUNT, ZERO_STAGE, CLIP_GRAD, LOSS_SCALER = "partition_count", "zero_stage", "clip_grad", "loss_scaler"
+PARAM, PARAM_SHAPES, BUFFER_NAMES, DS_VERSION = "param", "param_shapes", "buffer_names", "ds_version"
+FROZEN_PARAM_SHAPES, FROZEN_PARAM_FRAGMENTS = "frozen_param_shapes", "frozen_param_fragments"
+MODEL_FILE_PREFIX, LAYER_FILE_PREFIX, ZERO_FILE_PREFIX = "mp_rank_", "layer_", "zero_pp_rank_"
+MODEL_FILE_SUFFIX, OPTIM_FILE_SUFFIX = "_model_states.pt", "_optim_states.pt"
 
 # runtime.config: optimizers by the names that configurations use
 ADAM_OPTIMIZER, ADAMW_OPTIMIZER, ADAGRAD_OPTIMIZER = "adam", "adamw", "adagrad"
@@ -95,3 +109,17 @@ class TorchBackend:
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
     """Return `fn` itself: dsx's `zero.Init` replaces no constructor of torch, so there is nothing to wrap."""
     return fn
+
+
+def required_torch_version(min_version: float | str | None = None, max_version: float | str | None = None) -> bool:
+    """Whether torch is at least `min_version` and at most `max_version`.
+
+    Raises:
+        ValueError: neither is given.
+    """
+    if min_version is None and max_version is None:
+        raise ValueError("required_torch_version: got neither min_version nor max_version, expected at least one")
+    found = TorchVersion(torch.__version__.partition("+")[0])  # "+cpu" is no newer version
+    return not (
+        (min_version is not None and found < str(min_version)) or (max_version is not None and found > str(max_version))
+    )

@@ -246,6 +246,11 @@ class PipelineModule(nn.Module):
             raise PipelineError(f"stage {stage}: this rank holds the stages {mine}")
         return self.stage_modules[mine.index(stage)](value)
 
+    @property
+    def activation_checkpoint_interval(self) -> int:
+        """The number of layers that are recomputed together in the backward; 0: none."""
+        return self.recomputation.interval
+
     def set_checkpoint_interval(self, interval: int) -> None:
         """From now on recompute blocks of this many layers; 0: none."""
         self._set_recomputation(dataclasses.replace(self.recomputation, interval=interval))

@@ -70,6 +70,11 @@ class TiledLinear(nn.Module):
         if init_linear is not None:
             self.copy_params_from(init_linear)
 
+    @property
+    def linears(self) -> nn.ModuleList:
+        """The tiles under DeepSpeed's name: `linears[row][column]`. Names of parameters begin with `tiles`."""
+        return self.tiles
+
     def forward(self, x: torch.Tensor | Sequence[torch.Tensor]) -> Any:
         """Input (..., in_features), or its slices; output (..., out_features), or its slices."""
         columns = self._columns(x)
