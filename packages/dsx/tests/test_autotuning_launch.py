@@ -32,7 +32,10 @@ parser.add_argument("--per_device_train_batch_size", type=int, default=8)
 parser.add_argument("--gradient_accumulation_steps", type=int, default=1)
 parser.add_argument("--learning_rate", type=float, default=5e-5)
 parser.add_argument("--max_steps", type=int, default=8)
+parser.add_argument("--hub_token", default="")
+parser.add_argument("--api-key", default="")
 args = parser.parse_args()
+assert (args.hub_token, args.api_key) == ("hf_private", "private2"), "only what is shown is masked"
 config = json.loads(open(args.deepspeed).read())
 fill = {
     "train_micro_batch_size_per_gpu": args.per_device_train_batch_size,
@@ -88,7 +91,8 @@ def test_a_trainer_script_is_tuned_and_then_run(tmp_path):
     }  # fmt: skip
     write(tmp_path, TRAINER, config)
     done = launch(tmp_path, "--num_procs", "2", "--autotuning", "run", "train.py", "--deepspeed", "ds.json",
-                  "--per_device_train_batch_size", "2", "--learning_rate", "0.01")  # fmt: skip
+                  "--per_device_train_batch_size", "2", "--learning_rate", "0.01", "--hub_token", "hf_private",
+                  "--api-key=private2")  # fmt: skip
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "autotuning_results" / "results.json").read_text())
     assert [one["name"] for one in results["experiments"]] == ["first_z1_mbs2_gas1", "z1_mbs4_gas1"]
@@ -101,6 +105,9 @@ def test_a_trainer_script_is_tuned_and_then_run(tmp_path):
     assert "running the best configuration: dsx launch --num_procs=2 -- train.py --deepspeed" in done.stderr
     command = (tmp_path / "autotuning_results" / "cmd_optimal.txt").read_text()
     assert f"--per_device_train_batch_size {micro}" in command and "ds_config_optimal.json" in command
+    assert "--hub_token '***' '--api-key=***'" in command and "private" not in done.stderr
+    commands = [path.read_text() for path in (tmp_path / "autotuning_exps").glob("*/command.txt")]
+    assert commands and not any("private" in text for text in commands)
     facts = json.loads((tmp_path / "autotuning_exps" / "first_z1_mbs2_gas1" / "model_info.json").read_text())
     assert facts["world_size"] == 2 and facts["num_params"] == 8 * 16 + 16 + 16 + 1
 

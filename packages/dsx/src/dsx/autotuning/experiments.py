@@ -43,7 +43,8 @@ class Job:
         start: starts it on these ranks for its arguments, its output going to two files; the process
             ends when this one does.
         run: runs it for its arguments on all ranks of the command line, as without a tuner; returns the exit code.
-        shown: gives the command a user would type for these arguments.
+        shown: gives the command a user would type for these arguments, with secrets masked: it goes into files and
+            the log.
         say: shows the user a line.
     """
 

@@ -22,6 +22,7 @@ from dsx_launch.options import LaunchOptions, check_options, to_argv
 from dsx_launch.plan import HostsPlan, make_plan, program_of
 from dsx_launch.processes import dying_with_parent
 from dsx_launch.resources import decode_world
+from dsx_monitor.secrets import command_without_secrets
 
 from ..autotuning import Autotuner, Job
 
@@ -78,7 +79,7 @@ def _job(options: LaunchOptions, launch: Callable[[LaunchOptions], int], nodes: 
         world_size=_ranks(smaller),
         start=start,
         run=lambda args: launch(dataclasses.replace(options, script_args=tuple(args))),
-        shown=lambda args: shlex.join(["dsx", "launch", *to_argv(options, args)]),
+        shown=lambda args: shlex.join(command_without_secrets(["dsx", "launch", *to_argv(options, args)])),
         say=lambda text: log.info("%s", text),
     )
 
