@@ -28,7 +28,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -39,59 +39,15 @@ import torch.distributed as dist
 from .departures import Departures
 from .device_works import completion
 from .errors import CommArgumentError, CommError, HangError, PeerLostError
+from .hang_notes import DEFAULT_LIMIT, GroupLog, Waiting
 from .hang_report import explain, missing_ranks, place_of
 from .hang_store import answers, collect, connected
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_LIMIT = 540.0  # of groups that do not tell their time limit
 DEFAULT_NOTICE = 60.0
 SHARE = 0.9  # of a group's time limit
 GRACE = 3.0  # seconds between the alarm and the end of waits: time for the others to answer
-
-
-@dataclass
-class GroupLog:
-    """What this process has issued in one group."""
-
-    name: str
-    limit: float = DEFAULT_LIMIT  # seconds a call may wait before it is explained
-    issued: int = 0
-    op: str = "nothing"
-    message: int | None = None
-
-    @property
-    def what(self) -> str:
-        """The last call."""
-        return _words(self.op, self.message)
-
-
-@dataclass
-class Waiting:
-    """A call that a thread of this process waits for, or that a device works on."""
-
-    log: GroupLog
-    number: int  # of the call, in its group
-    op: str
-    message: int | None  # bytes, where the call tells
-    label: str
-    thread: int
-    since: float
-    limit: float  # seconds
-    abort: Any = None  # makes the group's calls fail with a text, where the group can
-    on_device: bool = False
-    is_done: Callable[[], bool] | None = None  # of a call that is followed
-    told: int = 0  # 1: the notice was given, 2: the last report
-    failed: str = ""
-
-    @property
-    def what(self) -> str:
-        """The call."""
-        return _words(self.op, self.message)
-
-
-def _words(op: str, message: int | None) -> str:
-    return op if message is None else f"{op} of {message} bytes"
 
 
 @dataclass
