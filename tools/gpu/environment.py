@@ -8,7 +8,6 @@ there too, so that a Python without ensurepip is enough.
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import re
 import shutil
@@ -158,16 +157,12 @@ def _pinned(environment: Environment, name: str) -> str:
     return f"{name}=={done.stdout.strip()}" if done.returncode == 0 else name
 
 
-def find_nvcc() -> str | None:
-    """nvcc of CUDA_HOME, of PATH, or of the usual place."""
-    homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
-    places = [str(Path(home, "bin")) for home in homes if home]
-    return next((f for f in (shutil.which("nvcc", path=p) for p in (*places[:-1], None, places[-1])) if f), None)
-
-
-def torch_place() -> str:
-    """Version of the parent's torch, for messages; empty where there is none."""
-    try:
-        return importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+def cuda_toolkit() -> dict[str, str] | None:
+    """What the build needs in its environment to find nvcc: nothing where it is in CUDA_HOME or on PATH, the usual
+    place where it lies there, None where it is missing.
+    """
+    home = os.environ.get("CUDA_HOME")
+    if shutil.which("nvcc", path=str(Path(home, "bin"))) if home else shutil.which("nvcc"):
+        return {}
+    usual = "/usr/local/cuda"
+    return {"CUDA_HOME": usual} if shutil.which("nvcc", path=f"{usual}/bin") else None

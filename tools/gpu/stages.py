@@ -10,7 +10,7 @@ from pathlib import Path
 
 from devenv import ROOT, Environment, all_packages
 
-from gpu.environment import find_nvcc
+from gpu.environment import cuda_toolkit
 from gpu.running import Program, Record, read_records
 
 PROGRAMS = Path(__file__).resolve().parent / "programs"
@@ -43,24 +43,19 @@ def build(here: Here) -> Iterator[Program | Record]:
     """The CUDA modules; without nvcc the kernels are left out."""
     if here.trouble:
         yield Record("native code for the CPU", "bad", f"does not compile\n{here.trouble}")
-    nvcc = find_nvcc()
-    if nvcc is None:
-        yield Record("CUDA modules", "skipped", "nvcc is neither in CUDA_HOME/bin, nor on PATH, nor in /usr/local/cuda")
+    toolkit = cuda_toolkit()
+    if toolkit is None or os.environ.get("DSX_BUILD_NATIVE") == "0":
+        why = "nvcc is neither in CUDA_HOME/bin, nor on PATH, nor in /usr/local/cuda"
+        yield Record("CUDA modules", "skipped", why if toolkit is None else "DSX_BUILD_NATIVE=0 asks for none")
         return
     for package in all_packages().values():
         if 'cuda_module = "' not in (package.path / "pyproject.toml").read_text(encoding="utf-8"):
             continue
         flags = ["--no-index", "--no-build-isolation", "--no-deps", "--disable-pip-version-check", "-q"]
         command = [str(here.environment.python), "-m", "pip", "install", *flags, "-e", str(package.path)]
-        # The environment's own scripts come first on PATH: ninja may lie in the parent's.
-        yield Program(f"{package.name} for CUDA", command, {"DSX_BUILD_CUDA": "1", "CUDA_HOME": str(_home(nvcc))})
+        yield Program(f"{package.name} for CUDA", command, {"DSX_BUILD_CUDA": "1", **toolkit})
     # On the simulated device a module that was compiled cannot be loaded.
     yield here.program("CUDA modules", "kernels.py", *([] if here.simulated else ["demanded"]))
-
-
-def _home(nvcc: str) -> Path:
-    """The toolkit of an nvcc, which may be a link to it."""
-    return Path(os.environ.get("CUDA_HOME") or Path(nvcc).parent.parent)
 
 
 def parity(here: Here) -> Iterator[Program | Record]:
