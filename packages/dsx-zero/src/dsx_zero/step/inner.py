@@ -127,7 +127,7 @@ class InnerStep:
         elif self._takes_scale and (isinstance(factor, torch.Tensor) or has_reciprocal(factor)):
             inner.step(**{**keywords, "grad_scale": 1.0 / factor})
         elif self._torch_scales():
-            scale = factor if isinstance(factor, torch.Tensor) else torch.tensor(factor, device=self._device)
+            scale = factor if isinstance(factor, torch.Tensor) else torch.full((), factor, device=self._device)
             inner.grad_scale = scale.reciprocal()
             try:
                 inner.step()
