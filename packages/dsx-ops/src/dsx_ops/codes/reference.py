@@ -108,4 +108,4 @@ def reduce(q: tuple[Tensor, ...], numel: int, scheme: Scheme, factor: float) -> 
     total = dequantize(codes[0], scale[0], zero[0], numel, scheme)
     for r in range(1, codes.shape[0]):
         total = total + dequantize(codes[r], scale[r], zero[r], numel, scheme)
-    return total * torch.tensor(factor, dtype=torch.float32, device=total.device)
+    return total * torch.full((), factor, dtype=torch.float32, device=total.device)
