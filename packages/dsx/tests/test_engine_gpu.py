@@ -39,6 +39,7 @@ def config(stage, dtype="fp32", **zero):
     half = {"fp16": {"fp16": {"enabled": True, "loss_scale": SCALE}}, "bf16": {"bf16": {"enabled": True}}}
     return {
         "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0.0,  # the default clips
         "optimizer": {"type": "AdamW", "params": ADAM},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **zero},
         **half.get(dtype, {}),
