@@ -190,21 +190,6 @@ RACES: dict[str, Race] = {
         "quantised",
         2,
     ),
-    "works-not-awaited": Race(
-        "dsx_comm.works:Handle._receive",
-        "if timeout is None:\n            work.wait()",
-        "if timeout is None:\n            pass",
-        "stage2-fp32-device",
-        2,
-        sample=True,
-    ),
-    "exchange-not-awaited": Race(
-        "dsx_comm.works:Handle._receive",
-        "if timeout is None:\n            work.wait()",
-        "if timeout is None:\n            pass",
-        "experts-dropless",
-        2,
-    ),
     # activation checkpointing
     "activation-leaves-early": Race(f"{PLACES}:_OnHost.__init__", SEE, "pass", "activations-on-host"),
     "activation-dropped-in-flight": Race(
