@@ -32,7 +32,7 @@ def sampled():
     def give(world: int):
         if world not in found:
             races = [f"race:{name}" for name, race in RACES.items() if race.sample and race.world == world]
-            found[world] = start([*SAMPLE[world], *races], world)
+            found[world] = start([*SAMPLE[world], *races], world, limit_s=500)
         return found[world]
 
     return give

@@ -112,6 +112,7 @@ VARIANTS = [
     variant("saved-from-host", ON_HOST, body="saved"),
     variant("saved-at-stage-2", {"stage": 2, "offload_optimizer": PINNED}, body="saved"),
     variant("saved-behind", {"stage": 3, **WHOLE}, "saved", {"checkpoint": {"asynchronous": True}}, sample=(2,)),
+    variant("saved-behind-at-stage-2", {"stage": 2}, "saved", {"checkpoint": {"asynchronous": True}}),
     variant("states-moved-out", {"stage": 3, **WHOLE}, body="states_moved_out", sample=(2,)),
     variant("states-moved-out-stage-2", {"stage": 2}, body="states_moved_out"),
     variant("evaluated-between", {"stage": 3, **WHOLE, **SMALL}, body="evaluated_between", sample=(2,)),

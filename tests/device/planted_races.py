@@ -203,21 +203,24 @@ RACES: dict[str, Race] = {
     ),
     # checkpoints behind training, states that move
     "save-copies-early": Race(
-        f"{BEHIND}:_copy_from", "stream.wait_stream(torch.cuda.current_stream(device))", "pass", "saved-behind"
+        f"{BEHIND}:_copy_from",
+        "stream.wait_stream(torch.cuda.current_stream(device))",
+        "pass",
+        "saved-behind-at-stage-2",
     ),
     "training-overtakes-save": Race(
         f"{BEHIND}:_copy_from",
         "torch.cuda.current_stream(device).wait_stream(stream)",
         "pass",
-        "saved-behind",
+        "saved-behind-at-stage-2",
         sample=True,
-        delay_us=200_000,
+        delay_us=10_000,
     ),
     "save-end-not-recorded": Race(
-        f"{BEHIND}:_copy_from", "done.record(stream)", "pass", "saved-behind", known=UNFOLLOWED
+        f"{BEHIND}:_copy_from", "done.record(stream)", "pass", "saved-behind-at-stage-2", known=UNFOLLOWED
     ),
     "save-written-early": Race(
-        f"{BEHIND}:_copy_on_device", "end.synchronize()", "pass", "saved-behind", known=UNFOLLOWED
+        f"{BEHIND}:_copy_on_device", "end.synchronize()", "pass", "saved-behind-at-stage-2", known=UNFOLLOWED
     ),
     "states-leave-on-a-stream": Race(
         "dsx_zero.state.moving:_Stash.__init__",
