@@ -520,7 +520,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if late:
             self._apply_late_update()
         if run.checks_overflow:
-            everywhere = self._norm.sum_over_ranks(norm) if local else norm
+            everywhere = (self._norm.sum_over_ranks(norm) if local else norm).cpu()  # waits, unless it is there already
+            if not local:
+                norm = everywhere  # the rest of the step uses what the host has read
             if not torch.isfinite(everywhere).item():
                 return self._note(StepOutcome(True, everywhere, loss))
         self._nonfinite.look(run, norm, everywhere=not local)

@@ -127,6 +127,7 @@ class InnerStep:
         elif self._takes_scale and (isinstance(factor, torch.Tensor) or has_reciprocal(factor)):
             inner.step(**{**keywords, "grad_scale": 1.0 / factor})
         elif self._torch_scales():
+            # Filling does not make the host wait for the device, as an upload of the number would.
             scale = factor if isinstance(factor, torch.Tensor) else torch.full((), factor, device=self._device)
             inner.grad_scale = scale.reciprocal()
             try:

@@ -87,7 +87,9 @@ class StepNorm:
         computed before the ranks had agreed.
         """
         self._total: torch.Tensor | None = None
-        """The squares of all data-parallel ranks, where they were added up while the ranks agreed."""
+        """The squares of all data-parallel ranks, where they were added up while the ranks agreed: on the host where the
+        host reads them.
+        """
         self._all_double = False
         self._with_rows: SquaresAndRows | None = None
         if group is not None:
@@ -106,7 +108,7 @@ class StepNorm:
         elif not self.host_reads():
             gradients.finish(meanwhile=launch)
         elif (total := gradients.finish(self._read)) is not None:
-            self._total = torch.tensor(total, dtype=torch.float64, device=self._device)
+            self._total = torch.tensor(total, dtype=torch.float64)
 
     def host_reads(self) -> bool:
         """Whether this rank's squares can travel with the words of the ranks. Elsewhere they would make the host wait
@@ -119,7 +121,8 @@ class StepNorm:
 
     def norm(self, grad_scale: float, *, needed: bool) -> torch.Tensor:
         """L2 norm of the unscaled gradients that the ranks hold together; at stage 0 of what this rank holds, which
-        is everything. Where gradients stay each rank's own, replicas do not count, and stages of a pipeline do.
+        is everything. Where gradients stay each rank's own, replicas do not count, and stages of a pipeline do. It is
+        on the host if that knows it already, else on the device.
         """
         run = self._runtime
         if not needed:
@@ -131,6 +134,9 @@ class StepNorm:
         else:
             total, all_double = self._total, self._all_double
             groups = [group for group in groups if group is not run.ranks.group]
+            if groups and total.device != self._device:
+                # Filling does not make the host wait, as an upload of the number would.
+                total = torch.full((), total.item(), dtype=total.dtype, device=self._device)
         norm = norm_of(total, groups, all_double=all_double)
         return norm if grad_scale == 1.0 else norm / grad_scale
 
