@@ -22,10 +22,11 @@ SAME = {"fp32": 1e-6, "bf16": 4e-3, "fp16": 2e-3}
 
 @dataclass(frozen=True)
 class Here:
-    """Where the stages run: `folder` is that of the stage's own files."""
+    """Where the stages run: `folder` is that of the stage's own files, `report` that of the report."""
 
     environment: Environment
     folder: Path
+    report: Path
     simulated: bool
     trouble: str = ""  # why native code for the CPU is missing
 
@@ -128,7 +129,7 @@ def speed(here: Here) -> Iterator[Program | Record]:
     for size in ("350M", "1.3B"):
         for system in ("torch", "fsdp2", "dsx0", "dsx2", "dsx3"):
             traced = (size, system) == ("350M", "dsx3")
-            extra = ["--trace", str(here.folder / "trace-350M-dsx3.json")] if traced else []
+            extra = ["--trace", str(here.report / "trace-350M-dsx3.json")] if traced else []
             yield here.program(f"{size} {system}", "speed.py", size, system, *extra)
 
 
