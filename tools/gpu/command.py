@@ -72,7 +72,8 @@ def gpu(arguments: list[str]) -> int:
     variables = {**made.variables(), "TMPDIR": os.environ.get("TMPDIR", "/tmp")}
     outcomes: list[Outcome] = []
     for name in names:
-        here = Here(made, folder / "logs" / name, simulated, trouble)
+        # The logs are kept out of $OUT, which may take a few files only.
+        here = Here(made, ROOT / ".gpu-report" / "logs" / name, folder, simulated, trouble)
         limit = options.limit or STAGES[name].limit_s
         say(f"{name}: at most {limit:.0f} s")
         outcomes.append(run_stage(name, STAGES[name].programs(here), limit, here.folder, variables))
