@@ -87,8 +87,8 @@ class StepNorm:
         computed before the ranks had agreed.
         """
         self._total: torch.Tensor | None = None
-        """The squares of all data-parallel ranks, where they were added up while the ranks agreed: on the host where the
-        host reads them.
+        """The squares of all data-parallel ranks, where they were added up while the ranks agreed: on the host where
+        the host reads them.
         """
         self._all_double = False
         self._with_rows: SquaresAndRows | None = None
