@@ -265,8 +265,9 @@ class Experts(nn.Module):
         super().__init__()
         expert = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
         self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
+        drawn = {"top2_2nd_expert_sampling": False, "use_rts": False}  # random numbers are not the CPU's
         self.moe = dsx_moe.MoE(
-            hidden_size=16, expert=expert, num_experts=4, ep_size=dist.get_world_size(), k=2, **settings
+            hidden_size=16, expert=expert, num_experts=4, ep_size=dist.get_world_size(), k=2, **drawn, **settings
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
