@@ -340,6 +340,19 @@ def pinned_freed_and_made_again():
 
 
 @case
+def pinned_read_and_written_on_one_stream():
+    """Nothing is read too early: the copy from the pinned memory is launched before the one to it, and runs before."""
+    host, side = torch.ones(SIZE, pin_memory=True), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            there = host.to("cuda", non_blocking=True)
+            host.copy_(there.add_(2.0), non_blocking=True)
+    side.synchronize()
+    return [host.min().item(), host.max().item()]
+
+
+@case
 def two_streams_use_a_pinned_block():
     side = torch.cuda.Stream()
     host = torch.zeros(SIZE, pin_memory=True)

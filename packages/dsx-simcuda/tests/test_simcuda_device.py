@@ -47,6 +47,7 @@ RESULTS = {
     "reading_a_source_is_right": [65536.0, 65536.0],
     "neighbour_of_a_copy_is_free": [4.0, 1.0, 5.0],
     "pinned_freed_and_made_again": 190.0,
+    "pinned_read_and_written_on_one_stream": [7.0, 7.0],
     "registered_memory_waited_for": [65536.0, True],
     "pageable_source_may_change": 65536.0,
     "mixed_devices": True,

@@ -84,7 +84,11 @@ void download(Tensor& self, const Tensor& src, bool non_blocking) {
     if (to_pinned) spans.push_back(span_of(self, true));
     auto target = seen(self);
     const bool late = to_pinned && non_blocking;
-    if (late && options().poison) memset(target.data_ptr(), 0xFF, bytes);  // who reads too early reads NaN
+    // Who reads too early reads NaN, except where an earlier copy still uses these bytes: it may read them, and is in
+    // order.
+    if (late && options().poison && !pinned_in_flight(self.const_data_ptr(), bytes)) {
+        memset(target.data_ptr(), 0xFF, bytes);
+    }
     uint64_t job = s->push("copy device to host", copy_job(target, seen(src), bytes), spans);
     if (late) pinned_use(self.const_data_ptr(), bytes, s, job, true);
     else wait_for_current("copy device to host", dev);

@@ -220,7 +220,8 @@ void pinned_register(void* p, size_t n);
 void pinned_unregister(void* p);
 // A copy uses these bytes until the host has waited for it; `device_writes`: the host may not even read them.
 void pinned_use(const void* p, size_t n, Stream* s, uint64_t until, bool device_writes);
-void pinned_settle();  // the host has waited: what is ordered may be accessed again
+bool pinned_in_flight(const void* p, size_t n);  // has a copy that uses some of these bytes not run yet?
+void pinned_settle();                            // the host has waited: what is ordered may be accessed again
 bool pinned_fault(uintptr_t address, bool write);
 void check_registered(uintptr_t lo, uintptr_t hi, bool write, const char* what);
 bool any_registered_in_flight();

@@ -184,6 +184,15 @@ void pinned_use(const void* p, size_t n, Stream* s, uint64_t until, bool device_
     protect(it->first, b);
 }
 
+bool pinned_in_flight(const void* p, size_t n) {
+    std::lock_guard<std::mutex> g(m);
+    auto it = block_at(uintptr_t(p));
+    if (it == blocks.end()) return false;
+    const auto lo = uintptr_t(p), hi = lo + n;
+    return std::any_of(it->second.uses.begin(), it->second.uses.end(),
+                       [&](const Use& u) { return u.lo < hi && lo < u.hi && !u.stream->finished(u.until); });
+}
+
 void pinned_settle() {
     std::lock_guard<std::mutex> g(m);
     std::erase_if(busy, [](uintptr_t base) {
