@@ -181,7 +181,8 @@ class _CudaTicket:
         self._pending = None
 
     def synchronize(self) -> None:
-        self._event.synchronize()
+        if not self._event.query():
+            self._event.synchronize()
         self._pending = None
 
 

@@ -215,10 +215,12 @@ class StoredHome:
 
     def _write(self, values: torch.Tensor, start: int) -> _Moves:
         moves, stop = _Moves(), start + values.numel()
+        if not self._fits(values):  # copied at once: from a device, the host would wait for each piece
+            values = values.to(device=self.device, dtype=self.dtype).contiguous()
         for begin, end, key in self._pieces(start, stop):
             first, last = max(begin, start), min(end, stop)
             source = values[first - start : last - start]
-            if (first, last) == (begin, end) and self._fits(values):
+            if (first, last) == (begin, end):
                 moves.add(self._store.put(key, source))
                 continue
             piece = torch.zeros(end - begin, dtype=self.dtype)

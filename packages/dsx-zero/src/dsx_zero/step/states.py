@@ -34,9 +34,9 @@ class Visit:
     tickets: list[Ticket] = field(default_factory=list)
 
     def wait(self) -> None:
-        """Wait for every transfer that was started."""
+        """Wait for every transfer that was started, the newest first: on a stream the others have ended by then."""
         tickets, self.tickets = self.tickets, []
-        for ticket in tickets:
+        for ticket in reversed(tickets):
             ticket.synchronize()
 
 

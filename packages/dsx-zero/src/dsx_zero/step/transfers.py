@@ -45,7 +45,7 @@ class SubGroupTransfers:
         """Wait for a sub-group, and put it into `optimizer.state` and the masters' tensors. Does nothing if it was not
         fetched.
         """
-        for visit in self._fetched.get(number, ()):
+        for visit in reversed(self._fetched.get(number, ())):  # the newest first, as in `Visit.wait`
             self._states.attach(visit)
 
     def store(self, number: int) -> None:
@@ -85,5 +85,5 @@ class SubGroupTransfers:
                 visit.master.tensor.data = visit.values.new_empty(0)
 
     def _wait_oldest(self) -> None:
-        for visit in self._under_way.popleft():
+        for visit in reversed(self._under_way.popleft()):
             visit.wait()
