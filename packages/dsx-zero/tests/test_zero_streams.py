@@ -14,6 +14,7 @@ import torch
 from dsx_comm import RankSet
 from dsx_testkit import FakeCuda, MemoryStore, StreamMemory, run_ranks
 from dsx_zero.gather.executor import GatherExecutor, GatherLimits
+from dsx_zero.homes.home import HostHome, accumulate
 from dsx_zero.lanes import CudaLane, lanes_from
 from dsx_zero.params.partitioned_unit import PartitionedUnit
 from dsx_zero.plan.units import find_parameters, plan_units
@@ -114,3 +115,18 @@ def test_norms_of_gradients_in_host_memory_travel_together_and_the_host_goes_on(
         total, double = sum_of_squares(norms, device=device, alone=True, whole=False)
         assert "default" not in cuda.host.clock or cuda.host.clock["default"] == before.get("default", 0)
     assert total.device == device and not double
+
+
+def test_adding_to_host_memory_is_the_devices_work_and_the_host_waits_only_to_read():
+    device = torch.device("meta")
+    home, values = HostHome(8, torch.float32, device), torch.zeros(8, device=device)
+    with FakeCuda().installed() as cuda, StreamMemory(cuda) as memory:
+        lane, before = CudaLane(torch.device("cuda")), dict(cuda.host.clock)
+        home.store(values, lane)
+        for _ in range(3):
+            ticket = accumulate(home, values, lane)
+            ticket.wait()  # of the stream
+        assert all(cuda.host.clock.get(name, 0) == before.get(name, 0) for name in ("default", "stream 1"))
+        home.view()
+        assert cuda.host.clock.get("stream 1", 0) > before.get("stream 1", 0)
+    assert memory.reports == []

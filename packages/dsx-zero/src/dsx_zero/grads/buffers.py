@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 import torch
 
 from ..errors import ZeroModelError, ZeroStateError
-from ..homes.home import DeviceHome, Home, accumulate, opened, read, write
+from ..homes.home import DeviceHome, Home, HostHome, accumulate, opened, read, write
 from ..homes.tiers import DeviceTier, Tier
 from ..lanes import HostLane, Lane, TensorBuffer, Ticket
 from ..params.flat import FlatGroup, cut_at_parts, label_of
@@ -334,7 +334,8 @@ class GroupGradients:
         self, buffer: torch.Tensor, home: Home, reducer: ReductionEngine, *, add: bool
     ) -> PendingReduction:
         """Reduce into the home if it is on the buffer's device, else into staging memory, which `finish` copies."""
-        out = home.view()
+        # A view in host memory is not asked for while a device computes: the host would wait for what arrives there.
+        out = home.view() if home.tier == "device" or buffer.device.type == "cpu" else None
         if out is not None and out.device == buffer.device:
             return reducer.reduce_scatter(buffer, out, self.group, self._label, add=add)
         self.wait_until_stored()
@@ -344,7 +345,7 @@ class GroupGradients:
 
     def _store_staged(self, home: Home, staging: torch.Tensor, *, add: bool) -> None:
         """The staged values are reduced: start to copy (or add) them to their home."""
-        if home.view() is not None:
+        if isinstance(home, HostHome):
             ticket = accumulate(home, staging, self._lane) if add else home.store(staging, self._lane)
         elif add:
             ticket = accumulate(home, staging, self._lane, seen=self._keep_norm)
@@ -376,10 +377,15 @@ class GroupGradients:
         return result, None if self._leaving is None else self._leaving[0]
 
     def wait_until_stored(self) -> None:
-        """Wait until staged values are stored in their home, and free the staging memory."""
+        """Wait until staged values are stored in their home, and free the staging memory. For a home in host memory
+        only the stream waits: the home makes the host wait when it is read.
+        """
         if self._leaving is not None:
             (ticket, staging), self._leaving = self._leaving, None
-            ticket.synchronize()
+            if isinstance(self.result, HostHome):
+                ticket.wait()
+            else:
+                ticket.synchronize()
             self._lane.free_after_use(TensorBuffer(staging))
 
     def _launch_whole(self, buffer: torch.Tensor, reducer: ReductionEngine) -> PendingReduction:

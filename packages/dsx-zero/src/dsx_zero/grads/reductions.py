@@ -213,6 +213,10 @@ class Reductions:
 
     def norms(self) -> Iterator[tuple[dsx_comm.RankSet, torch.Tensor]]:
         """See `Gradients.norms`: of the reduced buffers, and of the rows of sparse embeddings."""
+        if self._leaving:  # the newest copy first: when it has arrived on the host, the earlier ones have, too
+            for buffers in reversed(self.by_unit[self._leaving[-1]]):
+                if isinstance(buffers, GroupGradients):
+                    read(buffers.values(), 0, 0)
         # Loops: every step of a generator within this one is a Python call (test_python_calls.py).
         for group, buffers in self._of.items():
             yield group.ranks, buffers.norm()

@@ -217,9 +217,10 @@ class HostHome(_InMemory):
         """The elements. The host waits for stores that are under way: it reads the memory itself, so that a wait of a
         stream would not be enough.
         """
-        # Two threads may ask at the same time (the step and the norm), so tickets stay until they were waited for.
+        # Two threads may ask at the same time (the step and the norm), so tickets stay until they were waited for. The
+        # newest comes first: on a stream the others have ended by then.
         arriving = self._arriving
-        for ticket in arriving:
+        for ticket in reversed(arriving):
             ticket.synchronize()
         if self._arriving is arriving:
             self._arriving = ()
@@ -229,6 +230,30 @@ class HostHome(_InMemory):
         ticket = super().store(values, lane, start=start)
         self._arriving = (*self._arriving, ticket)
         return ticket
+
+    def add(self, values: torch.Tensor, lane: Lane) -> Ticket:
+        """Add `values`, which are on a device, to all elements, as a job of `lane`. The device adds them: the elements
+        travel there and back in pieces, so that the host waits for nothing and needs no other memory. `values` are
+        overwritten.
+        """
+        lane.see_writes_so_far()
+        ticket = transfer(lane, lambda: self._add_on_device(values), f"to {self.tier}", values.nbytes)
+        # Backward after backward adds something, and nobody reads: what has ended by now need not be remembered.
+        self._arriving = (*(earlier for earlier in self._arriving if not earlier.is_completed()), ticket)
+        return ticket
+
+    def _add_on_device(self, values: torch.Tensor) -> None:
+        """The job of `add`. Earlier stores to these elements ran on the same lane."""
+        piece = torch.empty(min(self.numel, _ADDED_AT_ONCE), dtype=self.dtype, device=values.device)
+        for start in range(0, self.numel, _ADDED_AT_ONCE):
+            here, there = self._tensor[start : start + _ADDED_AT_ONCE], values[start : start + _ADDED_AT_ONCE]
+            earlier = piece[: here.numel()]
+            _copy(earlier, here)
+            _copy(here, there.add_(earlier))
+
+
+_ADDED_AT_ONCE = 1 << 22
+"""Elements that `HostHome.add` has on the device at a time, besides the values."""
 
 
 _HOST_LANE = HostLane()
@@ -311,9 +336,12 @@ def _fetched_in_job(home: Home, device: torch.device) -> torch.Tensor:
 def accumulate(
     home: Home, values: torch.Tensor, lane: Lane, *, seen: Callable[[torch.Tensor], object] | None = None
 ) -> Ticket:
-    """Add `values` to all elements, as a job of `lane`. Do not write to `values` before you have waited for the ticket.
-    The job calls `seen` with all elements after the addition, while they are in memory.
+    """Add `values` to all elements, as a job of `lane`, which may overwrite `values`. Do not write to them before you
+    have waited for the ticket. The job calls `seen` with all elements after the addition, while they are in memory;
+    not for a home with a view.
     """
+    if isinstance(home, HostHome) and values.device.type != "cpu":
+        return home.add(values, lane)
     lane.see_writes_so_far()
 
     def add() -> None:
