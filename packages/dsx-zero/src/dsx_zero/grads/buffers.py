@@ -345,7 +345,7 @@ class GroupGradients:
 
     def _store_staged(self, home: Home, staging: torch.Tensor, *, add: bool) -> None:
         """The staged values are reduced: start to copy (or add) them to their home."""
-        if isinstance(home, HostHome):
+        if isinstance(home, (DeviceHome, HostHome)):
             ticket = accumulate(home, staging, self._lane) if add else home.store(staging, self._lane)
         elif add:
             ticket = accumulate(home, staging, self._lane, seen=self._keep_norm)
