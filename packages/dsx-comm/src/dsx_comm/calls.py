@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, Protocol, TypedDict
 import torch
 
 from .agreement import AGREEMENT
-from .hang import WATCH, Waiting
+from .hang import WATCH
+from .hang_notes import Waiting
 from .shm.process_group import ShmProcessGroup
 
 

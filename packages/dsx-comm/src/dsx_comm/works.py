@@ -30,7 +30,8 @@ import torch
 from .calls import WAITS, waiting
 from .dropped import DROPPED
 from .errors import CollectiveTimeoutError
-from .hang import WATCH, Waiting
+from .hang import WATCH
+from .hang_notes import Waiting
 
 
 class Handle:

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from ..dropped import DROPPED
 from ..errors import CommArgumentError
-from ..hang import WATCH, Waiting
+from ..hang import WATCH
+from ..hang_notes import Waiting
 from ..python_group import PythonGroup
 from . import native
 from .codes import wire_code

@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from ..dropped import DROPPED
 from ..errors import CollectiveTimeoutError, CommAbortedError, CommError, HangError, MismatchError, PeerLostError
-from ..hang import WATCH, Waiting
+from ..hang import WATCH
+from ..hang_notes import Waiting
 from . import native
 
 _NAMES = {
