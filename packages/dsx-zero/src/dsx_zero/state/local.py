@@ -129,7 +129,8 @@ def load_local(optimizer: SlicedOptimizer, state: dict[str, Any]) -> None:
     load = optimizer.read_slices(_LocalReader(slices))  # everything is checked before the first value changes
     load.install()
     for group, saved in zip(optimizer.param_groups, groups):
-        group.update(saved)
+        # Where this rank has whole states, the saved groups number their parameters, as those of a plain optimizer do.
+        group.update({key: value for key, value in saved.items() if key != "params"})
 
 
 def unique_bytes(tensors: Iterable[torch.Tensor], seen: set[tuple[torch.device, int]]) -> int:
