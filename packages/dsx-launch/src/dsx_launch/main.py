@@ -75,7 +75,7 @@ def _search(options: LaunchOptions) -> int:
     found = list(entry_points(group=SEARCHES))
     if not found:
         raise ResourceError(
-            "--autotuning: no autotuner is installed; install dsx (pip install ./packages/dsx from a checkout)"
+            "--autotuning: no autotuner is installed; install dsx, which has one (docs/start/install.md)"
         )
     return found[0].load()(options, launch)
 
