@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from dsx_core import Together
+
 from .errors import CheckpointArgumentError, CheckpointCorruptError, CheckpointError
 
 if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
+_KINDS = (CheckpointCorruptError, CheckpointArgumentError, CheckpointError)
 
 
 class Ranks:
@@ -44,25 +47,14 @@ class Ranks:
             CheckpointError: names the lowest failing rank, what it was doing and its own words. Errors of this package
                 keep their class, all others become this one; the failing rank has the original as `__cause__`.
         """
-        failure: Exception | None = None
-        result: Any = None
-        try:
-            result = action()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait in the gather below
-            failure = error
-        told = None if failure is None else (_kind(failure), _words(failure))
-        outcomes = self.gather((result if failure is None else None, told))
-        for rank, (_, failed) in enumerate(outcomes):
-            if failed is not None:
-                who = f"rank {rank} failed: " if self.world_size > 1 else ""
-                raise failed[0](f"{doing}: {who}{failed[1]}") from failure
-        return [value for value, _ in outcomes]
+        return self._all().run(doing, action)
 
     def all_or_none(self, doing: str, action: Callable[[], T]) -> T:
         """Like `together`, but each rank keeps its own result, which is not sent."""
-        kept: list[T] = []
-        self.together(doing, lambda: kept.append(action()))
-        return kept[0]
+        return self._all().keep(doing, action)
+
+    def _all(self) -> Together:
+        return Together(self.gather, self.rank, self.world_size, _KINDS)
 
 
 class Solo(Ranks):
@@ -126,14 +118,3 @@ def ranks_of_own() -> Ranks:
 
     backend = "gloo" if torch.distributed.is_gloo_available() else None
     return GroupRanks(dsx_comm.new_group(backend=backend, description="dsx checkpoints"))
-
-
-def _kind(failure: Exception) -> type[CheckpointError]:
-    for kind in (CheckpointCorruptError, CheckpointArgumentError):
-        if isinstance(failure, kind):
-            return kind
-    return CheckpointError
-
-
-def _words(failure: Exception) -> str:
-    return str(failure) if isinstance(failure, CheckpointError) else f"{type(failure).__name__}: {failure}"

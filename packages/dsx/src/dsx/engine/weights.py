@@ -8,7 +8,6 @@ In a pipeline each stage sends its tensors to the other stages, one after the ot
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import dsx_comm
 import torch
 from dsx_comm import AxisGroup
+from dsx_core import replacing
 from torch import nn
 
 
@@ -182,24 +182,11 @@ def _checked_path(folder: Any, filename: str, elsewhere: Sequence[str]) -> Path:
 
 
 def _write(path: Path, tensors: dict[str, Any]) -> None:
-    from dsx_checkpoint.files import opened, sync_folder
-
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".tmp-{path.name}")
-    temporary.touch()
-    mode = temporary.stat().st_mode  # the mode by umask; safetensors makes files that only their owner may read
-    try:
+    with replacing(path) as temporary:
         if path.suffix == ".safetensors":
             from safetensors.torch import save_file  # lazy import: only this branch needs it
 
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, {"format": "pt"})
         else:
             torch.save(tensors, temporary)
-        temporary.chmod(mode)
-        with opened(temporary, os.O_RDWR) as fd:
-            os.fsync(fd)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
