@@ -236,6 +236,7 @@ KEYS = {
         [f"offload_optimizer.{key}" for key in ("buffer_count", "fast_init", "pipeline_read", "pipeline_write")],
         "packages/dsx-zero/tests/test_zero_offload_keys.py",
     ),
+    "notice_data_writes": "packages/dsx-zero/tests/test_zero_edits.py",
     "step_agreement": "packages/dsx-zero/tests/test_step_agreement.py",
     "zeropp_gate": "packages/dsx-zero/tests/test_zero_benefit_gate.py",
     "offload_optimizer.late_update_after": "packages/dsx-zero/tests/test_zero_late_update.py",
