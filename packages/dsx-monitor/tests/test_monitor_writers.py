@@ -331,6 +331,17 @@ def test_a_section_alone_is_accepted(tmp_path):
         csvMonitor({"enabled": True, "outputpath": "x"})
 
 
+def test_a_single_monitor_tells_its_settings(tmp_path):
+    with csvMonitor({"enabled": True, "output_path": str(tmp_path), "job_name": "j"}) as monitor:
+        assert (monitor.output_path, monitor.job_name) == (str(tmp_path), "j")
+    board = dsx_monitor.TensorBoardMonitor(MonitorConfig(tensorboard={"output_path": "runs"}))
+    assert not board.enabled and board.output_path == "runs"
+    board = dsx_monitor.TensorBoardMonitor({})
+    assert (board.output_path, board.job_name) == ("", MonitorConfig().tensorboard.job_name)
+    wandb = dsx_monitor.WandbMonitor({"wandb": {"group": "g", "team": "t"}})
+    assert (wandb.group, wandb.team, wandb.project) == ("g", "t", "deepspeed")
+
+
 def test_documented_defaults_and_strict_keys():
     config = MonitorConfig()
     assert config.tensorboard.job_name == config.csv_monitor.job_name == "DeepSpeedJobName"

@@ -83,8 +83,9 @@ class _Monitor:
 
     def __init__(self, monitor_config: Any, *, rank: int | None = None) -> None:
         config = _as_config(monitor_config, self._sections)
-        chosen = [(name, section) for name in self._sections if (section := getattr(config, name, None)) is not None]
-        chosen = [(name, section) for name, section in chosen if section.enabled]
+        given = [(name, section) for name in self._sections if (section := getattr(config, name, None)) is not None]
+        chosen = [(name, section) for name, section in given if section.enabled]
+        self._section = given[0][1] if len(self._sections) == 1 and given else None
         self.monitor_config = monitor_config
         self.enabled = bool(chosen)
         writes = self.enabled and (current_rank() if rank is None else rank) == 0
@@ -138,7 +139,21 @@ class MonitorMaster(_Monitor):
     _sections = tuple(_BUILDERS)
 
 
-class TensorBoardMonitor(_Monitor):
+class _FileMonitor(_Monitor):
+    """Writes to files."""
+
+    @property
+    def output_path(self) -> str | None:
+        """The configured folder; None or empty if the writer chooses it."""
+        return getattr(self._section, "output_path", None)
+
+    @property
+    def job_name(self) -> str | None:
+        """The configured name of the job."""
+        return getattr(self._section, "job_name", None)
+
+
+class TensorBoardMonitor(_FileMonitor):
     """Only the section `tensorboard`; takes the section or the whole configuration."""
 
     _sections = ("tensorboard",)
@@ -149,6 +164,21 @@ class WandbMonitor(_Monitor):
 
     _sections = ("wandb",)
 
+    @property
+    def group(self) -> str | None:
+        """The configured group of the run."""
+        return getattr(self._section, "group", None)
+
+    @property
+    def team(self) -> str | None:
+        """The configured team that owns the run."""
+        return getattr(self._section, "team", None)
+
+    @property
+    def project(self) -> str | None:
+        """The configured project of the run."""
+        return getattr(self._section, "project", None)
+
 
 class CometMonitor(_Monitor):
     """Only the section `comet`; takes the section or the whole configuration."""
@@ -156,13 +186,13 @@ class CometMonitor(_Monitor):
     _sections = ("comet",)
 
 
-class csvMonitor(_Monitor):
+class csvMonitor(_FileMonitor):
     """Only the section `csv_monitor`; takes the section or the whole configuration."""
 
     _sections = ("csv_monitor",)
 
 
-class JSONLMonitor(_Monitor):
+class JSONLMonitor(_FileMonitor):
     """Only the section `jsonl`; takes the section or the whole configuration."""
 
     _sections = ("jsonl",)
