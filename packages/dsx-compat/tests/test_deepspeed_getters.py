@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import re
 
 import dsx_compat
 import pytest
 import torch
+from dsx_testkit import run_ranks
 
 dsx_compat.activate()
 import deepspeed  # noqa: E402
@@ -72,6 +74,14 @@ METHODS = {
 }  # fmt: skip
 
 
+METHODS |= {
+    "autotuning_metric_path": None,
+    "autotuning_profile_model_info": False,
+    "compile_zero_optimization_stage": False,
+    "get_wall_clock_timers": {},
+}
+
+
 @pytest.fixture(scope="module")
 def engine():
     found, *_ = deepspeed.initialize(model=torch.nn.Linear(2, 2), config=CONFIG)
@@ -98,6 +108,58 @@ def test_every_name_of_the_tables_has_a_value(engine):
     assert engine.get_model_parallel_rank() == engine.get_tensor_parallel_rank() == 0
     with pytest.raises(AttributeError):
         engine.zero_nothing()
+
+
+def test_a_member_that_dsx_does_not_have_says_what_to_use(engine):
+    from dsx_compat.unsupported import UNSUPPORTED_MEMBERS
+
+    for name, advice in UNSUPPORTED_MEMBERS.items():
+        assert not hasattr(engine, name)
+        with pytest.raises(dsx_compat.errors.MemberNotSupportedError, match=f"engine.{name}") as caught:
+            getattr(engine, name)
+        assert advice in str(caught.value)
+    assert engine.in_features == 2  # other names are still the module's
+    with pytest.raises(AttributeError, match="neither the engine nor its module"):
+        engine.zero_nothing
+
+
+def test_members_that_the_advice_names_exist(engine):
+    from dsx_compat.unsupported import UNSUPPORTED, UNSUPPORTED_MEMBERS
+
+    text = " ".join([*UNSUPPORTED_MEMBERS.values(), *UNSUPPORTED["deepspeed.checkpoint"].values()])
+    named = set(re.findall(r"engine\.(\w+)", text))
+    assert named >= {"allreduce_gradients", "compile", "load_checkpoint"}
+    assert all(hasattr(engine, name) for name in named)
+
+
+def test_the_throughput_and_the_times_of_a_step_are_readable():
+    settings = {"train_micro_batch_size_per_gpu": 2, "wall_clock_breakdown": True, "steps_per_print": 100}
+    net = torch.nn.Linear(2, 2)
+    found, *_ = deepspeed.initialize(model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), config=settings)
+    timer = found.tput_timer
+    assert (timer.batch_size, timer.global_step_count, timer.avg_samples_per_sec()) == (2, 0, float("-inf"))
+    for _ in range(4):
+        found.backward(found(torch.ones(2, 2)).sum())
+        found.step()
+    assert timer.global_step_count == 4 and 0 < timer.avg_samples_per_sec() < float("inf")
+    assert {"forward", "backward", "step"} <= set(found.get_wall_clock_timers())
+    assert found.collect_python_gc() >= 0
+    assert not hasattr(timer, "start")
+    with pytest.raises(AttributeError, match="the engine measures each step"):
+        timer.stop(global_step=True)
+    found.destroy()
+
+
+def _gather(rank, world):
+    found, *_ = deepspeed.initialize(model=torch.nn.Linear(2, 2), config={"train_micro_batch_size_per_gpu": 1})
+    value = torch.tensor([rank + 1])
+    return [
+        one.item() for one in found.all_gather_scalar(value, found.data_parallel_group)
+    ], found.tput_timer.batch_size
+
+
+def test_a_scalar_is_gathered_from_all_ranks():
+    assert run_ranks(_gather, 2) == [([1, 2], 2)] * 2
 
 
 def test_a_configuration_knows_all_batch_sizes_and_deepspeed_s_names():

@@ -62,6 +62,11 @@ def test_every_name_of_the_tables_resolves():
         ("from deepspeed.module_inject.replace_module import ReplaceWithTensorSlicing", "dsx_pipe.tensor"),
         ("from deepspeed.compile import init_z3", "not available yet"),
         ("from deepspeed import DualPipeVEngine", "'zbv'"),
+        ("from deepspeed.checkpoint import DeepSpeedCheckpoint", "zero_to_fp32"),
+        ("from deepspeed.checkpoint.deepspeed_checkpoint import DeepSpeedCheckpoint", "zero_to_fp32"),
+        ("from deepspeed.compression.basic_layer import LinearLayer_Compress", "init_compression"),
+        ("from deepspeed.launcher.multinode_runner import PDSHRunner", "--launcher pdsh"),
+        ("from deepspeed.utils.comms_logging import CommsLogger", "log_summary"),
     ],
 )
 def test_an_unsupported_name_says_what_to_use(statement, advice):
@@ -157,6 +162,30 @@ def test_torch_versions_are_compared_as_versions():
     assert not required_torch_version(max_version=2.9) and not required_torch_version(min_version="99.1")
     with pytest.raises(ValueError, match="at least one"):
         required_torch_version()
+
+
+def test_the_advised_launchers_exist():
+    from dsx_launch.runners import BUILDERS
+
+    advice = UNSUPPORTED_MODULES["deepspeed.launcher.multinode_runner"]
+    named = advice.split("--launcher ")[1].split(";")[0].replace(" or ", ", ").split(", ")
+    assert set(named) | {"ssh"} == set(BUILDERS)
+
+
+def test_bandwidths_of_one_process():
+    from deepspeed.utils.comms_logging import calc_bw_log, convert_size
+
+    assert calc_bw_log("broadcast", 1_000_000, 2.0) == (4.0, 4.0)  # 8e6 bits in 2 ms
+    assert calc_bw_log("all_reduce", 1_000_000, 2.0) == (8.0, 0.0)
+    assert convert_size(1536) == "1.5 KB"
+
+
+def test_a_missing_model_is_an_assertion_error_and_one_of_arguments():
+    from dsx.engine import EngineArgumentError
+
+    for expected in (AssertionError, EngineArgumentError):
+        with pytest.raises(expected, match="got None, expected a"):
+            deepspeed.initialize(model=None, config={"train_batch_size": 1})
 
 
 def test_tiles_are_readable_by_row_and_column():

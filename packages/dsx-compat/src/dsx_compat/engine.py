@@ -6,20 +6,26 @@ method here calls the method of dsx that does the work.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import dsx_comm
 import torch
 from dsx.engine import Engine
 from dsx.engine.errors import EngineArgumentError
+from dsx.engine.observers import StepTimes
 from dsx.engine.pipeline import PipelineEngine as DsxPipelineEngine
 from dsx_comm import parallel_groups
 from dsx_zero import ZeroOptimizer, gather_hooks_paused
 from torch import nn
 
+from .errors import MemberNotSupportedError
+from .figures import ThroughputView
 from .getters import ENGINE_METHODS, Where, value_of
 from .scaler import LossScaleView
+from .unsupported import UNSUPPORTED_MEMBERS
 
 __all__ = ["DeepSpeedEngine", "DeepSpeedOptimizer", "ParameterOffload", "PipelineEngine", "renamed"]
 
@@ -101,6 +107,35 @@ class DeepSpeedEngine(Engine):
     def is_iterable_style_dataset(obj: Any) -> bool:
         """Whether a dataset can only be iterated over."""
         return isinstance(obj, torch.utils.data.IterableDataset)
+
+    # - figures, and what programs do between steps
+
+    @property
+    def tput_timer(self) -> ThroughputView:
+        """The throughput: `avg_samples_per_sec()`, `batch_size`, `global_step_count`."""
+        return ThroughputView(self)
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Name and milliseconds of the parts of the latest step; empty if they are not timed (`wall_clock_breakdown`)."""
+        return {name: ms for seen in self._parts.observers if isinstance(seen, StepTimes) for name, ms in seen.latest}
+
+    def collect_python_gc(self) -> int:
+        """Run Python's garbage collector now. Returns the number of unreachable objects it found."""
+        return gc.collect()
+
+    @staticmethod
+    def all_gather_scalar(value: torch.Tensor, dp_group: Any) -> list[torch.Tensor]:
+        """The tensors `value` of all ranks of a group, which have one shape (collective)."""
+        gathered = [torch.zeros_like(value) for _ in range(dsx_comm.get_world_size(group=dp_group))]
+        dsx_comm.all_gather(gathered, value, group=dp_group)
+        return gathered
+
+    if not TYPE_CHECKING:  # with it every misspelt method would pass a checker
+
+        def __getattr__(self, name: str) -> Any:
+            if name in UNSUPPORTED_MEMBERS:
+                raise MemberNotSupportedError(f"engine.{name}: dsx does not have it; {UNSUPPORTED_MEMBERS[name]}")
+            return super().__getattr__(name)
 
     # - whole weights
 

@@ -10,6 +10,7 @@ from typing import Any
 import dsx
 import dsx.zero
 import dsx_zero
+from dsx.engine import EngineArgumentError
 from dsx.entry import config_source
 
 from .engine import renamed
@@ -17,7 +18,11 @@ from .getters import DeepSpeedConfig
 from .settings import client_config
 from .slicing import with_recorded_slices
 
-__all__ = ["GatheredParameters", "Init", "initialize"]
+__all__ = ["GatheredParameters", "Init", "ModelMissingError", "initialize"]
+
+
+class ModelMissingError(EngineArgumentError, AssertionError):
+    """`initialize` got no model. DeepSpeed raises an AssertionError."""
 
 
 def initialize(
@@ -41,7 +46,12 @@ def initialize(
 
     Returns:
         (engine, optimizer, data loader, scheduler); None in place of those that do not exist.
+
+    Raises:
+        ModelMissingError: there is no model; it is an AssertionError too, which DeepSpeed raises.
     """
+    if model is None:
+        raise ModelMissingError("initialize(model=...): got None, expected a torch.nn.Module")
     source = config_source(args, config, config_params)
     source = source.loaded if isinstance(source, DeepSpeedConfig) else client_config(source)
     source, mpu = with_recorded_slices(source, model, mpu)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dsx.errors import DsxError
 
-__all__ = ["CompatError", "CompatWarning", "NotSupportedError", "WrongDeepSpeedError"]
+__all__ = ["CompatError", "CompatWarning", "MemberNotSupportedError", "NotSupportedError", "WrongDeepSpeedError"]
 
 
 class CompatError(DsxError):
@@ -13,6 +13,12 @@ class CompatError(DsxError):
 
 class NotSupportedError(CompatError, ImportError):
     """dsx does not have this name of DeepSpeed; the text says what to use instead."""
+
+    code = "DSX604"
+
+
+class MemberNotSupportedError(CompatError, AttributeError):
+    """An object does not have this member of DeepSpeed's; the text says what to use instead. `hasattr` is False."""
 
     code = "DSX604"
 

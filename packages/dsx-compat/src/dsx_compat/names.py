@@ -354,6 +354,10 @@ MODULES: dict[str, dict[str, str]] = {
         **_RECURSIVE,
         "is_initialized": "dsx_comm:is_initialized",
     },
+    "deepspeed.utils.comms_logging": {
+        "calc_bw_log": "dsx_compat.figures:calc_bw_log",
+        "convert_size": "dsx_comm.bandwidth:size_text",
+    },
     "deepspeed.utils.groups": _GROUPS,
     "deepspeed.utils.init_on_device": _ON_DEVICE,
     "deepspeed.utils.logging": _LOGGING,

@@ -1,15 +1,38 @@
-"""Names of DeepSpeed that dsx does not have, and what to use instead: single names by module, and whole modules.
+"""Names of DeepSpeed that dsx does not have, and what to use instead: single names by module, whole modules, and
+members of the engine.
 
 A module of the second table may have some names in `names.MODULES`; the advice is for the others.
 """
 
 from __future__ import annotations
 
-__all__ = ["UNSUPPORTED", "UNSUPPORTED_MODULES"]
+__all__ = ["UNSUPPORTED", "UNSUPPORTED_MEMBERS", "UNSUPPORTED_MODULES"]
 
 _SERVING = "dsx trains; serve the saved weights with an inference engine such as vLLM"
 _SLICING = "set tensor_parallel.autotp_size in the configuration, or slice layers with dsx_pipe.tensor"
 _SEQUENCE = "sequence parallelism is not available yet"
+_LAUNCHER = (
+    "the command deepspeed takes --launcher pdsh, openmpi, mpich, impi, mvapich or slurm;"
+    " dsx_launch.runners.BUILDERS holds a function for each of them that makes the commands"
+)
+_COMMS_LOG = (
+    "the log is part of the communication package: deepspeed.comm.configure(enabled=True), then"
+    " deepspeed.comm.log_summary()"
+)
+_COMPRESSED = "layers keep their classes: compress.init_compression(model, config) puts the techniques on them"
+_READ_CHECKPOINT = (
+    "read weights with deepspeed.utils.zero_to_fp32; engine.load_checkpoint loads at any number of ranks, without a"
+    " conversion"
+)
+_PASSES = "graph passes are not available yet; engine.compile() compiles unit by unit"
+_REDUCE = (
+    "backward and step reduce the gradients, and engine.allreduce_gradients() does by hand; for other tensors call"
+    " deepspeed.comm.all_reduce"
+)
+_SPARSE_REDUCE = (
+    "set sparse_gradients in the configuration, and backward sends the gradients of embeddings sparse; for other"
+    " tensors call deepspeed.comm.all_gather"
+)
 
 UNSUPPORTED: dict[str, dict[str, str]] = {
     "deepspeed": {
@@ -25,6 +48,14 @@ UNSUPPORTED: dict[str, dict[str, str]] = {
         "ADAM_OPTIMIZER": "import it from deepspeed.runtime.config",
         "MUON_OPTIMIZER": "import it from deepspeed.runtime.config",
     },
+    "deepspeed.checkpoint": {
+        "DeepSpeedCheckpoint": _READ_CHECKPOINT,
+        "ZeROCheckpoint": _READ_CHECKPOINT,
+        "get_model_3d_descriptor": _READ_CHECKPOINT,
+        "model_3d_desc": _READ_CHECKPOINT,
+        "reshape_meg_2d_parallel": _READ_CHECKPOINT,
+    },
+    "deepspeed.utils.comms_logging": {"CommsLogger": _COMMS_LOG},
     "deepspeed.runtime.activation_checkpointing.checkpointing": {
         "CheckpointFunction": "call checkpointing.checkpoint(function, *args)"
     },
@@ -41,8 +72,12 @@ UNSUPPORTED: dict[str, dict[str, str]] = {
 }
 
 UNSUPPORTED_MODULES: dict[str, str] = {
-    "deepspeed.compile": "graph passes are not available yet; engine.compile() compiles unit by unit",
+    "deepspeed.compile": _PASSES,
+    "deepspeed.checkpoint.deepspeed_checkpoint": _READ_CHECKPOINT,
+    "deepspeed.checkpoint.zero_checkpoint": _READ_CHECKPOINT,
+    "deepspeed.compression.basic_layer": _COMPRESSED,
     "deepspeed.inference": _SERVING,
+    "deepspeed.launcher.multinode_runner": _LAUNCHER,
     "deepspeed.linear": "use peft, whose adapters train at every ZeRO stage",
     "deepspeed.model_implementations": _SERVING,
     "deepspeed.module_inject": f"{_SERVING}; for training, {_SLICING}",
@@ -59,3 +94,30 @@ UNSUPPORTED_MODULES: dict[str, str] = {
     "deepspeed.runtime.zenflow": "ZenFlow is not available; set offload_optimizer.device in the configuration",
     "deepspeed.sequence": _SEQUENCE,
 }
+
+UNSUPPORTED_MEMBERS: dict[str, str] = {
+    **dict.fromkeys(
+        ("allreduce_and_copy", "allreduce_bucket", "allreduce_no_retain", "buffered_allreduce_fallback"), _REDUCE
+    ),
+    **dict.fromkeys(
+        ("sparse_all_gather", "sparse_allreduce", "sparse_allreduce_bucket", "sparse_allreduce_no_retain"),
+        _SPARSE_REDUCE,
+    ),
+    **dict.fromkeys(
+        (
+            "get_autosp_backend",
+            "get_autotp_backend",
+            "get_compile_time",
+            "get_deepcompile_backend",
+            "get_deepspeed_compile_backend",
+            "register_compile_pass",
+        ),
+        _PASSES,
+    ),
+    "clip_fp32_gradients": "set gradient_clipping in the configuration: step() clips once the gradients are whole",
+    "get_optimizer_configuration": "read engine.optimizer_name() and engine.optimizer_params()",
+    "load_moe_state_dict": "engine.load_checkpoint(folder) loads the experts too",
+    "print_forward_breakdown": "set wall_clock_breakdown or timeline in the configuration",
+    "random_ltd_initialize": "initialize does it, for the layers in data_efficiency.data_routing.random_ltd",
+}
+"""Member of DeepSpeed's engine -> what to use instead."""

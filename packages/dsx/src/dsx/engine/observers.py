@@ -60,18 +60,18 @@ class Throughput:
     """
 
     def __init__(self, timer: Any, tokens: Callable[[], int] = lambda: 0, ranks: int = 1) -> None:
-        self._timer, self._tokens, self._ranks = timer, tokens, ranks
+        self.timer, self._tokens, self._ranks = timer, tokens, ranks
 
     def after_step(self, report: StepReport) -> None:
         """Count the step's samples."""
         tokens = self._tokens()
         if tokens:
-            self._timer.tokens_per_sample = tokens * self._ranks / report.samples
-        self._timer.step(report.samples)
+            self.timer.tokens_per_sample = tokens * self._ranks / report.samples
+        self.timer.step(report.samples)
 
     def events(self, report: StepReport) -> list[Event]:
         """Samples, tokens and operations per second, as far as they are known."""
-        return self._timer.events(report.global_samples)
+        return self.timer.events(report.global_samples)
 
 
 class ProgressLine:
