@@ -116,7 +116,7 @@ class DeepSpeedEngine(Engine):
         return ThroughputView(self)
 
     def get_wall_clock_timers(self) -> dict[str, float]:
-        """Name and milliseconds of the parts of the latest step; empty if they are not timed (`wall_clock_breakdown`)."""
+        """Name and milliseconds of the parts of the latest step; empty without a clock (`wall_clock_breakdown`)."""
         return {name: ms for seen in self._parts.observers if isinstance(seen, StepTimes) for name, ms in seen.latest}
 
     def collect_python_gc(self) -> int:

@@ -136,6 +136,13 @@ _ZERO_TO_FP32 = _of(
     " convert_zero_checkpoint_to_state_dict load_state_dict_from_zero_checkpoint get_model_state_file"
     " get_optim_files main",
 )
+_CHECKPOINT_CONSTANTS = _of(
+    "dsx_compat.values",
+    "OPTIMIZER_STATE_DICT FP32_GROUPS FP32_FLAT_GROUPS BASE_OPTIMIZER_STATE GROUP_PADDINGS"
+    " SINGLE_PARTITION_OF_FP32_GROUPS PARTITION_COUNT ZERO_STAGE CLIP_GRAD LOSS_SCALER PARAM PARAM_SHAPES"
+    " BUFFER_NAMES DS_VERSION FROZEN_PARAM_SHAPES FROZEN_PARAM_FRAGMENTS MODEL_FILE_PREFIX LAYER_FILE_PREFIX"
+    " ZERO_FILE_PREFIX MODEL_FILE_SUFFIX OPTIM_FILE_SUFFIX",
+)
 _GRADIENTS = {
     **_of("dsx_compat.gradients", "clip_grad_norm_ get_grad_zeros get_weight_norm CheckOverflow"),
     **_of("dsx_ops", "get_global_norm"),
@@ -188,14 +195,8 @@ MODULES: dict[str, dict[str, str]] = {
     "deepspeed.accelerator.cpu_accelerator": {"CPU_Accelerator": "dsx.accelerator:CPUAccelerator"},
     "deepspeed.accelerator.cuda_accelerator": {"CUDA_Accelerator": "dsx.accelerator:CUDAAccelerator"},
     "deepspeed.autotuning": _of("dsx.autotuning", "Autotuner"),
-    "deepspeed.checkpoint": {},
-    "deepspeed.checkpoint.constants": _of(
-        "dsx_compat.values",
-        "OPTIMIZER_STATE_DICT FP32_GROUPS FP32_FLAT_GROUPS BASE_OPTIMIZER_STATE GROUP_PADDINGS"
-        " SINGLE_PARTITION_OF_FP32_GROUPS PARTITION_COUNT ZERO_STAGE CLIP_GRAD LOSS_SCALER PARAM PARAM_SHAPES"
-        " BUFFER_NAMES DS_VERSION FROZEN_PARAM_SHAPES FROZEN_PARAM_FRAGMENTS MODEL_FILE_PREFIX LAYER_FILE_PREFIX"
-        " ZERO_FILE_PREFIX MODEL_FILE_SUFFIX OPTIM_FILE_SUFFIX",
-    ),
+    "deepspeed.checkpoint": _CHECKPOINT_CONSTANTS,
+    "deepspeed.checkpoint.constants": _CHECKPOINT_CONSTANTS,
     "deepspeed.checkpoint.utils": _of("dsx.utils", "clone_tensors_for_torch_save"),
     "deepspeed.checkpoint.ds_to_universal": {"main": "dsx_checkpoint.ds_to_universal:main"},
     "deepspeed.elasticity": _ELASTICITY,

@@ -54,6 +54,7 @@ UNSUPPORTED: dict[str, dict[str, str]] = {
         "get_model_3d_descriptor": _READ_CHECKPOINT,
         "model_3d_desc": _READ_CHECKPOINT,
         "reshape_meg_2d_parallel": _READ_CHECKPOINT,
+        "enable_universal_checkpoint": _READ_CHECKPOINT,
     },
     "deepspeed.utils.comms_logging": {"CommsLogger": _COMMS_LOG},
     "deepspeed.runtime.activation_checkpointing.checkpointing": {
