@@ -60,25 +60,48 @@ def test_states_of_16_bit_parameters_stay_float32():
     run_ranks(resumes, 2, "OneBitAdam", 7, torch.bfloat16)
 
 
-def masks(rank, world):
+def masks(rank, world, name):
     mask = torch.ones(9, 4)
     mask[5:] = 0
-    params, a = make("OneBitAdam", mask=mask)
+    params, a = make(name, mask=mask)
     go(params, a, rank, range(5))
     saved = copy.deepcopy(a.state_dict())
-    _, without = make("OneBitAdam")
+    for state in saved["state"].values():
+        assert "exp_avg_mask" not in state
+        state["exp_avg_mask"] = torch.zeros(state["exp_avg"].shape)  # as an earlier version saved it
+    free, without = make(name)
     without.load_state_dict(copy.deepcopy(saved))
     other = 1 - mask
-    own, with_own = make("OneBitAdam", mask=other)
+    own, with_own = make(name, mask=other)
     with_own.load_state_dict(saved)
     go(own, with_own, rank, range(5, 6))
-    first = without.param_groups[0]["params"][0]
-    assert torch.equal(without.state[first]["exp_avg_mask"], mask)  # the saved one
+    assert not any("exp_avg_mask" in group for group in without.param_groups)
+    go(free, without, rank, range(5, 6))
+    assert without.state[free[0]]["exp_avg"].all()  # no mask is left
+    assert torch.equal(with_own.param_groups[0]["exp_avg_mask"], other)
     assert not with_own.state[own[0]]["exp_avg"][:5].any()  # the script's
 
 
-def test_a_saved_mask_counts_unless_the_script_sets_one():
-    run_ranks(masks, 2)
+@pytest.mark.parametrize("name", ["OneBitAdam", "OneBitLamb"])
+def test_masks_come_from_the_script_and_never_from_saved_states(name):
+    run_ranks(masks, 2, name)
+
+
+def freezes(rank, world, name, key):
+    params, optimizer = make(name)
+    found = [getattr(optimizer, key)]
+    for step in range(4):
+        go(params, optimizer, rank, [step])
+        found.append(getattr(optimizer, key))
+    assert found == [False, False, False, True, True]  # freeze_step is 3
+    _, again = make(name)
+    again.load_state_dict(optimizer.state_dict())
+    assert getattr(again, key) is True
+
+
+@pytest.mark.parametrize(("name", "key"), [("OneBitAdam", "adam_freeze_key"), ("OneBitLamb", "lamb_freeze_key")])
+def test_the_freeze_key_says_whether_the_variance_is_frozen(name, key):
+    run_ranks(freezes, 2, name, key)
 
 
 def exported(rank, world, name):

@@ -47,8 +47,13 @@ class FreezingOptimizer(CompressedOptimizer):
         self.freeze_step, self.variance_window = freeze_step, variance_window
         super().__init__(params, defaults, **options)
 
+    @property
+    def frozen(self) -> bool:
+        """Whether `freeze_step` steps are done, so that the next one leaves the variance as it is."""
+        return self.clock.step >= self.freeze_step
+
     def _coming(self) -> StepKind:
-        return StepKind.EXACT if self.clock.step < self.freeze_step else StepKind.ONE_BIT
+        return StepKind.ONE_BIT if self.frozen else StepKind.EXACT
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
         clock = self.clock
@@ -123,13 +128,17 @@ class OneBitAdam(FreezingOptimizer):
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "eps_inside_sqrt": eps_inside_sqrt, "weight_decay": weight_decay,
             "bias_correction": bias_correction, "max_grad_norm": max_grad_norm, "amsgrad": amsgrad, "non_freeze": False,
-            "exp_avg_mask": None,
         }  # fmt: skip
         super().__init__(
             params, defaults, freeze_step, variance_window, process_group=process_group, compression=compression,
             gradient_dtype=gradient_dtype, scale=scale, variance_floor=variance_floor,
             comm_backend_name=comm_backend_name, cuda_aware=cuda_aware, deepspeed=deepspeed,
         )  # fmt: skip
+
+    @property
+    def adam_freeze_key(self) -> bool:
+        """Whether the variance is frozen: `freeze_step` steps are done."""
+        return self.frozen
 
     def _apply(self, kind: StepKind) -> None:
         exact = kind is StepKind.EXACT

@@ -304,11 +304,10 @@ class CompressedOptimizer(torch.optim.Optimizer):
         found: dict[int, torch.Tensor] = {}
         for group in self.param_groups:
             for parameter, given in zip(group["params"], masks_of(group)):
-                state = self.state[parameter]
-                if given is not None:  # saved with the states, so that it survives a script that does not set it
-                    state["exp_avg_mask"] = given.to(parameter.device, torch.float32).expand(parameter.shape).clone()
-                mask = state.get("exp_avg_mask")
-                never = state["exp_avg_sq"] == 0
+                mask = None
+                if given is not None:
+                    mask = given.to(parameter.device, torch.float32).expand(parameter.shape).clone()
+                never = self.state[parameter]["exp_avg_sq"] == 0
                 if never.any():
                     alive = (~never).to(torch.float32)
                     mask = alive if mask is None else mask * alive
@@ -380,6 +379,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def states_loaded(self) -> None:
         """States were put into `state` from outside: take the clock from them."""
         self.clock, self._masks = self.clock_type(), None
+        for state in self.state.values():
+            state.pop("exp_avg_mask", None)  # in states of an earlier version
         self._read_clock()
         self._tell_engine()
 
@@ -396,13 +397,15 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave on this rank. Errors of another number of ranks are dropped, with a warning.
 
-        A mask that a parameter group of this script has stays; otherwise the saved one counts.
+        The masks are those of this script's parameter groups. Saved masks are dropped: a script that goes on without
+        one, such as with longer sequences, moves all elements again.
         """
         saved = dict(state_dict)
         errors = saved.pop("error_feedback", [])
         masks = [group.get("exp_avg_mask") for group in self.param_groups]
         super().load_state_dict(saved)
         for group, mask in zip(self.param_groups, masks):
+            group.pop("exp_avg_mask", None)
             if mask is not None:
                 group["exp_avg_mask"] = mask
         self._undo_casts(saved)

@@ -73,7 +73,7 @@ class OneBitLamb(FreezingOptimizer):
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "eps_inside_sqrt": eps_inside_sqrt, "weight_decay": weight_decay,
             "bias_correction": bias_correction, "max_grad_norm": max_grad_norm, "amsgrad": amsgrad,
-            "exp_avg_mask": None, "max_coeff": max_coeff, "min_coeff": min_coeff, "coeff_beta": coeff_beta,
+            "max_coeff": max_coeff, "min_coeff": min_coeff, "coeff_beta": coeff_beta,
             "factor_max": factor_max, "factor_min": factor_min, "factor_threshold": factor_threshold,
         }  # fmt: skip
         self._coefficients: list[float] = []
@@ -82,6 +82,11 @@ class OneBitLamb(FreezingOptimizer):
             gradient_dtype=gradient_dtype, scale=scale, variance_floor=variance_floor,
             comm_backend_name=comm_backend_name, cuda_aware=cuda_aware, deepspeed=deepspeed,
         )  # fmt: skip
+
+    @property
+    def lamb_freeze_key(self) -> bool:
+        """Whether the variance is frozen: `freeze_step` steps are done."""
+        return self.frozen
 
     def get_lamb_coeffs(self) -> list[float]:
         """The coefficients of the last step, one per parameter tensor; empty before the first."""

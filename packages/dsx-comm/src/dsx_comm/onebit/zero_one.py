@@ -70,7 +70,6 @@ class ZeroOneAdam(CompressedOptimizer):
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "eps_inside_sqrt": eps_inside_sqrt, "weight_decay": weight_decay,
             "bias_correction": bias_correction, "max_grad_norm": max_grad_norm, "amsgrad": amsgrad,
-            "exp_avg_mask": None,
         }  # fmt: skip
         self._begin: dict[int, torch.Tensor] = {}  # parameters where the running window began
         self._in_window = False
