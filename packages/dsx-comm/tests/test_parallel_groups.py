@@ -116,7 +116,7 @@ def through_mpu(rank, world):
     mpu = Megatron()
     groups.use(mpu)
     assert groups.get_data_parallel_group() is mpu.data and groups.get_sequence_data_parallel_group() is mpu.data
-    assert groups.get_tensor_model_parallel_group() is mpu.model and groups.get_expert_model_parallel_world_size() == 2
+    assert groups.get_tensor_model_parallel_group() is mpu.model and groups.get_expert_model_parallel_world_size() == 1
     assert (groups.get_data_parallel_rank(), groups.get_tensor_model_parallel_rank()) == divmod(rank, 2)
     assert (
         groups.get_tensor_model_parallel_src_rank() == rank // 2 * 2 and groups.get_sequence_parallel_world_size() == 1
@@ -125,6 +125,7 @@ def through_mpu(rank, world):
         groups.get_sequence_parallel_group()
     groups.create_expert_data_and_model_parallel(2, mpu)
     assert members(groups.get_expert_parallel_group("ep_size_2")) == [rank % 2, rank % 2 + 2]
+    assert groups.get_expert_model_parallel_world_size() == 2
     ours = Mpu(GroupRegistry(ProcessTopology(("data", "sequence"), (2, 2))))
     groups.use(ours)
     assert groups.get_sequence_data_parallel_world_size() == 4 and groups.get_sequence_parallel_rank() == rank % 2

@@ -60,6 +60,7 @@ def _forward_and_backward(rank, world, is_sliced):
     model = parallel_groups.current().axis("model")
     experts, span = sliced(model.group) if is_sliced else (full_experts(), slice(0, FFN))
     layer = layer_of(experts, world // 2, enable_expert_tensor_parallelism=is_sliced, overlap_chunks=2)
+    assert parallel_groups.get_expert_model_parallel_world_size() == (2 if is_sliced else 1)
     data_rank = rank // 2
     x = tokens_of(data_rank).requires_grad_()
     with dsx_comm.count_traffic() as traffic:

@@ -30,6 +30,9 @@ class ParallelGroups:
     Args:
         source: a registry, or a Megatron-style `mpu` object, whose groups are taken as they are when they are first
             asked for; None: one data axis over all ranks.
+
+    Attributes:
+        slices_experts: experts are slices over the tensor axis; else every rank of it has whole experts.
     """
 
     def __init__(self, source: Any = None) -> None:
@@ -38,6 +41,7 @@ class ParallelGroups:
         self._source = source if is_mpu else None
         self._experts: dict[str, tuple[AxisGroup, AxisGroup]] = {}
         self._blocks: AxisGroup | None = None
+        self.slices_experts = False
 
     def speaks_of(self, source: Any) -> bool:
         """Whether this is the registry or mpu that these groups come from."""

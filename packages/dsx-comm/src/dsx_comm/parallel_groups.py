@@ -143,9 +143,9 @@ def create_expert_data_and_model_parallel(
     expert_parallel_size_: int, mpu: Any, use_data_before_expert_parallel_: bool = False
 ) -> None:
     """As `create_expert_and_data_parallel` beside model parallelism, whose groups `mpu` knows and which are used from
-    now on.
+    now on. Experts are slices over its tensor-parallel ranks.
     """
-    use(mpu)
+    use(mpu).slices_experts = True
     create_expert_and_data_parallel(expert_parallel_size_, use_data_before_expert_parallel_)
 
 
@@ -202,8 +202,11 @@ def get_expert_broadcast_src_rank(group_name: str) -> int:
 
 
 def get_expert_model_parallel_world_size() -> int:
-    """Number of ranks that hold slices of one expert: those with slices of the same tensors."""
-    return get_tensor_model_parallel_world_size()
+    """Number of ranks that hold slices of one expert: the tensor-parallel ranks if experts are sliced
+    (`create_expert_data_and_model_parallel`, or a layer with `enable_expert_tensor_parallelism`), else 1.
+    """
+    groups = _with_experts()
+    return groups.size("tensor") if groups.slices_experts else 1
 
 
 def get_max_expert_size() -> int:

@@ -50,8 +50,10 @@ def expert_group_name(ep_size: int) -> str:
     return f"ep_size_{ep_size}"
 
 
-def expert_groups_of(ep_size: int, *, data_before_expert: bool = False) -> ExpertGroups:
+def expert_groups_of(ep_size: int, *, data_before_expert: bool = False, slices_experts: bool = False) -> ExpertGroups:
     """The groups for experts over `ep_size` ranks. The first call makes them (collective over all ranks).
+
+    `slices_experts` records that experts are slices over the tensor axis.
 
     Raises:
         MoEConfigError: `ep_size` is not 1 in a process alone without a process group, `ep_size` does not divide the
@@ -72,6 +74,7 @@ def expert_groups_of(ep_size: int, *, data_before_expert: bool = False) -> Exper
     if ep_size < 1 or stage_ranks % ep_size:
         raise MoEConfigError(f"ep_size: got {ep_size}, expected a divisor of {stage_ranks} (data-parallel ranks)")
     given.create_experts(ep_size, data_before_expert=data_before_expert)
+    given.slices_experts |= slices_experts
     made = ExpertGroups(
         name,
         given.expert(name),

@@ -264,7 +264,7 @@ def apply_expert_parallel(
             _probe(module, rule, name)
     if slice_experts:
         _check_slices(found, tensor_group)
-    groups = expert_groups_of(ep_size, data_before_expert=use_data_before_expert_parallel)
+    groups = expert_groups_of(ep_size, data_before_expert=use_data_before_expert_parallel, slices_experts=slice_experts)
     dispatch = ExpertDispatch(groups, overlap_chunks, devices_per_node, tensor_group)
     for name, module in found.items():
         if is_packed(module):

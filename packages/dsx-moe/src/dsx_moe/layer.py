@@ -199,7 +199,11 @@ class MoE(nn.Module):
         if use_tutel:
             text = "use_tutel means nothing here: tokens are dispatched without padding in any case"
             warnings.warn(with_code(text, "DSX156"), stacklevel=2)
-        groups = expert_groups_of(ep_size, data_before_expert=use_data_before_expert_parallel)
+        groups = expert_groups_of(
+            ep_size,
+            data_before_expert=use_data_before_expert_parallel,
+            slices_experts=enable_expert_tensor_parallelism,
+        )
         sliced = _tensor_group(tensor_group)
         self.hidden_size, self.num_experts, self.ep_size = hidden_size, num_experts, ep_size
         self.num_local_experts = num_experts // ep_size
