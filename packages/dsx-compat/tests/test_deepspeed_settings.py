@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import base64
 import json
+import logging
+import subprocess
+import sys
 import warnings
 
 import dsx_compat
@@ -41,6 +44,63 @@ def test_unknown_keys_of_the_document_are_left_out_with_one_warning(form, tmp_pa
     assert "gradient_cliping (did you mean gradient_clipping?)" in text
     assert engine.config["train_batch_size"] == 2 and "data_parallel_size" not in engine.config
     assert config == json.loads(given)
+
+
+def _as_accelerate_writes():
+    none = {"device": "none", "nvme_path": None}
+    zero = {"stage": 2, "offload_optimizer": none, "offload_param": none}
+    return BASE | {
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 1.0,
+        "zero_optimization": zero | {"stage3_gather_16bit_weights_on_model_save": False},
+        "steps_per_print": float("inf"),
+        "fp16": {"enabled": False},
+        "bf16": {"enabled": False},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+
+@pytest.mark.parametrize("form", ["dictionary", "file"])
+def test_what_clients_write_by_themselves_gives_no_warning(form, tmp_path, caplog):
+    config = _as_accelerate_writes()
+    if form == "file":
+        (tmp_path / "ds.json").write_text(json.dumps(config | {"steps_per_print": None}))  # JSON has no infinity
+        config = str(tmp_path / "ds.json")
+    with caplog.at_level(logging.INFO):
+        engine, text = started(config)
+    lines = [record.getMessage() for record in caplog.records]
+    assert text == "" and lines  # the root logger's handlers get the lines of dsx
+    assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(lines) == len(set(lines)) and engine.zero_allow_untested_optimizer() is True
+    assert engine.steps_per_print() is None
+
+
+@pytest.mark.parametrize(
+    "key",
+    [{"zero_allow_untested_optimizer": False}, {"zero_force_ds_cpu_optimizer": True}],
+    ids=lambda key: next(iter(key)),
+)
+def test_a_wish_that_dsx_does_not_follow_gives_a_warning(key, caplog):
+    started(BASE | key)
+    told = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(told) == 1 and next(iter(key)) in told[0] and "DSX151" in told[0]
+
+
+@pytest.mark.parametrize("configured", ["before", "after"])
+def test_each_line_appears_once_beside_basic_config(configured):
+    program = f"""
+import logging, torch, dsx_compat
+dsx_compat.activate()
+import deepspeed
+if {configured == "before"}:
+    logging.basicConfig(level=logging.INFO)
+deepspeed.initialize(model=torch.nn.Linear(2, 1), config={BASE})
+logging.basicConfig(level=logging.INFO)
+deepspeed.utils.logger.warning("one line")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr.count("one line") == 1 and done.stderr.count("Engine(Linear") == 1
 
 
 def test_known_documents_give_no_warning(tmp_path):

@@ -155,13 +155,21 @@ def _asked(root: Any, path: str) -> Iterator[tuple[str, str]]:
         yield from _culprits(path, *found)
 
 
+# Values that ask for what dsx does in any case. Accelerate and the Trainer write the first by themselves.
+_ALREADY_SO = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+
+
 def meaningless(paths: Mapping[str, Any]) -> list[str]:
-    """Return ``path: reason`` for every key of ``MEANINGLESS`` among the paths that a configuration sets."""
+    """Return ``path: reason`` for every key of ``MEANINGLESS`` among the paths that a configuration sets, except where
+    the value asks for what dsx does in any case.
+    """
     found = []
     on_disk = any(path.startswith("zero_optimization.offload_") and value == "nvme" for path, value in paths.items())
     if not on_disk and any(path.startswith("aio.") for path in paths):
         found.append("aio: read where offload_optimizer or offload_param has the device nvme, which is not so here")
     for path, reason in MEANINGLESS.items():
+        if path in _ALREADY_SO and paths.get(path) == _ALREADY_SO[path]:
+            continue
         if path in paths or any(other.startswith(path + ".") for other in paths):
             found.append(f"{path}: {reason}")
     return found

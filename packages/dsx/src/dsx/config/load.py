@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from ..errors import DsxConfigError, PrecisionError, Problem, with_code
 from ..precision import Precision, resolve_precision
-from .availability import OLD_NAMES, asks_for, meaningless, not_yet
+from .availability import MEANINGLESS, OLD_NAMES, asks_for, meaningless, not_yet
 from .batch import ACCUMULATION, MICRO, TRAIN, BatchSizes, resolve_batch
 from .components import component_problems
 from .elastic import elastic_batch
@@ -164,7 +164,7 @@ def _build(root: Any, batch: BatchSizes, precision: Precision, document: Documen
     if ignored:
         told = with_code("these keys are accepted and mean nothing here", _NO_EFFECT)
         warnings.append("\n  ".join([f"{told}:", *ignored]))
-    names = {name.split(":")[0] for name in ignored}
+    names = {*MEANINGLESS, *(name.split(":")[0] for name in ignored)}
     configured = [key for key in ready.data if key not in names and _is_active(root, key)]
     tracker = UsageTracker(configured)
     tracker.mark("elasticity")  # it is used here: the batch sizes come from it
