@@ -3,6 +3,9 @@
 import os
 import subprocess
 import sys
+import tarfile
+import zipfile
+from pathlib import Path
 
 import pytest
 from dsx import __version__
@@ -42,7 +45,52 @@ def test_autotune_says_that_it_searches(capsys):
     assert "Search for the configuration" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", ["dsx plan machines", "dsx.config reference", "dsx config schema"])
+@pytest.mark.parametrize("word", ["DSX104", "dsx104", "104", "[DSX104]", "errors#dsx104"])
+def test_explain_says_what_a_code_means_however_it_was_copied(word, capsys):
+    assert main(["explain", word]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("DSX104\n") and "Keys contradict each other" in said and "*Do:* keep one" in said
+    assert "DSX103" not in said and "DSX105" not in said
+
+
+@pytest.mark.parametrize("word", ["DSX999", "1040", "zero"])
+def test_explain_refuses_what_is_no_code(word, capsys):
+    assert main(["explain", "DSX104", word]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and f"got '{word}', expected a code of dsx, from DSX1" in said.err
+
+
+@pytest.mark.parametrize("target", ["wheel", "sdist"])
+def test_the_page_of_codes_travels_with_the_package(target, tmp_path):
+    """What is built has the page, and a wheel that is built from the sdist has it too."""
+    package = Path(__file__).resolve().parents[1]
+    if not (package / "error_page.py").is_file() or not (package.parents[1] / "docs").is_dir():
+        pytest.skip("not in a checkout")
+    builders = pytest.importorskip("hatchling.builders.wheel"), pytest.importorskip("hatchling.builders.sdist")
+    wheel, sdist = builders[0].WheelBuilder, builders[1].SdistBuilder
+    root = package
+    if target == "sdist":
+        (packed,) = sdist(str(package)).build(directory=str(tmp_path), versions=["standard"])
+        with tarfile.open(packed) as archive:
+            archive.extractall(tmp_path, filter="data")
+        (root,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    (built,) = wheel(str(root)).build(directory=str(tmp_path), versions=["standard"])
+    with zipfile.ZipFile(built) as archive:
+        assert archive.read("dsx/error_codes.md") == (package.parents[1] / "docs/reference/errors.md").read_bytes()
+
+
+def test_the_help_of_config_is_one_line_for_each_command(capsys):
+    with pytest.raises(SystemExit):
+        main(["config", "--help"])
+    rows = capsys.readouterr().out.splitlines()
+    for name in ("explain", "check", "schema", "reference"):
+        (row,) = (row for row in rows if row.split()[:1] == [name])
+        assert len(row.split()) > 2, "name and meaning stand on one line"
+
+
+@pytest.mark.parametrize(
+    "words", ["dsx plan machines", "dsx.config reference", "dsx config schema", "dsx explain DSX101"]
+)
 def test_a_reader_that_ends_first_gives_no_traceback(words):
     """As `dsx plan machines | head -1`: nothing reads any more, and the command ends as one that SIGPIPE ends."""
     module, *rest = words.split()

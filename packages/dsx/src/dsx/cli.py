@@ -28,6 +28,7 @@ class Subcommand:
 COMMANDS = {
     "launch": Subcommand("dsx_launch.main", "start a program on every device of one or many machines"),
     "doctor": Subcommand("dsx.doctor", "report what this machine and installation offer, and what is missing"),
+    "explain": Subcommand("dsx.explain_command", "say what the code of an error or a warning means, and what to do"),
     "ssh": Subcommand("dsx_launch.remote_shell", "run one command on every host of a hostfile"),
     "config": Subcommand("dsx.config.__main__", "explain a configuration, print its schema or reference"),
     "bench": Subcommand("dsx.bench_command", "time the collectives on this machine: dsx bench comm"),

@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dsx config", description="Look at a configuration without training.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command", title="commands")
+    commands = parser.add_subparsers(dest="command", required=True, title="commands")
     for name, text in (
         ("explain", "show every value in effect and where it came from"),
         ("check", "say what happens with each key here, and report all problems"),
