@@ -201,6 +201,15 @@ def test_the_profiled_step_is_the_one_that_begins_when_so_many_are_done(chosen, 
     assert found["modules"]["macs"] == (10 + chosen) * 24 and found["facts"]["micro_batches"] == 1
 
 
+def test_the_profile_is_announced_once_with_all_its_places(tmp_path, caplog):
+    section = {"enabled": True, "profile_step": 1, "output_file": f"{tmp_path}/out/profile.txt"}
+    with caplog.at_level("INFO", logger="dsx"):
+        train(config(tmp_path / "run", flops_profiler=section), 2).destroy()
+    (line,) = (record.getMessage() for record in caplog.records if "flops profile of step" in record.getMessage())
+    assert line.endswith(f"step 1: {tmp_path}/run/flops.html and {tmp_path}/out/profile.html")
+    assert (tmp_path / "run" / "flops.html").is_file() and (tmp_path / "out" / "profile.html").is_file()
+
+
 def test_depth_top_and_detail_shape_the_text(tmp_path, caplog):
     with caplog.at_level("INFO", logger="dsx"):
         section = {"enabled": True, "module_depth": 1, "top_modules": 3, "detailed": False}

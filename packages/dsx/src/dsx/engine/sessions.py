@@ -104,14 +104,17 @@ class FlopsSession(StepHook):
             logger.info("%s", text)
         else:
             places.append(Path(section.output_file))
-        for place in places:
+        written = []
+        for place in dict.fromkeys(places):
             with self._tolerating(f"the flops profile cannot be written to {place}"):
                 place.parent.mkdir(parents=True, exist_ok=True)
                 if place.suffix not in (".json", ".html"):
                     place.write_text(text, encoding="utf-8")
                 profiler.write_json(place.with_suffix(".json"), step)
                 profiler.write_html(place.with_suffix(".html"), step)
-                logger.info("flops profile of step %d: %s", step, place.with_suffix(".html"))
+                written.append(str(place.with_suffix(".html")))
+        if written:
+            logger.info("flops profile of step %d: %s", step, " and ".join(written))
 
     def close(self) -> None:
         """Remove all hooks from the model, also if training ended inside the profiled step."""
