@@ -355,6 +355,36 @@ def test_documented_defaults_and_strict_keys():
         MonitorMaster({"tensorboard": {"enabled": "yes"}})
 
 
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"csv_monitor": {"enabled": True, "output_pth": "x"}},
+         "csv_monitor.output_pth: unknown key, expected one of enabled, output_path, job_name "
+         "(did you mean 'output_path'?)"),
+        ({"csv_monitr": {"enabled": True}},
+         "csv_monitr: unknown key, expected one of tensorboard, wandb, comet, csv_monitor, jsonl "
+         "(did you mean 'csv_monitor'?)"),
+        ({"wandb": {"zzzzzzzz": 1}},
+         "wandb.zzzzzzzz: unknown key, expected one of enabled, group, team, project, mode"),
+        ({"csv_monitor": {"enabled": "yes"}}, "csv_monitor.enabled: got 'yes', expected true or false"),
+        ({"csv_monitor": 3}, "csv_monitor: got 3, expected an object { ... }"),
+        ({"wandb": {"mode": "onlin"}},
+         "wandb.mode: got 'onlin', expected one of online, offline, disabled (did you mean 'online'?)"),
+        ({"comet": {"samples_log_interval": 0}},
+         "comet.samples_log_interval: got 0, expected greater than or equal to 1"),
+        ({"comet": {"api_key": 1234}}, "comet.api_key: got '***', expected text"),
+        ({"comet": [{"api_key": "1234"}]}, "comet: got [{'api_key': '***'}], expected an object { ... }"),
+        ({"jsonl": {"enabld": True}, "wandb": {"tem": "a"}},
+         "wandb.tem: unknown key, expected one of enabled, group, team, project, mode (did you mean 'team'?); "
+         "jsonl.enabld: unknown key, expected one of enabled, output_path, job_name (did you mean 'enabled'?)"),
+    ],
+)  # fmt: skip
+def test_a_wrong_section_is_refused_in_words_of_its_own(config, said):
+    with pytest.raises(MonitorConfigError) as caught:
+        MonitorMaster(config)
+    assert str(caught.value) == f"monitor configuration: {said}"
+
+
 def test_a_tensor_with_one_element_is_a_number(tmp_path):
     torch = pytest.importorskip("torch")
     with csvMonitor(csv_config(tmp_path), rank=0) as monitor:

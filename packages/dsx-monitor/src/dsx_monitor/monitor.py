@@ -215,8 +215,9 @@ def _as_config(config: Any, sections: tuple[str, ...]) -> Any:
         try:
             return MonitorConfig.model_validate({sections[0]: dict(config)} if alone else dict(config))
         except ValidationError as error:
-            lines = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-            raise MonitorConfigError(f"monitor configuration: {lines}") from None
+            from .problems import problems_of  # lazy import, as above
+
+            raise MonitorConfigError(f"monitor configuration: {problems_of(error, MonitorConfig)}") from None
     if len(sections) == 1 and not hasattr(config, sections[0]) and hasattr(config, "enabled"):
         return _Single(sections[0], config)
     if not any(hasattr(config, name) for name in sections):
