@@ -24,6 +24,12 @@ def test_sources_and_pages_name_no_private_number():
     assert {name: numbers for name, numbers in found.items() if numbers} == {}
 
 
+def test_no_docstring_only_refers_to_its_module():
+    files = [*ROOT.glob("packages/*/src/**/*.py"), *ROOT.glob("packages/*/bench/*.py")]
+    assert len(files) > 500
+    assert [file.name for file in files if re.search(r'"""See the module', file.read_text())] == []
+
+
 @pytest.mark.parametrize("module", [name for name, file in hooks.sources().items() if hooks.public_names(file)])
 def test_docstrings_of_public_names_stand_alone(module):
     """The page of a class does not show the text of the module that it is in."""

@@ -164,7 +164,7 @@ def child(*arguments: Any) -> dict[str, Any] | None:
 
 
 def limit(layers: int, width: int, folder: str) -> Table:
-    """See the module's text."""
+    """Train under a limit of memory with everything on disk, and without offload, which has to fail."""
     sizes = {"room, MiB": "{:.0f}", "PSS above import, MiB": "{:.0f}"}
     table = Table({"state": "", "trains": "", **sizes, "first loss": "{:.3f}", "last loss": "{:.3f}"}, "limit")
     trains: dict[str, bool] = {}
@@ -182,7 +182,7 @@ def limit(layers: int, width: int, folder: str) -> Table:
 
 
 def largest(limit_mib: int, width: int, folder: str) -> Table:
-    """See the module's text."""
+    """Find the most parameters that DDP trains under a limit, and try 10 and 20 times as many with ZeRO-Infinity."""
     table = Table({"where": "", "limit, MiB": "", "parameters": "{:,}", "of DDP": "{:.1f}x", "trains": ""}, "largest")
     fits, layers, step, most = 0, 1, 1, 0
     while step:
@@ -210,7 +210,7 @@ def largest(limit_mib: int, width: int, folder: str) -> Table:
 
 
 def disk_step(parameters: int, pairs: int, folder: str) -> Table:
-    """See the module's text."""
+    """Compare an Adam step with states and masters on disk with the disk's own time for the same bytes."""
     import dsx_nvme
     import dsx_zero
     import torch
@@ -267,7 +267,7 @@ def disk_step(parameters: int, pairs: int, folder: str) -> Table:
 
 
 def disk_passes(parameters: int, pairs: int, folder: str) -> Table:
-    """See the module's text."""
+    """Compare forward and backward with parameters on disk with those in memory, and with the disk's own time."""
     import dsx_nvme
     import dsx_zero
     import torch
@@ -342,7 +342,7 @@ def _chain(layers: Any) -> Any:
 
 
 def overlap(steps: int) -> Table:
-    """See the module's text."""
+    """Measure the part of the transfers that the computation does not hide."""
     import dsx_zero
     import torch
     from dsx_testkit import PacedLink, SleepingLinear

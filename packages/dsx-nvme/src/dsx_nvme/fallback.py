@@ -40,7 +40,7 @@ def _write_from(fd: int, view: memoryview, offset: int) -> int:
 
 
 class PythonEngine:
-    """See the module's text.
+    """Reads and writes at given offsets with a pool of threads: the compiled engine's methods without a compiler.
 
     Options as those of the compiled engine; `workers` threads move `block_size` bytes at a time.
     """

@@ -61,7 +61,10 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Stager:
-    """See the module's text. `engine` is the `Engine` whose transfers it makes."""
+    """Moves tensors that the kernel cannot access directly, piece by piece through page-locked host buffers.
+
+    `engine` is the `Engine` whose transfers it makes.
+    """
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine

@@ -114,7 +114,7 @@ class Ticket(Protocol):
 
 
 class Lane(Protocol):
-    """See the module's text."""
+    """Runs the jobs submitted to it one after the other, beside the computation."""
 
     def submit(self, job: Job, *, see_writes_so_far: bool = False) -> Ticket:
         """Start or queue `job`; with `see_writes_so_far`, behind what the caller's side has written so far."""

@@ -21,7 +21,7 @@ from .work import JoinedWork
 
 
 class ShmReductions(ShmGroup):
-    """See the module's text."""
+    """The operations of the shared-memory transport's group that reduce: by the compiled module, or in rank order."""
 
     def allreduce(self, tensors: Any, opts: Any = None, **_: Any) -> Any:
         """Reduce `tensors[0]` in place over all ranks."""

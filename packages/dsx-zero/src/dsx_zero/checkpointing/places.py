@@ -44,7 +44,7 @@ class Held(Protocol):
 
 
 class Place(Protocol):
-    """See the module's text."""
+    """Memory that keeps the input of a checkpoint between forward and backward."""
 
     def put(self, flat: torch.Tensor) -> Held:
         """Keep a flat tensor. It must not be written to as long as it is held."""

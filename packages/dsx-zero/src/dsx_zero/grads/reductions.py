@@ -50,7 +50,7 @@ class ReductionWatch(Protocol):
 
 
 class Reductions:
-    """See the module's text.
+    """Reduces the gradients of one model unit by unit, and keeps account of the reductions in flight.
 
     Args:
         units: all units; those with trainable parameters are reduced.

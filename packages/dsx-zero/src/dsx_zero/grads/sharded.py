@@ -134,7 +134,10 @@ _NORMS = frozenset({torch.linalg.vector_norm, torch.norm, torch.Tensor.norm})
 
 
 class ShardedGradient(torch.Tensor):
-    """See the module's text. `.grad` of a sharded parameter refers to it while the parameter has a gradient."""
+    """A gradient of which this rank has a shard only, as a tensor with the logical shape and without values.
+
+    `.grad` of a sharded parameter refers to it while the parameter has a gradient.
+    """
 
     _source: GradientSource
     _arrived: torch.Tensor | None

@@ -60,7 +60,7 @@ class ScheduleDivergence(ZeroStateError):
 
 
 class AgreedOrder:
-    """The `Order` of several ranks; see the module's text.
+    """The `Order` of several ranks: they agree in rounds of messages, and repeat a schedule once two steps were alike.
 
     Args:
         executor: executes the operations.

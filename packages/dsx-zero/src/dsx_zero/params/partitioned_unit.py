@@ -151,7 +151,7 @@ def is_partitioned(group: FlatGroup) -> bool:
 
 
 class PartitionedUnit:
-    """See the module's text.
+    """A unit of stage 3: its shards, its gathered storage, and the two objects of each of its parameters.
 
     Args:
         plan: groups and parameters of the unit.

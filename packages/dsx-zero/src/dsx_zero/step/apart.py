@@ -47,7 +47,9 @@ def new_values_wait(group: FlatGroup) -> bool:
 
 
 class ApartSteps:
-    """See the module's text. One thread at a time calls it; it uses nothing that `StepRunner.run` changes.
+    """Steps sub-groups on a thread of the host while the parameters keep their values.
+
+    One thread at a time calls it; it uses nothing that `StepRunner.run` changes.
 
     Args:
         masters: the tensors that the optimizer steps, in layout order.

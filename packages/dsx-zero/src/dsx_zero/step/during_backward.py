@@ -167,7 +167,7 @@ def _version(home: Home | None) -> int:
 
 
 class StepDuringBackward:
-    """See the module's text.
+    """Steps a unit on the host as soon as its last reduction is complete, while backward goes on.
 
     Args:
         runner: executes the step; no sub-group of `runner.apart.plan` spans two units.

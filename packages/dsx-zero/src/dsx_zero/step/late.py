@@ -91,7 +91,7 @@ class NeverLate:
 
 
 class LateUpdate:
-    """See the module's text.
+    """Applies each update one step later, so that the host computes it during the next forward and backward.
 
     Args:
         runner: executes the step; its masters and states must be in memory.

@@ -41,7 +41,7 @@ class Visit:
 
 
 class OptimizerStates:
-    """See the module's text.
+    """The states that the user's optimizer keeps for its masters, in its own `state` or in homes between steps.
 
     Args:
         inner: the optimizer.

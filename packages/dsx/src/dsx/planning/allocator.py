@@ -29,7 +29,10 @@ class _Block:
 
 
 class CachingAllocator:
-    """See the module's text. `held` is what the device has given, `peak` the most that it held."""
+    """A copy of the rules by which PyTorch's caching allocator asks a CUDA device for memory.
+
+    `held` is what the device has given, `peak` the most that it held.
+    """
 
     def __init__(self) -> None:
         self.held = 0

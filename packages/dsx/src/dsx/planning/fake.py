@@ -57,7 +57,10 @@ class OperatorWatch(Protocol):
 
 
 class FakeCompute(TorchDispatchMode):
-    """See the module's text. `watch` hears of everything."""
+    """A dispatch mode in which operators on large tensors give the right shapes and compute nothing.
+
+    `watch` hears of everything.
+    """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -52,7 +52,10 @@ class _Entry:
 
 
 class Ledger:
-    """See the module's text. `clock()`: number of events so far, noted with peaks and with the curve."""
+    """Counts the bytes that a replayed rank holds, by class and tier.
+
+    `clock()`: number of events so far, noted with peaks and with the curve.
+    """
 
     def __init__(self, clock: Any) -> None:
         self._clock = clock

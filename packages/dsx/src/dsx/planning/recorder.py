@@ -84,7 +84,7 @@ class Mail(Protocol):
 
 
 class Recorder(RehearsalObserver):
-    """See the module's text.
+    """Records a replayed rank: its operators, messages, copies and waits as a `Trace`, its storages in a `Ledger`.
 
     Args:
         ranks_per_host: neighbouring ranks on one host.
