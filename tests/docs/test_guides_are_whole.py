@@ -33,6 +33,16 @@ def test_a_guide_says_what_to_expect_what_does_not_work_and_where_to_go(page):
     assert re.search(r"^Next: |[.)] Next: ", text, re.M), "where next"
 
 
+def test_pictures_and_the_pages_that_show_them_agree():
+    """A page shows a file that is there, with a text for those who cannot see it; and no picture is without a page."""
+    shown = set()
+    for page in ROOT.glob("docs/**/*.md"):
+        for text, target in re.findall(r"!\[([^\]]*)\]\(([^)\s]+)\)", page.read_text()):
+            assert text and (page.parent / target).is_file(), (page.name, target)
+            shown.add((page.parent / target).resolve())
+    assert {file for file in ROOT.glob("docs/assets/*.svg")} - shown == set()
+
+
 def test_optimizers_that_pages_name_exist():
     import dsx_ops
 
