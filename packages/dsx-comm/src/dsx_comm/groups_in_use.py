@@ -139,7 +139,7 @@ class ParallelGroups:
         return self._expert(name)[1]
 
     def _expert(self, name: str) -> tuple[AxisGroup, AxisGroup]:
-        if name == "ep_size_1" and self._mpu is not None:
+        if name == "ep_size_1" and self._mpu is not None and self.size("pipe") == 1:
             self.create_experts(1)  # every rank has all experts, whatever groups its layers were built under
         if name not in self._experts:
             known = ", ".join(self._experts) or "none"

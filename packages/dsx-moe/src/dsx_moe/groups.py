@@ -204,8 +204,11 @@ def check_groups(model: nn.Module) -> None:
         return
     given = parallel_groups.given()
     for name, groups in groups_in(model).items():
-        if name not in given.expert_names() and dsx_comm.get_world_size() == 1:
-            given.create_experts(groups.expert.size)  # the layer was built before there was a process group
+        # The layer was built before there was a process group, or before an mpu was known. In the second case every rank
+        # has all its experts, whatever groups it was built under. Stages of a pipeline may have no experts and make none.
+        whole = groups.expert.size == 1 and given.size("pipe") == 1
+        if name not in given.expert_names() and (whole or dsx_comm.get_world_size() == 1):
+            given.create_experts(groups.expert.size)
         expected = given.expert(name).ranks if name in given.expert_names() else None
         if expected != groups.expert.ranks:
             found = "no expert groups of this size" if expected is None else f"the ranks {list(expected)}"
