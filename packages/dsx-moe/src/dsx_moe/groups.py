@@ -204,8 +204,8 @@ def check_groups(model: nn.Module) -> None:
         return
     given = parallel_groups.given()
     for name, groups in groups_in(model).items():
-        # The layer was built before there was a process group, or before an mpu was known. In the second case every rank
-        # has all its experts, whatever groups it was built under. Stages of a pipeline may have no experts and make none.
+        # The layer was built before there was a process group, or before an mpu was known. In the second case every
+        # rank has all its experts, whatever groups it was built under. Stages of a pipeline may have none.
         whole = groups.expert.size == 1 and given.size("pipe") == 1
         if name not in given.expert_names() and (whole or dsx_comm.get_world_size() == 1):
             given.create_experts(groups.expert.size)
