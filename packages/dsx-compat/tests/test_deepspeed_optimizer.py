@@ -107,6 +107,10 @@ def test_a_leaf_module_shows_its_mark():
 
 
 def test_compatible_operators_are_found_by_the_names_of_their_builders():
+    run_ranks(compatible_operators, 1)  # in a process of its own: it loads the native parts of all packages
+
+
+def compatible_operators(rank, world):
     import deepspeed
     from deepspeed.ops.op_builder import AsyncIOBuilder, EvoformerAttnBuilder, FusedLambBuilder
 

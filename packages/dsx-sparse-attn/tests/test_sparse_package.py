@@ -44,7 +44,9 @@ def test_readme_examples_run(tmp_path, monkeypatch, capsys):
 
 
 def test_readme_commands_run(tmp_path):
-    lines = [shlex.split(line, comments=True) for body in blocks("sh") for line in body.splitlines()]
+    lines = [
+        words for body in blocks("sh") for line in body.splitlines() if (words := shlex.split(line, comments=True))
+    ]
     ours = [words for words in lines if words[:3] == ["python", "-m", "dsx_sparse_attn"]]
     assert len(ours) == 2
     for words in ours:
