@@ -7,11 +7,14 @@ from __future__ import annotations
 import dsx_nvme
 from dsx_ops.op_builder import ALL_OPS
 
-__all__ = ["COMPATIBLE_OPS"]
+__all__ = ["COMPATIBLE_OPS"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 _ELSEWHERE = {builder.NAME: builder for builder in (dsx_nvme.AsyncIOBuilder, dsx_nvme.GDSBuilder)}
 
-COMPATIBLE_OPS: dict[str, bool] = {
-    "deepspeed_not_implemented": False,
-    **{name: builder().is_compatible() for name, builder in {**ALL_OPS, **_ELSEWHERE}.items()},
-}
+
+def __getattr__(name: str) -> dict[str, bool]:
+    """`COMPATIBLE_OPS` is found out when it is asked for: that loads native code, which an import must not."""
+    if name != "COMPATIBLE_OPS":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    groups = {**ALL_OPS, **_ELSEWHERE}
+    return {"deepspeed_not_implemented": False, **{key: kind().is_compatible() for key, kind in groups.items()}}
