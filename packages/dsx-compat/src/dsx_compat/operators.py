@@ -7,8 +7,6 @@ from __future__ import annotations
 import dsx_nvme
 from dsx_ops.op_builder import ALL_OPS
 
-__all__ = ["COMPATIBLE_OPS"]  # pyright: ignore[reportUnsupportedDunderAll]
-
 _ELSEWHERE = {builder.NAME: builder for builder in (dsx_nvme.AsyncIOBuilder, dsx_nvme.GDSBuilder)}
 
 
