@@ -292,14 +292,15 @@ def _box_of(name: str, tensor: torch.Tensor) -> Box | None:
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    placements: Any = tensor.placements  # type: ignore[attr-defined]
+    sharded: Any = tensor
+    placements = sharded.placements
     for placement in placements:
         if not isinstance(placement, (Replicate, Shard)) and "Shard" not in type(placement).__name__:
             raise CheckpointArgumentError(
                 f"{shown(name)}: got a DTensor with the placement {type(placement).__name__}, expected Shard or"
                 " Replicate"
             )
-    size, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, placements)  # type: ignore[attr-defined]
+    size, offset = compute_local_shape_and_global_offset(sharded.shape, sharded.device_mesh, placements)
     local = tuple(_local(tensor).shape)
     if tuple(size) != local:
         raise CheckpointArgumentError(
