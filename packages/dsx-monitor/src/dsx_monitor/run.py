@@ -80,7 +80,7 @@ def start_run(
                 meta["starts"].pop()  # this process has recorded its start already; the new record replaces it
             meta.update(title=title, environment=environment(), **told)
             meta["starts"].append({
-                "time": time.time(), "step": step, "world_size": world_size or current_world_size(),
+                "time": round(time.time(), 6), "step": step, "world_size": world_size or current_world_size(),
                 "command": command_without_secrets(sys.argv), "process": process,
             })  # fmt: skip
         replace_text(folder / META, json.dumps(meta, indent=1, default=str), durable=False)

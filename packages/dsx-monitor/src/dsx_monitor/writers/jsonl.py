@@ -32,7 +32,7 @@ class JSONLWriter:
 
     def write(self, events: list[Event]) -> None:
         """Append the events and hand them to the operating system."""
-        now, lines = round(time.time(), 3), []
+        now, lines = round(time.time(), 6), []
         for label, value, samples in events:
             # Only the label needs escaping; the rest is written as `json.dumps` would, at a quarter of its cost.
             shown = repr(value) if math.isfinite(value) else f'"{value}"'
