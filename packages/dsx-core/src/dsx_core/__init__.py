@@ -9,8 +9,9 @@ Each module is one noun:
 - `locks`: lets one process at a time use a folder, and tells which one has it.
 - `together`: runs an action on all ranks, so that all raise the same error when one fails; compares facts of ranks.
 - `strict_json`: reads JSON that may be damaged or hostile.
+- `device`: streams, events, memory and random state of any device. It imports torch, and is imported by its name.
 
-Nothing here imports torch, another package, or anything heavy; nothing has an effect at import. Left out on purpose:
+Nothing else here imports torch, another package, or anything heavy; nothing has an effect at import. Left out on purpose:
 whatever only one package needs. Such code stays there.
 """
 
