@@ -11,8 +11,8 @@ Each module is one noun:
 - `strict_json`: reads JSON that may be damaged or hostile.
 - `device`: streams, events, memory and random state of any device. It imports torch, and is imported by its name.
 
-Nothing else here imports torch, another package, or anything heavy; nothing has an effect at import. Left out on purpose:
-whatever only one package needs. Such code stays there.
+Nothing else here imports torch, another package, or anything heavy; nothing has an effect at import. Left out on
+purpose: whatever only one package needs. Such code stays there.
 """
 
 from ._version import __version__ as __version__

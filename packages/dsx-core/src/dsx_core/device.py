@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Device", "Mark"]
+__all__ = ["Device", "Mark", "accelerator_kind"]
 
 Mark = Any
 """A moment on a device: seconds on the host's clock, or an event on the stream that was current."""

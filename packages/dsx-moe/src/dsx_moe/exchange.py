@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import dsx_comm
 import torch
+from dsx_core.device import Device
 
 
 class Transfer(Protocol):
@@ -98,7 +99,7 @@ class HierarchicalExchange(DirectExchange):
     """Two all-to-alls: inside the node, then between equal devices of the nodes.
 
     Both hops of a transfer overlap with the caller's computation. They run on a thread for host tensors, and on a
-    stream for CUDA tensors.
+    stream on a device.
 
     Args:
         hierarchy: groups of ranks inside the node and between nodes (`dsx_comm.make_hierarchy`). No other code may use
@@ -115,7 +116,7 @@ class HierarchicalExchange(DirectExchange):
         """See `Exchange`."""
         arriving = rows.new_empty(int(traffic[:, self.rank].sum()), *rows.shape[1:])
         source = rows.contiguous().detach()
-        if rows.is_cuda:
+        if Device.of(rows).is_accelerator:
             return self._start_on_stream(arriving, source, traffic)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="dsx-moe-hops")
@@ -123,16 +124,16 @@ class HierarchicalExchange(DirectExchange):
         return _PendingTransfer(arriving, done.result, source)
 
     def _start_on_stream(self, arriving: torch.Tensor, source: torch.Tensor, traffic: torch.Tensor) -> Transfer:
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(source.device)
-        self._stream.wait_stream(torch.cuda.current_stream(source.device))
-        with torch.cuda.stream(self._stream):
+        device = Device.of(source)
+        stream: Any = self._stream or device.new_stream()
+        self._stream = stream
+        ready = device.event()
+        with device.on(stream):
+            device.wait_for(ready)
             self._two_hops(arriving, source, traffic)
         for tensor in (arriving, source):
-            tensor.record_stream(self._stream)
-        return _PendingTransfer(
-            arriving, lambda: torch.cuda.current_stream(source.device).wait_stream(self._stream), source
-        )
+            tensor.record_stream(stream)
+        return _PendingTransfer(arriving, lambda: device.wait_for_stream(stream), source)
 
     @torch.no_grad()
     def _two_hops(self, arriving: torch.Tensor, source: torch.Tensor, traffic: torch.Tensor) -> None:

@@ -12,12 +12,14 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
+from .processes import accelerator_in_use
+
 __all__ = ["MemorySnapshot", "memory_breakdown", "memory_in_use", "memory_snapshot"]
 
 
 @dataclass(frozen=True)
 class MemorySnapshot:
-    """Bytes. `pss` is None if the kernel does not give it; device figures are 0 without an initialised CUDA device."""
+    """Bytes. `pss` is None if the kernel does not give it; device figures are 0 without an accelerator in use."""
 
     rss: int
     peak_rss: int
@@ -108,8 +110,5 @@ def _kib(text: str) -> int:
 
 
 def _device() -> tuple[int, int, int]:
-    torch = sys.modules.get("torch")  # a process that has not loaded torch holds nothing on a device
-    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
-        return 0, 0, 0
-    cuda = torch.cuda
-    return cuda.memory_allocated(), cuda.memory_reserved(), cuda.max_memory_allocated()
+    device = accelerator_in_use()
+    return (device.allocated(), device.reserved(), device.peak_allocated()) if device else (0, 0, 0)

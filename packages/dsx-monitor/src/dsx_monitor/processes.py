@@ -1,12 +1,15 @@
-"""The rank of this process and the number of processes, without importing torch."""
+"""The rank of this process, the number of processes, and the accelerator that it uses, without importing torch."""
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["current_rank", "current_world_size"]
+if TYPE_CHECKING:
+    from dsx_core.device import Device
+
+__all__ = ["accelerator", "accelerator_in_use", "current_rank", "current_world_size"]
 
 
 def current_rank() -> int:
@@ -21,6 +24,25 @@ def current_world_size() -> int:
     """
     group = _process_group()
     return group.get_world_size() if group is not None else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def accelerator(device: Any) -> Device | None:
+    """The accelerator that a `torch.device` or a name means; None for the CPU, without importing torch."""
+    if str(device) == "cpu":
+        return None
+    from dsx_core.device import Device  # lazy import: it brings torch
+
+    found = Device.of(device)
+    return found if found.is_accelerator else None
+
+
+def accelerator_in_use() -> Device | None:
+    """The accelerator on which this process holds something. A process that has not loaded torch holds nothing."""
+    if "torch" not in sys.modules:
+        return None
+    from dsx_core.device import Device  # lazy import: it brings torch
+
+    return Device.in_use()
 
 
 def _process_group() -> Any:

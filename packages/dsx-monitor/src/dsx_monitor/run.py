@@ -24,7 +24,7 @@ from typing import Any
 from dsx_core import replace_text
 
 from .memory import memory_snapshot
-from .processes import current_rank, current_world_size
+from .processes import accelerator_in_use, current_rank, current_world_size
 from .secrets import command_without_secrets, without_secrets
 from .tolerance import tolerating
 from .writers.appended import AppendedFile
@@ -131,8 +131,9 @@ def environment() -> dict[str, Any]:
     if torch is not None:
         facts["torch"] = torch.__version__
         facts["threads"] = torch.get_num_threads()
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            facts["device"] = torch.cuda.get_device_name()
+        device = accelerator_in_use()
+        if device is not None:
+            facts["device"] = device.name
     return facts
 
 

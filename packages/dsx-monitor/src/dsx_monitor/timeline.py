@@ -7,10 +7,11 @@
     timeline.write(run_dir)                    # RUN/trace/rank00000.json
     merge_traces(run_dir)                      # RUN/trace.json: all ranks in one; `dsx report` does it too
 
-A span is kept as four numbers and written out at the end, so that tracing costs a step some microseconds. On CUDA a
-span is a pair of events; one event that is taken together with the host's time converts them to the host's clock. Spans
-that overlap in a lane (several gathers under way) are drawn in separate rows. Ranks of one host share a clock. For
-several hosts, all ranks call `mark_meeting` right after a barrier, which gives the differences between their clocks.
+A span is kept as four numbers and written out at the end, so that tracing costs a step some microseconds. On an
+accelerator a span is a pair of events; one event that is taken together with the host's time converts them to the
+host's clock. Spans that overlap in a lane (several gathers under way) are drawn in separate rows. Ranks of one host
+share a clock. For several hosts, all ranks call `mark_meeting` right after a barrier, which gives the differences
+between their clocks.
 
 Left out: single kernels. torch.profiler records them, and its traces open in the same viewer.
 """
@@ -25,12 +26,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsx_core import replace_text
 
 from .errors import ReportError
-from .processes import current_rank
+from .processes import accelerator, current_rank
+
+if TYPE_CHECKING:
+    from dsx_core.device import Device
 
 __all__ = ["LANES", "Timeline", "merge_traces"]
 
@@ -59,7 +63,7 @@ class Timeline:
 
     Args:
         rank: global rank of this process; None: found as for the monitors.
-        device: a CUDA device, whose work is timed; for any other device the host's clock is used.
+        device: an accelerator, whose work is timed; on the CPU the host's clock is used.
         limit: the most spans that are kept; later ones are only counted.
     """
 
@@ -71,8 +75,8 @@ class Timeline:
         self._lock = threading.Lock()
         self._waits = 0
         self._meeting: int | None = None
-        self._events = str(getattr(device, "type", device)).startswith("cuda")
-        self._anchor = self._take_anchor() if self._events else None
+        self._device = accelerator(device)
+        self._anchor = self._take_anchor(self._device) if self._device else None
 
     # - Collecting
 
@@ -138,9 +142,9 @@ class Timeline:
         self._meeting = self._origin + time.perf_counter_ns()
 
     def _mark(self, device: Any = None) -> Any:
-        if not self._events or (device is not None and device.type != "cuda"):
+        if self._device is None or (device is not None and device.type != self._device.kind):
             return time.perf_counter_ns()
-        return _record()
+        return self._device.mark()
 
     def _add(self, lane: str, name: str, start: Any, end: Any, arguments: dict[str, Any] | None) -> None:
         if len(self._raw) < self._limit:
@@ -148,8 +152,8 @@ class Timeline:
         else:
             self.dropped += 1
 
-    def _take_anchor(self) -> tuple[Any, int]:
-        event = _record()
+    def _take_anchor(self, device: Device) -> tuple[Any, int]:
+        event = device.mark()
         event.synchronize()
         return event, time.perf_counter_ns()
 
@@ -287,11 +291,3 @@ def _when_done(result: Any, callback: Any) -> None:
             arrived()
         else:
             future.then(arrived)
-
-
-def _record() -> Any:
-    import torch  # lazy import: the host's clock works without it
-
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event

@@ -1,8 +1,8 @@
 """Measures where the time of a step goes and how fast training is, without slowing it down.
 
-`WallClock` measures named ranges. On CUDA a range is a pair of events on the current stream. They are read only after
-both have happened, so that measuring never waits for the device; the figures of a step then arrive a step or two later.
-On the host a range is measured with `time.perf_counter`.
+`WallClock` measures named ranges. On an accelerator a range is a pair of events on the current stream. They are read
+only after both have happened, so that measuring never waits for the device; the figures of a step then arrive a step
+or two later. On the host a range is measured with `time.perf_counter`.
 
 `ThroughputTimer` counts samples, tokens and floating-point operations per second. It does not synchronise either. Over
 a window of steps the host cannot run far ahead of the device, so the mean is right even if single steps are not.
@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+
+from .processes import accelerator
 
 __all__ = [
     "BACKWARD",
@@ -71,7 +73,7 @@ class WallClock:
     """Times named ranges, step by step.
 
     Args:
-        device: a `torch.device` or its name; a CUDA device is timed with events, any other by the host's clock.
+        device: a `torch.device` or its name; an accelerator is timed with events, the CPU by the host's clock.
 
     Ranges of the same name within a step add up; ranges may be nested. The clock belongs to one thread.
 
@@ -81,8 +83,7 @@ class WallClock:
     """
 
     def __init__(self, device: Any = "cpu") -> None:
-        kind = getattr(device, "type", None) or str(device).split(":")[0]
-        self._events = kind == "cuda"
+        self._device = accelerator(device)
         self._current = _Frame()
         self._closed: deque[_Frame] = deque()
         self._open: list[str] = []
@@ -127,21 +128,13 @@ class WallClock:
         return list(self._closed.popleft().known.items())
 
     def _mark(self) -> Any:
-        return _record() if self._events else time.perf_counter()
+        return self._device.mark() if self._device else time.perf_counter()
 
     def _add(self, name: str, begin: Any) -> None:
-        if self._events:
-            self._current.pending.append((name, begin, _record()))
+        if self._device:
+            self._current.pending.append((name, begin, self._device.mark()))
         else:
             self._current.add(name, (time.perf_counter() - begin) * 1e3)
-
-
-def _record() -> Any:
-    import torch  # lazy import: the host clock works without it
-
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 def phase_times(elapsed: Iterable[tuple[str, float]]) -> list[tuple[str, float]]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from dsx_comm import RankSets
+from dsx_core.device import Device, accelerator_kind
 from torch import nn
 
 from . import pipelining
@@ -260,11 +261,12 @@ def _sparsified(model: nn.Module, config: Config) -> nn.Module:
 
 def _device(topology: RankSets) -> torch.device | None:
     """This process' device, which is made the current one; None: parameters are not moved."""
-    if not (torch.cuda.is_available() and _uses_cuda(topology)):
+    kind = accelerator_kind()
+    if kind is None or not _uses(kind, topology):
         return None
-    device = torch.device("cuda", topology.local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
+    device = Device(kind, topology.local_rank % Device.count())
+    device.make_current()
+    return device.torch_device
 
 
 def _placed(model: nn.Module, config: Config, device: torch.device | None) -> nn.Module:
@@ -281,11 +283,12 @@ def _placed(model: nn.Module, config: Config, device: torch.device | None) -> nn
     return model
 
 
-def _uses_cuda(topology: RankSets) -> bool:
-    """Whether the ranks use a backend that needs device tensors (or there is only one process)."""
+def _uses(kind: str, topology: RankSets) -> bool:
+    """Whether the ranks use the backend of this kind of device (or there is only one process)."""
     if not torch.distributed.is_initialized():
         return True
-    return "nccl" in str(torch.distributed.get_backend(topology.data.group))
+    backend = torch.distributed.get_default_backend_for_device(kind)
+    return backend in str(torch.distributed.get_backend(topology.data.group))
 
 
 def _optimizer(model: nn.Module, request: Request, topology: RankSets, choice: OptimizerChoice | None) -> Any:

@@ -11,13 +11,13 @@ and add up to the length of backward.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from dsx_core.device import Device
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -116,20 +116,16 @@ class _Clock:
     """Takes marks in time: with the host's clock, or as events on the current stream that are read at the end."""
 
     def __init__(self, device: torch.device) -> None:
-        self._events = device.type == "cuda"
+        self._device = Device.of(device)
         self._pieces: list[tuple[Any, str, Any, Any]] = []
 
     def mark(self) -> Any:
         """A mark for this moment."""
-        if not self._events:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return self._device.mark()
 
     def add(self, target: Any, field_name: str, start: Any, end: Any) -> None:
         """Add the time between two marks to `target.field_name`, now or in `settle`."""
-        if self._events:
+        if self._device.is_accelerator:
             self._pieces.append((target, field_name, start, end))
         else:
             setattr(target, field_name, getattr(target, field_name) + end - start)
@@ -138,8 +134,7 @@ class _Clock:
         """Read all events; waits for the device."""
         pieces, self._pieces = self._pieces, []
         for target, name, start, end in pieces:
-            end.synchronize()
-            setattr(target, name, getattr(target, name) + start.elapsed_time(end) / 1e3)
+            setattr(target, name, getattr(target, name) + self._device.milliseconds(start, end) / 1e3)
 
 
 _OUTSIDE = object()

@@ -15,6 +15,7 @@ import sys
 from typing import Any
 
 import torch
+from dsx_core.device import Device, accelerator_kind
 from dsx_zero.checkpointing import get_cuda_rng_tracker
 
 __all__ = ["RandomStates", "random_states", "restore_random_states"]
@@ -32,8 +33,9 @@ def random_states() -> dict[str, Any]:
         name, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
         keys = torch.from_numpy(keys.astype("int64"))
         found["numpy"] = {"name": name, "keys": keys, "position": position, "has_gauss": has_gauss, "gauss": gauss}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found["cuda"] = [state.cpu() for state in torch.cuda.get_rng_state_all()]
+    device = Device.in_use()
+    if device is not None:
+        found[device.kind] = [Device(device.kind, index).random_state().cpu() for index in range(Device.count())]
     streams = get_cuda_rng_tracker().get_states()
     if streams:
         found["streams"] = streams
@@ -58,9 +60,9 @@ def restore_random_states(state: dict[str, Any]) -> None:
         numpy.random.set_state((saved["name"], keys, saved["position"], saved["has_gauss"], saved["gauss"]))
     if "streams" in state:
         get_cuda_rng_tracker().set_states(state["streams"])
-    if torch.cuda.is_available():
-        for device, value in enumerate(state.get("cuda", [])[: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(value, device)
+    kind = accelerator_kind() or ""
+    for index, value in enumerate(state.get(kind, [])[: Device.count()]):
+        Device(kind, index).set_random_state(value)
 
 
 class RandomStates:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dsx_core.device import Device
 
 from ..utils.logging import logger
 from .hooks import StepHook
@@ -76,8 +77,9 @@ class FlopsSession(StepHook):
         if self._done or not self._micro_batches:
             return
         self._done = True
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+        device = Device.in_use()
+        if device is not None:
+            device.synchronize()
         profiler = self._profiler
         samples = (profiler.facts.batch_size or 0) * self._micro_batches
         profiler.facts = dataclasses.replace(

@@ -17,6 +17,7 @@ import dsx_comm
 import torch
 from dsx_comm import AxisGroup
 from dsx_core import replacing
+from dsx_core.device import Device
 from torch import nn
 
 
@@ -76,7 +77,7 @@ def _sent_by(
             return
         names, (shape, dtype, kind) = header
         if value is None:
-            value = torch.empty(shape, dtype=dtype, device=torch.cuda.current_device() if kind == "cuda" else kind)
+            value = torch.empty(shape, dtype=dtype, device=Device.of(kind).torch_device)
         value = value.contiguous()
         if value.numel():
             dsx_comm.broadcast(value, group=stages.group, group_src=stage)

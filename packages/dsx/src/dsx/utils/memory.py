@@ -40,17 +40,12 @@ class MemoryStatus:
 def memory_status() -> MemoryStatus:
     """Read the current figures."""
     import psutil
-    import torch
+    from dsx_core.device import Device  # lazy import: it brings torch
 
     host = psutil.virtual_memory()
-    device = (0, 0, 0, 0)
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        device = (
-            torch.cuda.memory_allocated(),
-            torch.cuda.max_memory_allocated(),
-            torch.cuda.memory_reserved(),
-            torch.cuda.max_memory_reserved(),
-        )
+    found, device = Device.in_use(), (0, 0, 0, 0)
+    if found is not None:
+        device = (found.allocated(), found.peak_allocated(), found.reserved(), found.peak_reserved())
     return MemoryStatus(*device, psutil.Process().memory_info().rss, host.total - host.available, host.percent)
 
 
@@ -65,11 +60,12 @@ def see_memory_usage(message: str, force: bool = False, ranks: tuple[int, ...] =
     """
     if not force:
         return None
-    import torch
+    from dsx_core.device import Device  # lazy import: it brings torch
 
     gc.collect()
     status = memory_status()
     log_dist(f"{message}: {status}", ranks)
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.reset_peak_memory_stats()
+    device = Device.in_use()
+    if device is not None:
+        device.restart_peaks()
     return status
