@@ -81,7 +81,7 @@ class Race:
         return made
 
 
-LANES, HOME, DISK = "dsx_zero.lanes", "dsx_zero.homes.home", "dsx_zero.homes.stored"
+LANES, HOME, DISK = "dsx_comm.lanes", "dsx_zero.homes.home", "dsx_zero.homes.stored"
 GATHER, PLACES, BEHIND = "dsx_zero.gather.executor", "dsx_zero.checkpointing.places", "dsx.checkpoint.behind"
 CURRENT, ANY = "torch.cuda.current_stream(self._device)", "torch.cuda.current_stream()"
 SEE, FROM_HOST = "lane.see_writes_so_far()", "stage2-fp32-optimizer-host"

@@ -18,9 +18,9 @@ import dsx_zero.gather.executor
 import pytest
 import torch
 from dsx.checkpoint import behind
+from dsx_comm.lanes import CudaLane, lanes_from
 from dsx_testkit import FakeCuda, MemoryStore, StreamMemory
 from dsx_zero.homes.home import HostHome
-from dsx_zero.lanes import CudaLane, lanes_from
 
 HOST, DISK = {"device": "cpu"}, {"device": "nvme", "max_in_cpu": 0, "buffer_size": 4096}
 ON_DEVICE: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0}
@@ -129,7 +129,7 @@ def stored_without_seeing_writes() -> Any:
 
 
 def host_reads_what_is_under_way() -> Any:
-    return patch("dsx_zero.lanes._CudaTicket.synchronize", lambda self: None)
+    return patch("dsx_comm.lanes._CudaTicket.synchronize", lambda self: None)
 
 
 def the_current_stream_of_the_current_device() -> Any:
@@ -146,7 +146,7 @@ def gathers_do_not_see_the_step() -> Any:
 
 
 def nobody_waits_for_a_gather() -> Any:
-    return patch("dsx_zero.lanes._CudaTicket.wait", lambda self: None)
+    return patch("dsx_comm.lanes._CudaTicket.wait", lambda self: None)
 
 
 @dataclass(frozen=True)

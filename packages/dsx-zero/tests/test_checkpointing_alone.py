@@ -9,8 +9,8 @@ import logging
 
 import pytest
 import torch
+from dsx_comm.lanes import DeferringLane
 from dsx_zero import ZeroConfigError, ZeroStateError, checkpointing
-from dsx_zero.lanes import DeferringLane
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint

@@ -6,10 +6,10 @@ import weakref
 
 import pytest
 import torch
+from dsx_comm.lanes import DeferringLane, HostLane, TensorBuffer
 from dsx_zero import checkpointing
 from dsx_zero.checkpointing.configured import current
 from dsx_zero.checkpointing.places import HostPlace, SlotPlace
-from dsx_zero.lanes import DeferringLane, HostLane, TensorBuffer
 
 
 @pytest.fixture(autouse=True)

@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 from dsx_comm import RankSet
+from dsx_comm.lanes import CudaLane, make_lane
 from dsx_zero.gather.hooks import UnitHooks
 from dsx_zero.gather.lifetime import GatherExecutor, GatherLifetime, GatherLimits
-from dsx_zero.lanes import CudaLane, make_lane
 from dsx_zero.order.backward import BackwardClock
 from dsx_zero.order.executor import CollectiveExecutor
 from dsx_zero.order.protocol import NullOrder

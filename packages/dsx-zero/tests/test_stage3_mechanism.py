@@ -10,10 +10,10 @@ import copy
 import pytest
 import torch
 from dsx_comm import RankSet
+from dsx_comm.lanes import DeferringLane
 from dsx_testkit import assert_close_named, tiny
 from dsx_zero.gather.hooks import UnitHooks
 from dsx_zero.gather.lifetime import GatherExecutor, GatherLifetime, GatherLimits
-from dsx_zero.lanes import DeferringLane
 from dsx_zero.order.backward import BackwardClock
 from dsx_zero.order.executor import CollectiveExecutor
 from dsx_zero.order.protocol import NullOrder

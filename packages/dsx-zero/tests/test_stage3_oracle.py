@@ -269,9 +269,9 @@ def test_the_oracle_notices_a_gather_that_is_read_too_early():
                 target.state = lifetime.UnitState.GATHERED  # without waiting for the gather
                 target.swap_in()
 
+        from dsx_comm.lanes import DeferringLane
         from dsx_zero import building
         from dsx_zero.gather import executor
-        from dsx_zero.lanes import DeferringLane
 
         executor.GatherExecutor, building.make_lane = Hasty, lambda device: DeferringLane()
         try:
@@ -285,8 +285,8 @@ def test_the_oracle_notices_a_gather_that_is_read_too_early():
 
 def test_training_on_a_lane_that_defers_and_poisons():
     def work(rank, world):
+        from dsx_comm.lanes import DeferringLane
         from dsx_zero import building
-        from dsx_zero.lanes import DeferringLane
 
         building.make_lane = lambda device: DeferringLane()  # gathers and reductions
         for name in ("gpt", "reentrant", "reuse", "frozen", "tied"):

@@ -11,9 +11,9 @@ import dsx_zero.gather.publishing
 import pytest
 import torch
 import torch.distributed as dist
+from dsx_comm.lanes import HostLane
 from dsx_testkit import run_ranks
 from dsx_zero.grads.reduction import Reducer
-from dsx_zero.lanes import HostLane
 from dsx_zero.transports.chosen import PlainTransports
 
 

@@ -9,10 +9,10 @@ import random
 
 import pytest
 import torch
+from dsx_comm.lanes import DeferringLane, HostLane, TensorBuffer
 from dsx_testkit import MemoryStore
 from dsx_zero.homes.home import DeviceHome, HostHome, accumulate, fetching, opened, read, write
 from dsx_zero.homes.stored import StoredHome
-from dsx_zero.lanes import DeferringLane, HostLane, TensorBuffer
 
 NUMEL = 1000
 

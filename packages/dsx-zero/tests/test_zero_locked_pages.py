@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import dsx_zero
 import pytest
 import torch
+from dsx_comm.lanes import CudaLane, lanes_from
 from dsx_testkit import FakeCuda, MemoryStore
 from dsx_zero.errors import ZeroStateError
 from dsx_zero.homes.home import HostHome
-from dsx_zero.lanes import CudaLane, lanes_from
 
 CUDA = torch.device("cuda", 0)
 NUMEL = 300_000  # 1.2 MB: torch would lock 2 MiB

@@ -132,8 +132,8 @@ def fused(parameters):
 
 def trained(rank, world, stage, where, dtype, kind=adamw, lane="host", steps=4):
     """Everything there is to see of a training, and the bytes by class and by tier."""
+    from dsx_comm.lanes import DeferringLane
     from dsx_zero import building
-    from dsx_zero.lanes import DeferringLane
 
     with pytest.MonkeyPatch.context() as patch:
         if lane == "deferring":

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from dsx_zero.lanes import HostLane
+from dsx_comm.lanes import HostLane
 from dsx_zero.step.states import Visit
 from dsx_zero.step.transfers import SubGroupTransfers
 

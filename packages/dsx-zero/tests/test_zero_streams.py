@@ -12,10 +12,10 @@ import dsx_zero
 import pytest
 import torch
 from dsx_comm import RankSet
+from dsx_comm.lanes import CudaLane, lanes_from
 from dsx_testkit import FakeCuda, MemoryStore, StreamMemory, run_ranks
 from dsx_zero.gather.executor import GatherExecutor, GatherLimits
 from dsx_zero.homes.home import HostHome, accumulate
-from dsx_zero.lanes import CudaLane, lanes_from
 from dsx_zero.params.partitioned_unit import PartitionedUnit
 from dsx_zero.plan.units import find_parameters, plan_units
 from dsx_zero.step.norm import sum_of_squares

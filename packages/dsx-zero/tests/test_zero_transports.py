@@ -4,8 +4,8 @@ import dsx_comm
 import dsx_zero
 import pytest
 import torch
+from dsx_comm.lanes import DeferringLane
 from dsx_testkit import assert_close_named, run_ranks, tiny
-from dsx_zero.lanes import DeferringLane
 from dsx_zero.transports.protocol import Stateless, Then
 
 

@@ -7,12 +7,13 @@ Each module is one noun:
 - `files`: replaces a file so that readers see the old or the new content, never a part.
 - `holding`: folders that are in use as long as a process lives that holds them.
 - `locks`: lets one process at a time use a folder, and tells which one has it.
+- `modules`: hooks and calls that dsx puts on a user's modules, and the blocks of a model.
 - `together`: runs an action on all ranks, so that all raise the same error when one fails; compares facts of ranks.
 - `strict_json`: reads JSON that may be damaged or hostile.
 - `device`: streams, events, memory and random state of any device. It imports torch, and is imported by its name.
 
-Nothing else here imports torch, another package, or anything heavy; nothing has an effect at import. Left out on
-purpose: whatever only one package needs. Such code stays there.
+Nothing else here imports torch (`modules` does where it is called), another package, or anything heavy; nothing has
+an effect at import. Left out on purpose: whatever only one package needs. Such code stays there.
 """
 
 from ._version import __version__ as __version__

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import dsx_comm
 import torch
 from dsx_comm import RankSets
+from dsx_comm.lanes import CudaLane, Lane
 from dsx_core import with_code
 from torch import nn
 
@@ -34,7 +35,6 @@ from .homes.chosen import (
 )
 from .homes.stored import TensorStore
 from .homes.tiers import DiskTier, HostTier, Placement, UnitPlacement
-from .lanes import CudaLane, Lane
 from .locked_pages import ask_for_locked_pages
 from .optimizer import ZeroOptimizer
 from .params.restored import current_parameter, restore_model

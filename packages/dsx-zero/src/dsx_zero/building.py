@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import dsx_comm
 import torch
+from dsx_comm.lanes import Lane, make_lane
 from dsx_core import with_code
 from torch import nn
 
@@ -40,7 +41,6 @@ from .homes.chosen import (
     transfers_beside_step,
 )
 from .homes.tiers import Placement, UnitPlacement
-from .lanes import Lane, make_lane
 from .order.agreed import AgreedOrder
 from .order.backward import BackwardClock
 from .order.channel import AskingChannel, OneRank, channel_of

@@ -15,12 +15,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from dsx_core.modules import CompiledCall, block_names, is_compiled
 from torch import nn
 
-from .checkpointing.compiled import CompiledCall, is_compiled
 from .errors import ZeroModelError
 from .gather.registry import stage3_of
-from .plan.units import block_names
 
 __all__ = ["compile_units", "is_compiled"]
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 from dsx_core import nearest
+from dsx_core.modules import CallingHook
 
 from .alike import telling
 from .building import StepParts
@@ -25,7 +26,6 @@ from .errors import ZeroOptimizerError, ZeroStateError
 from .grads.protocol import BackwardWatch
 from .homes.home import Home
 from .homes.stored import TensorStore
-from .module_hooks import CallingHook
 from .params.flat import FlatGroup
 from .params.partitioned_unit import is_partitioned
 from .plan.layout import LocalSlice

@@ -12,9 +12,8 @@ Map: `call` has the checkpoint function, `kept` packs and restores inputs, `plac
 `divided` the slices of model-parallel ranks, `rng` the tracked generators, `settings` the configuration as data,
 `config` the same as a section of a configuration file, `configured` the settings of this process. Budgets: `blocks`
 recomputes modules, `operators` keeps the results of matrix products and attention, `measured` counts what modules save
-and how long they take, `plan` makes the choice (plain arithmetic), `budget` puts these together, `compiled` recognises
-compiled modules. `tiles` and `sequence_tiles` run modules that treat each token alone on one piece of the sequence
-after the other.
+and how long they take, `plan` makes the choice (plain arithmetic), `budget` puts these together. `tiles` and
+`sequence_tiles` run modules that treat each token alone on one piece of the sequence after the other.
 """
 
 from .budget import MemoryBudget, apply_memory_budget

@@ -12,21 +12,18 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
+from dsx_core.modules import CALL, AroundCall, CallingHook
 from torch import nn
 
-from ..module_hooks import CallingHook
 from .call import run_checkpoint
 from .operators import keep_operators
 
 _log = logging.getLogger("dsx_zero.checkpointing")
 
-__all__ = ["SLOT", "recompute_modules", "recomputed_modules"]
-
-SLOT = "_compiled_call_impl"
-"""If a module has this attribute, PyTorch calls it instead of the module's ordinary call."""
+__all__ = ["recompute_modules", "recomputed_modules"]
 
 
-class RecomputedCall:
+class RecomputedCall(AroundCall):
     """Calls a module through `checkpoint`.
 
     Args:
@@ -36,14 +33,13 @@ class RecomputedCall:
     """
 
     def __init__(self, module: nn.Module, call: Callable[..., Any] | None, *, keeps_operators: bool = False) -> None:
-        self.module, self.inner = module, call
+        super().__init__(module, call)
         self._context_fn = keep_operators if keeps_operators else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = self.module._call_impl if self.inner is None else self.inner
         if not torch.is_grad_enabled():
-            return call(*args, **kwargs)
-        return run_checkpoint(call, args, kwargs, context_fn=self._context_fn)
+            return self.call(*args, **kwargs)
+        return run_checkpoint(self.call, args, kwargs, context_fn=self._context_fn)
 
 
 class BetweenGraphs(CallingHook):
@@ -90,23 +86,23 @@ def recompute_modules(
     hook = BetweenGraphs()
     for name in names:
         module = model.get_submodule(name)
-        call = getattr(module, SLOT, None)
+        call = getattr(module, CALL, None)
         if isinstance(call, RecomputedCall):
             continue
         made.append(RecomputedCall(module, call, keeps_operators=name in keeping_operators))
-        setattr(module, SLOT, made[-1])
+        setattr(module, CALL, made[-1])
         handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
     def end() -> None:
         for handle in handles:
             handle.remove()
         for call in made:
-            if getattr(call.module, SLOT, None) is call:
-                setattr(call.module, SLOT, call.inner)
+            if getattr(call.module, CALL, None) is call:
+                setattr(call.module, CALL, call.inner)
 
     return end
 
 
 def recomputed_modules(model: nn.Module) -> tuple[str, ...]:
     """Names of the modules that are recomputed."""
-    return tuple(n for n, m in model.named_modules() if isinstance(getattr(m, SLOT, None), RecomputedCall))
+    return tuple(n for n, m in model.named_modules() if isinstance(getattr(m, CALL, None), RecomputedCall))

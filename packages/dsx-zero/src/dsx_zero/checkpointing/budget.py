@@ -21,11 +21,10 @@ from typing import Any
 import dsx_comm
 import torch
 from dsx_core import with_code
+from dsx_core.modules import CallingHook, block_names
 from torch import nn
 
 from ..errors import ZeroConfigError, ZeroModelError
-from ..module_hooks import CallingHook
-from ..plan.units import block_names
 from .blocks import recompute_modules
 from .measured import Measurement
 from .plan import BlockCost, Choice, Selective, choose

@@ -13,9 +13,9 @@ from typing import Any
 
 import dsx_comm
 from dsx_comm.groups_in_use import ParallelGroups
+from dsx_comm.lanes import Lane
 
 from ..errors import ZeroConfigError, ZeroStateError
-from ..lanes import Lane
 from .divided import Divided
 from .kept import Keeper
 from .places import DevicePlace, HostPlace, Place, SlotPlace

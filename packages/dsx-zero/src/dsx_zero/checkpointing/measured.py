@@ -18,13 +18,12 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from dsx_core.modules import CALL, AroundCall, is_compiled
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from .blocks import SLOT
 from .call import checkpoint, restore_buffers
-from .compiled import is_compiled
 from .configured import current
 from .operators import KeepResults, keep_operators
 from .plan import BlockCost, Selective
@@ -61,9 +60,9 @@ class Measurement:
     def begin(self) -> None:
         """Start watching the blocks and the tensors that are saved outside of them."""
         for name, module in self._blocks.items():
-            inner = getattr(module, SLOT, None)
+            inner = getattr(module, CALL, None)
             self._calls.append((module, inner))
-            setattr(module, SLOT, _MeasuredCall(self, name, module, inner))
+            setattr(module, CALL, _MeasuredCall(self, name, module, inner))
         self._hooks.enter_context(saved_tensors_hooks(self._note_outside, _unpack))
 
     def end(self) -> tuple[tuple[BlockCost, ...], int]:
@@ -74,7 +73,7 @@ class Measurement:
         """
         self._hooks.close()
         for module, inner in self._calls:
-            setattr(module, SLOT, inner)
+            setattr(module, CALL, inner)
         self._calls, self._held = [], []
         return tuple(self._costs.values()), self._between
 
@@ -118,13 +117,13 @@ def _together(first: Selective | None, second: Selective | None) -> Selective | 
     return Selective(first.kept + second.kept, first.alive + second.alive, first.seconds + second.seconds)
 
 
-class _MeasuredCall:
+class _MeasuredCall(AroundCall):
     def __init__(self, measurement: Measurement, name: str, module: nn.Module, inner: Any) -> None:
-        self._measurement, self._name, self._module, self._inner = measurement, name, module, inner
+        super().__init__(module, inner)
+        self._measurement, self._name = measurement, name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._module._call_impl if self._inner is None else self._inner
-        return self._measurement.run(self._name, self._module, call, args, kwargs)
+        return self._measurement.run(self._name, self.module, self.call, args, kwargs)
 
 
 class _Probe:

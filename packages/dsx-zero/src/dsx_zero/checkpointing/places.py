@@ -17,9 +17,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
+from dsx_comm.lanes import Lane, Ticket, make_lane
 
 from ..errors import ZeroStateError
-from ..lanes import Lane, Ticket, make_lane
 
 __all__ = ["DevicePlace", "Held", "HostPlace", "Place", "SlotPlace", "Slots", "changed_in_place"]
 

@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from dsx_comm.lanes import Lane, Ticket
 
 from ..homes.home import fetching
-from ..lanes import Lane, Ticket
 from ..params.flat import FlatGroup
 from ..params.partitioned_unit import PartitionedUnit, UnitState
 from ..params.storage import GatheredStorage

@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from dsx_core.modules import ModuleHook
 from torch import nn
 
-from ..module_hooks import ModuleHook
 from ..params.partitioned_unit import PartitionedUnit
 from .lifetime import GatherLifetime
 from .side_outputs import attribute_tensors, watch_iterators

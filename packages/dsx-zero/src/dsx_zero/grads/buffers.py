@@ -20,11 +20,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import torch
+from dsx_comm.lanes import HostLane, Lane, TensorBuffer, Ticket
 
 from ..errors import ZeroModelError, ZeroStateError
 from ..homes.home import DeviceHome, Home, HostHome, accumulate, opened, read, write
 from ..homes.tiers import DeviceTier, Tier
-from ..lanes import HostLane, Lane, TensorBuffer, Ticket
 from ..params.flat import FlatGroup, cut_at_parts, label_of
 from ..params.memory import BufferPool, OrdinaryMemory
 from .access import GradientAccess, GradientPlace

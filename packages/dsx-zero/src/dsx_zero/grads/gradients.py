@@ -24,13 +24,13 @@ from typing import Any
 
 import dsx_comm
 import torch
+from dsx_comm.lanes import Ticket
+from dsx_core.modules import CallingHook
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..errors import ZeroStateError
 from ..homes.home import Home
-from ..lanes import Ticket
-from ..module_hooks import CallingHook
 from ..order.backward import BackwardClock
 from ..order.protocol import EditWatch, ReduceOrder, RowSum
 from ..params.flat import FlatGroup

@@ -10,9 +10,9 @@ from typing import Any
 
 import dsx_comm
 import torch
+from dsx_comm.lanes import Ticket
 
 from ..homes.home import Home
-from ..lanes import Ticket
 from ..order.protocol import EditWatch, RowSum
 from ..params.flat import FlatGroup, Part, Unit
 from ..plan.layout import LocalSlice

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 import dsx_comm
 import torch
+from dsx_comm.lanes import Ticket
 
 from ..homes.home import Home
-from ..lanes import Ticket
 from ..order.protocol import EditWatch, RowSum
 from ..params.flat import FlatGroup, Part
 from ..plan.layout import LocalSlice

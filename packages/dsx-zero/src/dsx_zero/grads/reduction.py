@@ -13,9 +13,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import dsx_comm
 import torch
+from dsx_comm.lanes import Lane, Pending, Ticket
 
 from ..errors import ZeroConfigError
-from ..lanes import Lane, Pending, Ticket
 from ..params.flat import FlatGroup
 from ..transports.protocol import ReduceTransport, carrier_of
 

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 import dsx_comm
 import torch
+from dsx_comm.lanes import Lane, Ticket
 
 from ..homes.home import Home, read, write
 from ..homes.tiers import Tier
-from ..lanes import Lane, Ticket
 from ..params.flat import FlatGroup, Part, Unit
 from ..params.memory import Kind, Memory, OrdinaryMemory
 from ..plan.layout import LocalSlice

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
 import torch
+from dsx_comm.lanes import HostLane, Job, Lane, Pending, Ticket, told, transfer
 
 from ..errors import ZeroStateError
-from ..lanes import HostLane, Job, Lane, Pending, Ticket, told, transfer
 from .pinned import locked_empty
 
 __all__ = [

@@ -18,8 +18,7 @@ from itertools import pairwise
 from typing import Protocol
 
 import torch
-
-from ..lanes import Lane, Pending, Ticket
+from dsx_comm.lanes import Lane, Pending, Ticket
 
 __all__ = ["OneCallerAtATime", "StoredHome", "TensorStore"]
 

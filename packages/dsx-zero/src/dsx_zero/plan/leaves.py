@@ -9,9 +9,9 @@ sharded.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from weakref import WeakSet
 
 import torch
+from dsx_core.modules import LEAF_MODULES
 from torch import nn
 
 from ..errors import ZeroModelError
@@ -28,8 +28,6 @@ __all__ = [
     "unset_z3_leaf_modules",
     "z3_leaf_module",
 ]
-
-_LEAVES: WeakSet[nn.Module] = WeakSet()
 
 Chosen = Iterable[type[nn.Module] | str]
 
@@ -70,7 +68,7 @@ def set_z3_leaf_modules(
         ZeroModelError: there is none.
     """
     found = _find(model, leaf_module_classes, raise_if_not_found)
-    _LEAVES.update(found)
+    LEAF_MODULES.update(found)
     return found
 
 
@@ -135,9 +133,9 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
     everything inside, instead of part by part.
     """
     if flag:
-        _LEAVES.add(model)
+        LEAF_MODULES.add(model)
     else:
-        _LEAVES.discard(model)
+        LEAF_MODULES.discard(model)
 
 
 def unset_z3_leaf_modules(
@@ -158,23 +156,23 @@ def unset_z3_leaf_modules(
     """
     found = _find(model, leaf_module_classes, raise_if_not_found)
     for module in found:
-        _LEAVES.discard(module)
+        LEAF_MODULES.discard(module)
     return found
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
     """The marked modules of a model."""
-    return [module for module in model.modules() if module in _LEAVES]
+    return [module for module in model.modules() if module in LEAF_MODULES]
 
 
 def z3_leaf_module(module: nn.Module) -> bool:
     """Whether the module is marked."""
-    return module in _LEAVES
+    return module in LEAF_MODULES
 
 
 def marked_parameter(parameter: torch.Tensor) -> bool:
     """Whether one of the marked modules, or a module inside one, holds this object."""
-    return any(parameter is own for leaf in _LEAVES for own in leaf.parameters())
+    return any(parameter is own for leaf in LEAF_MODULES for own in leaf.parameters())
 
 
 def named_leaves(

@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from dsx_comm import ParameterMarks, RankSet
+from dsx_core.modules import block_names
 
 from .layout import FlatLayout
 
@@ -170,31 +171,6 @@ def find_parameters(model: nn.Module, trainable: frozenset[int] | None = None) -
         )
         for key, parameter in found.items()
     )
-
-
-def block_names(model: nn.Module, leaves: frozenset[str] = frozenset()) -> tuple[str, ...]:
-    """Names of leaf modules (marked ones, and `leaves` by name) and of the children of the outermost
-    `nn.ModuleList`s that hold parameters, in definition order.
-    """
-    from torch import nn  # here, so that reading plans needs no torch
-
-    from .leaves import z3_leaf_module
-
-    found: list[str] = []
-
-    def visit(module: nn.Module, prefix: str) -> None:
-        for name, child in module.named_children():
-            path = f"{prefix}{name}"
-            if z3_leaf_module(child) or path in leaves:
-                found.extend([path] if next(child.parameters(), None) is not None else [])
-            elif isinstance(child, nn.ModuleList):
-                blocks = ((f"{path}.{index}", block) for index, block in child.named_children())
-                found.extend(name for name, block in blocks if next(block.parameters(), None) is not None)
-            else:
-                visit(child, f"{path}.")
-
-    visit(model, "")
-    return tuple(found)
 
 
 def tile_names(model: nn.Module) -> tuple[str, ...]:

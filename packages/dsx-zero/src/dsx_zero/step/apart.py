@@ -16,8 +16,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
+from dsx_comm.lanes import HostLane
 
-from ..lanes import HostLane
 from ..params.flat import FlatGroup, Part
 from .frozen import Frozen
 from .inner import InnerStep

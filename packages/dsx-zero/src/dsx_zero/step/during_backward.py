@@ -23,12 +23,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from dsx_comm.lanes import Ticket
 
 from ..errors import ZeroStateError
 from ..grads.reductions import cut_parts
 from ..homes.home import Home
 from ..homes.stored import StoredHome
-from ..lanes import Ticket
 from ..order.channel import Answer, Asks
 from ..params.flat import FlatGroup, Part
 from ..runtime import Runtime

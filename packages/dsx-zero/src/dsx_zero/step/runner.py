@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from dsx_comm.lanes import HostLane, Lane, Ticket, transfer
 
 from ..homes.home import write
-from ..lanes import HostLane, Lane, Ticket, transfer
 from ..runtime import Runtime
 from .apart import ApartSteps, gradients_of
 from .frozen import Frozen

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from dsx_comm.lanes import Lane, Ticket
 
 from ..homes.home import Home, discard, opened, read, write
 from ..homes.tiers import Tier
-from ..lanes import Lane, Ticket
 from ..params.flat import label_of
 from ..params.memory import OrdinaryMemory
 from .masters import Master

@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 
-from ..lanes import Lane
+from dsx_comm.lanes import Lane
+
 from .masters import Master
 from .states import OptimizerStates, Visit
 

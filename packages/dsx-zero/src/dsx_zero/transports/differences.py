@@ -25,8 +25,8 @@ from typing import NamedTuple
 import dsx_comm
 import torch
 from dsx_comm.compressed.blocks import BlockFormat, dequantize_rows, quantize_rows
+from dsx_comm.lanes import Pending
 
-from ..lanes import Pending
 from ..params.flat import FlatGroup
 from .errors import CURRENT, SENT, FlatError, StoredErrors, read_range
 from .levels import SecondaryGather, part_of

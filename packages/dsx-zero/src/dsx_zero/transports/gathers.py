@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dsx_comm
 import torch
+from dsx_comm.lanes import Pending
 
-from ..lanes import Pending
 from ..params.flat import FlatGroup
 from .protocol import Stateless
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 import dsx_comm
 import torch
+from dsx_comm.lanes import Pending
 
-from ..lanes import Pending
 from ..params.flat import FlatGroup
 from .protocol import Stateless, Then, Transport
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
+from dsx_comm.lanes import Pending, is_done
 
-from ..lanes import Pending, is_done
 from ..params.flat import FlatGroup
 
 __all__ = ["ReduceTransport", "Stateless", "Then", "Transport", "Wrapper", "carrier_of"]

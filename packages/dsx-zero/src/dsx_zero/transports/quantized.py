@@ -12,8 +12,8 @@ from typing import Any
 import dsx_comm
 import torch
 from dsx_comm.compressed.blocks import BlockFormat
+from dsx_comm.lanes import Pending
 
-from ..lanes import Pending
 from ..params.flat import FlatGroup
 from .errors import BETWEEN, COUNT, WORKER, FlatError, StoredErrors, read_range, stored_keys
 from .protocol import ReduceTransport, Transport

@@ -10,8 +10,8 @@ from typing import Any
 
 import dsx_comm
 import torch
+from dsx_comm.lanes import Pending
 
-from ..lanes import Pending
 from ..params.flat import FlatGroup
 from ..plan.layout import pieces
 from .protocol import ReduceTransport, Stateless, Then

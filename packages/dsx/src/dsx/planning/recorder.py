@@ -118,7 +118,7 @@ class Recorder(RehearsalObserver):
         self.trace.add(0, PHASE, self.trace.phases.index(phase))
 
     def lane(self, device: torch.device) -> _Lane:
-        """A new lane beside the computation (`dsx_zero.lanes.lanes_from`)."""
+        """A new lane beside the computation (`dsx_comm.lanes.lanes_from`)."""
         self.trace.lanes += 1
         return _Lane(self, self.trace.lanes - 1)
 
@@ -277,7 +277,7 @@ class Recorder(RehearsalObserver):
 
 
 class _Lane:
-    """A `dsx_zero.lanes.Lane` that records. Jobs are handed to the device in the order of the program, as on CUDA."""
+    """A `dsx_comm.lanes.Lane` that records. Jobs are handed to the device in the order of the program, as on CUDA."""
 
     def __init__(self, recorder: Recorder, number: int) -> None:
         self._recorder, self._number = recorder, number

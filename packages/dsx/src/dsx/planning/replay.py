@@ -137,7 +137,7 @@ def replay(question: Question) -> Replay:
         compute = FakeCompute(recorder)
         stack.enter_context(compute)
         if question.streams:
-            from dsx_zero.lanes import lanes_from  # lazy import: only replays need it
+            from dsx_comm.lanes import lanes_from  # lazy import: only replays need it
 
             stack.enter_context(lanes_from(recorder.lane))
         return _Run(question, recorder, compute).run()

@@ -24,8 +24,9 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Protocol
 
-import dsx_comm
 import torch
+
+from .works import Handle
 
 
 class Pending(Protocol):
@@ -156,9 +157,9 @@ class HostLane:
     """Is told of copies between tiers; see `transfer`."""
 
     def submit(self, job: Job, *, see_writes_so_far: bool = False) -> Ticket:
-        """Run ``job`` now; the ticket waits for what it left pending. A handle of dsx-comm is a ticket itself."""
+        """Run ``job`` now; the ticket waits for what it left pending. A `Handle` is a ticket itself."""
         pending = job()
-        return pending if isinstance(pending, dsx_comm.Handle) else _HostTicket(pending)
+        return pending if isinstance(pending, Handle) else _HostTicket(pending)
 
     def see_writes_so_far(self) -> None:
         """Nothing to do: one thread."""

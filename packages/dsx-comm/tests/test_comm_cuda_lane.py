@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from dsx_comm.lanes import CudaLane, TensorBuffer, make_lane
 from dsx_testkit import FakeCuda
-from dsx_zero.lanes import CudaLane, TensorBuffer, make_lane
 
 
 @pytest.fixture

@@ -1,0 +1,132 @@
+"""What dsx puts on a user's modules, and which of them are the blocks of a model.
+
+Several packages hook modules, replace their calls and look at their blocks, in any combination: sharding,
+recomputation, compilation. Here is what they have to know of each other.
+
+Hooks stay outside of compiled graphs: a compiled module traces its hooks, and ours communicate with other ranks and use
+autograd. A copy of a module (`copy.deepcopy`, `pickle`, `torch.save`) is an ordinary module: there a hook is replaced
+by one that does nothing, and a replaced call is left out.
+
+The import loads no torch: whoever has modules has torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = [
+    "CALL",
+    "LEAF_MODULES",
+    "AroundCall",
+    "CallingHook",
+    "CompiledCall",
+    "ModuleHook",
+    "block_names",
+    "is_compiled",
+]
+
+CALL = "_compiled_call_impl"
+"""If a module has this attribute, PyTorch calls it instead of the module's ordinary call, and leaves it out of copies
+and pickles. `nn.Module.compile` uses it.
+"""
+
+LEAF_MODULES: WeakSet[nn.Module] = WeakSet()
+"""Modules that their user has marked as one block, with everything inside. The marks are kept here and not on the
+modules, so that copies have none.
+"""
+
+
+class ModuleHook:
+    """Base of hooks on modules. What a hook does is its class's `__call__`, under `torch.compiler.disable`."""
+
+    def __call__(self, *args: Any) -> Any:
+        raise NotImplementedError
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _do_nothing
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
+        return _hook_of_a_copy, ()
+
+
+class CallingHook(ModuleHook):
+    """A forward hook or a forward pre-hook that calls `function`."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        import torch  # lazy import: see the module's text
+
+        self._function = torch.compiler.disable(function)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
+
+
+def _hook_of_a_copy() -> Callable[..., None]:
+    return _do_nothing
+
+
+def _do_nothing(*args: Any) -> None:
+    """Takes the place of a hook in copies of its module."""
+
+
+class AroundCall:
+    """Base of objects in `CALL` that do something around a module's call: they are no compiled code themselves.
+
+    Args:
+        module: the module.
+        inner: what stood in `CALL` before; None: the module's ordinary call.
+    """
+
+    def __init__(self, module: nn.Module, inner: Callable[..., Any] | None) -> None:
+        self.module, self.inner = module, inner
+
+    @property
+    def call(self) -> Callable[..., Any]:
+        """What is called inside, with the module's hooks."""
+        return self.module._call_impl if self.inner is None else self.inner
+
+
+class CompiledCall:
+    """Base of objects that replace a module's `forward` and run compiled code."""
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Was a part of a model compiled: by `dsx_zero.compile_units`, `module.compile()` or `torch.compile(module)`?"""
+    return any(
+        isinstance(part.__dict__.get("forward"), CompiledCall)
+        or hasattr(part, "_orig_mod")
+        or _is_compiled_call(getattr(part, CALL, None))
+        for part in module.modules()
+    )
+
+
+def _is_compiled_call(call: Any) -> bool:
+    return _is_compiled_call(call.inner) if isinstance(call, AroundCall) else call is not None
+
+
+def block_names(model: nn.Module, leaves: frozenset[str] = frozenset()) -> tuple[str, ...]:
+    """Names of leaf modules (`LEAF_MODULES`, and `leaves` by name) and of the children of the outermost
+    `nn.ModuleList`s that hold parameters, in definition order.
+    """
+    from torch import nn  # lazy import: see the module's text
+
+    found: list[str] = []
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        for name, child in module.named_children():
+            path = f"{prefix}{name}"
+            if child in LEAF_MODULES or path in leaves:
+                found.extend([path] if next(child.parameters(), None) is not None else [])
+            elif isinstance(child, nn.ModuleList):
+                blocks = ((f"{path}.{index}", block) for index, block in child.named_children())
+                found.extend(name for name, block in blocks if next(block.parameters(), None) is not None)
+            else:
+                visit(child, f"{path}.")
+
+    visit(model, "")
+    return tuple(found)
