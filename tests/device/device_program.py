@@ -198,18 +198,18 @@ def evaluated_between(settings: dict[str, Any]) -> list[float]:
 
 def activations_on_host(settings: dict[str, Any]) -> list[float]:
     """The inputs of every block wait in host memory for backward."""
-    from dsx_zero import checkpointing
+    import dsx_activations
 
-    checkpointing.configure(None, checkpoint_in_cpu=True)
+    dsx_activations.configure(None, checkpoint_in_cpu=True)
     try:
         torch.manual_seed(0)
         model = Language()
-        model.call = checkpointing.checkpoint
+        model.call = dsx_activations.checkpoint
         made = make_engine(settings, model)
         losses = numbers(trained(made))
         made.destroy()
     finally:
-        checkpointing.reset()
+        dsx_activations.reset()
     return losses
 
 

@@ -5,11 +5,13 @@ that of the plain model, with offload and recomputation around the blocks too.
 import copy
 import importlib
 import pickle
+from functools import partial
 
 import pytest
 import torch
 from dsx_testkit import run_ranks
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 class Block(nn.Module):
@@ -65,13 +67,12 @@ def work(rank, world, stage, offload, how):
     import dsx_zero
 
     dynamo = importlib.import_module("torch._dynamo")  # by name: `run_ranks` would pickle its configuration
-    from dsx_zero import checkpointing
     from torch._dynamo.utils import counters
 
     def run(compiled):
         dynamo.reset()
         counters.clear()
-        call = checkpointing.checkpoint if how == "checkpoint" else None
+        call = partial(checkpoint, use_reentrant=False) if how == "checkpoint" else None
         config = {
             "stage": stage,
             **(OFFLOADED.get(stage, {}) if offload else {}),
@@ -84,13 +85,11 @@ def work(rank, world, stage, offload, how):
                 "blocks.1",
                 "blocks.2",
             )
-        budget = checkpointing.apply_memory_budget(model, 0.6) if how == "budget" else None
         found, later = losses(model, optimizer, rank)
         assert not counters["graph_break"], dict(counters["graph_break"])
         assert later == 0
         if compiled:
             assert 1 <= counters["stats"]["unique_graphs"] <= 2, counters["stats"]
-        assert budget is None or budget.choice.recomputed
         optimizer.release()
         return found
 
@@ -99,14 +98,14 @@ def work(rank, world, stage, offload, how):
 
 @pytest.mark.parametrize(
     ("stage", "offload", "how"),
-    [(0, False, ""), (3, False, "budget"), (3, True, "checkpoint")],
+    [(0, False, ""), (3, True, "checkpoint")],
 )
 def test_blocks(stage, offload, how):
     run_ranks(work, 2, stage, offload, how)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["", "checkpoint", "budget"])
+@pytest.mark.parametrize("how", ["", "checkpoint"])
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_blocks_everywhere(stage, offload, how):

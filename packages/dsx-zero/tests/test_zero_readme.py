@@ -40,17 +40,6 @@ def test_example_of_experts():
     assert run_ranks(experts, 2, code) == [1, 1]
 
 
-def checkpointing(rank, world, code):
-    scope: dict = {}
-    exec(compile(code, "README.md", "exec"), scope)
-    return all(p.grad is not None for p in scope["block"].parameters())
-
-
-def test_example_of_activation_checkpointing():
-    (code,) = (found for found in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL) if "checkpointing" in found)
-    assert run_ranks(checkpointing, 1, code) == [True]
-
-
 def fewer_bytes(rank, world, code):
     scope: dict = {}
     exec(compile(code, "README.md", "exec"), scope)

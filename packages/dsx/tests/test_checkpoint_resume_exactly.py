@@ -131,7 +131,7 @@ def test_at_another_number_of_ranks_what_belongs_to_a_rank_begins_anew(tmp_path)
 
 
 def test_streams_of_model_parallelism_go_on(tmp_path):
-    from dsx_zero.checkpointing import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+    from dsx_activations import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
     engine, tracker = build(0, 1), get_cuda_rng_tracker()
     model_parallel_cuda_manual_seed(5)

@@ -59,7 +59,7 @@ def test_the_section_takes_effect_when_the_engine_is_built(stage):
     seen = []
 
     def call(layer, x):
-        from dsx_zero.checkpointing.configured import current
+        from dsx_activations.configured import current
 
         seen.append(current().settings)
         return dsx.checkpointing.checkpoint(layer, x)

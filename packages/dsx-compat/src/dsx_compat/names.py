@@ -316,7 +316,7 @@ MODULES: dict[str, dict[str, str]] = {
     "deepspeed.runtime.sequence_parallel": {},
     "deepspeed.runtime.sequence_parallel.ulysses_sp": {
         "TiledMLP": "dsx_compat.sequence:TiledMLP",
-        **_of("dsx_zero.checkpointing", "SequenceTiledCompute sequence_tiled_compute TiledFusedLogitsLoss"),
+        **_of("dsx_activations", "SequenceTiledCompute sequence_tiled_compute TiledFusedLogitsLoss"),
     },
     "deepspeed.runtime.sparse_tensor": _of("dsx_compat.sparse_tensor", "SparseTensor"),
     "deepspeed.runtime.utils": _RUNTIME_UTILS,

@@ -1,6 +1,6 @@
 """`TiledMLP` as programs for DeepSpeed call it: `TiledMLP.apply(mlp_forward, self, x, shards, compute_params)`.
 
-The other names of `deepspeed.runtime.sequence_parallel.ulysses_sp` that dsx has are those of `dsx_zero.checkpointing`.
+The other names of `deepspeed.runtime.sequence_parallel.ulysses_sp` that dsx has are those of `dsx_activations`.
 There `TiledMLP` is a module. This class only has DeepSpeed's signature, so it belongs here.
 """
 
@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from dsx_zero.checkpointing import run_in_tiles
+from dsx_activations import run_in_tiles
 
 __all__ = ["TiledMLP"]
 
@@ -41,7 +41,7 @@ class TiledMLP:
             [..., tokens, features of the result].
 
         Raises:
-            dsx_zero.ZeroModelError: `shards` is not a positive whole number, or the result of a piece has another
-                length.
+            dsx_activations.ActivationArgumentError: `shards` is not a positive whole number, or the result of a
+                piece has another length.
         """
         return run_in_tiles(partial(fn, self), x, tiles=shards)

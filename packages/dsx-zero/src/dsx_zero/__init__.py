@@ -12,7 +12,6 @@ stage 3 and after a step, `step` masters and norms, `state` slices by name, `ful
 single parameters of a sharded model. What `shard` refuses is in `checks`.
 """
 
-from . import checkpointing
 from ._version import __version__
 from .access import (
     safe_get_full_fp32_param,
@@ -73,7 +72,6 @@ from .uneven import uneven_forwards
 from .weights import LoadReport, load
 
 __all__ = [
-    "checkpointing",
     "AveragesItself",
     "agree",
     "averages_itself",

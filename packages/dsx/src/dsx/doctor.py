@@ -28,6 +28,7 @@ SMALL_SHM_BYTES = 512 * 2**20
 PACKAGES = (
     "dsx",
     "dsx-zero",
+    "dsx-activations",
     "dsx-launch",
     "dsx-checkpoint",
     "dsx-core",

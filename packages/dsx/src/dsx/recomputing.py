@@ -4,9 +4,9 @@ recompute with it, and warns if the model never calls it.
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
+import dsx_activations
 from dsx_comm import RankSets
 
 from .config import Config
@@ -19,20 +19,20 @@ from .utils.logging import logger
 __all__ = ["apply_budget", "apply_section", "section_observers"]
 
 
-def apply_section(config: Config, model: Any, checkpointing: ModuleType) -> None:
+def apply_section(config: Config, model: Any) -> None:
     """Configure `dsx.checkpointing` as the section says, if there is one. Collective if inputs are divided."""
     section = config.use("activation_checkpointing")
     if not section.model_fields_set:
         return
-    if checkpointing.is_configured():
+    if dsx_activations.is_configured():
         logger.info("activation_checkpointing: the configuration replaces what checkpointing.configure was given")
-    checkpointing.configure(None, section)
+    dsx_activations.configure(None, section)
     pipeline = config.pipeline.model_fields_set
     if is_pipeline(model) and model.recomputation.interval and "use_reentrant" not in pipeline:
-        model.set_checkpoint_function(checkpointing.checkpoint)
+        model.set_checkpoint_function(dsx_activations.checkpoint)
 
 
-def apply_budget(config: Config, model: Any, topology: RankSets, checkpointing: ModuleType) -> Any:
+def apply_budget(config: Config, model: Any, topology: RankSets) -> Any:
     """Keep a sharded model's activations within the section's `memory_budget`; returns None if there is no budget.
 
     Raises:
@@ -47,31 +47,30 @@ def apply_budget(config: Config, model: Any, topology: RankSets, checkpointing: 
             " time; use its activation_checkpoint_interval"
         )
     first = topology.rank == 0
-    return checkpointing.apply_memory_budget(
+    return dsx_activations.apply_memory_budget(
         model, budget, group=topology.data.group, announce=logger.info if first else logger.debug
     )
 
 
-def section_observers(config: Config, checkpointing: ModuleType) -> list[Any]:
+def section_observers(config: Config) -> list[Any]:
     """The observers of steps for the section."""
     section = config.activation_checkpointing
     by_calls = section.model_fields_set and section.memory_budget is None
-    return [_NeverCalled(checkpointing)] if by_calls else []
+    return [_NeverCalled()] if by_calls else []
 
 
 class _NeverCalled:
     """Warns once, after the first step, if the section had no effect."""
 
-    def __init__(self, checkpointing: ModuleType) -> None:
-        self._checkpointing, self._before = checkpointing, checkpointing.use_count()
-        self._judged = False
+    def __init__(self) -> None:
+        self._before, self._judged = dsx_activations.use_count(), False
 
     def after_step(self, report: StepReport) -> None:
         """Judge the first step."""
         if self._judged:
             return
         self._judged = True
-        if self._checkpointing.use_count() == self._before:
+        if dsx_activations.use_count() == self._before:
             text = (
                 "activation_checkpointing is configured, and the model never called dsx.checkpointing.checkpoint:"
                 " nothing is recomputed because of it. Call it in the model's forward"

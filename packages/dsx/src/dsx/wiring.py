@@ -128,7 +128,7 @@ def _build(source: Any, request: Request, held: ExitStack, building: ExitStack) 
         request = compressed(request, config, part)
         if pipelining.is_pipeline(request.model):
             pipelining.prepare(request.model, zero)
-        apply_section(config, request.model, zero.checkpointing)
+        apply_section(config, request.model)
         device = _device(topology)
         model = _placed(_sparsified(request.model, config), config, device)
         conversion = convert(model, config, part("dsx_data"))
@@ -416,7 +416,7 @@ def _parts(
         config, lambda: optimizer.param_groups, lambda: accumulation.steps * topology.batches[1], data
     )
     watch.observers.extend(one for one in efficiency.values() if hasattr(one, "after_step"))
-    watch.observers.extend(section_observers(config, part("dsx_zero").checkpointing))
+    watch.observers.extend(section_observers(config))
     stepper: Stepper = NoStepper()
     if trains:
         stepper = ShardedStepper(
@@ -426,7 +426,7 @@ def _parts(
     garbage = CollectBetweenSteps() if config.use("disable_python_gc") else None
     if garbage is not None:
         watch.observers.append(garbage)
-    budget = apply_budget(config, model, topology, part("dsx_zero").checkpointing)
+    budget = apply_budget(config, model, topology)
     transforms: list[Any] = [one for one in efficiency.values() if callable(one)]
     window = SyncWindow(optimizer.no_sync, every_micro_batch=stage >= 2 and not config.zero.keep_full_gradients)
     scales = scaler.state_dict()["kind"] != "none"

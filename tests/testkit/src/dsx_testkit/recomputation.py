@@ -25,7 +25,7 @@ def simulated_peak(costs: Sequence[Any], how: Sequence[str], outside: int) -> in
     """The most bytes of a forward and a backward that are alive at a time, event by event.
 
     Args:
-        costs: `dsx_zero.checkpointing.plan.BlockCost` of each block.
+        costs: `dsx_activations.plan.BlockCost` of each block.
         how: what is kept of each: "all", "inputs" or "operators" (its `selective`).
         outside: bytes that are alive between forward and backward only.
     """

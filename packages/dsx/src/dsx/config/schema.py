@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
+from dsx_activations.config import ActivationCheckpointing
 from dsx_comm import config as comm_section
 from dsx_data.config import CurriculumLearning, DataEfficiency, ProgressiveLayerDrop
 from dsx_moe.config import ExpertParallelConfig
@@ -26,7 +27,6 @@ from dsx_monitor.config import (
 from dsx_nvme import config as aio_section
 from dsx_pipe.config import Pipeline, TensorParallel
 from dsx_sparse_attn.config import SparseAttentionConfig
-from dsx_zero.checkpointing.config import ActivationCheckpointing
 from dsx_zero.config import ZeroConfig
 from pydantic import Field
 

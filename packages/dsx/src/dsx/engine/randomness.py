@@ -15,8 +15,8 @@ import sys
 from typing import Any
 
 import torch
+from dsx_activations import get_cuda_rng_tracker
 from dsx_core.device import Device, accelerator_kind
-from dsx_zero.checkpointing import get_cuda_rng_tracker
 
 __all__ = ["RandomStates", "random_states", "restore_random_states"]
 

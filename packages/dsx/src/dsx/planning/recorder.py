@@ -48,7 +48,7 @@ _OWNERS = (
     ("dsx_zero.step", "workspace"),
     ("dsx_zero.gather", "messages"),
     ("dsx_zero.transports", "messages"),
-    ("dsx_zero.checkpointing", "activations"),
+    ("dsx_activations", "activations"),
     ("dsx_zero.params", "parameters"),
     ("dsx_comm", "messages"),
     ("dsx_ops.optim", "states"),

@@ -13,7 +13,7 @@ from typing import Any
 import dsx_comm
 import torch
 
-from ..errors import ZeroStateError
+from .errors import ActivationStateError
 
 __all__ = ["Divided"]
 
@@ -44,7 +44,7 @@ class Divided:
         zeros. Collective for the first `COMPARED` calls.
 
         Raises:
-            ZeroStateError: the tensor is not the same on all ranks.
+            ActivationStateError: the tensor is not the same on all ranks.
         """
         if self._to_compare:
             self._to_compare -= 1
@@ -75,7 +75,7 @@ class Divided:
         dsx_comm.all_gather_into_tensor(found, mine, group=self._group)
         differing = [rank for rank in range(self.size) if not torch.equal(found[2 * rank : 2 * rank + 2], mine)]
         if differing:
-            raise ZeroStateError(
+            raise ActivationStateError(
                 f"partition_activations: an input of checkpoint(), {flat.numel()} elements of {flat.dtype}, is not the"
                 f" same on the model-parallel ranks (rank {self.rank} of {self.size} differs from {differing}); each"
                 " keeps a slice of it, so that the whole could not be put together again. Give such a tensor the"

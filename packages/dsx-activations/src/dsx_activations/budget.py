@@ -24,15 +24,15 @@ from dsx_core import with_code
 from dsx_core.modules import CallingHook, block_names
 from torch import nn
 
-from ..errors import ZeroConfigError, ZeroModelError
 from .blocks import recompute_modules
+from .errors import ActivationArgumentError, ActivationConfigError
 from .measured import Measurement
 from .plan import BlockCost, Choice, Selective, choose
 from .settings import PATH
 
 __all__ = ["MemoryBudget", "apply_memory_budget", "check_budget"]
 
-_log = logging.getLogger("dsx_zero.checkpointing")
+_log = logging.getLogger("dsx_activations")
 _MICROSECOND = 1e-6
 
 
@@ -40,11 +40,11 @@ def check_budget(budget: Any) -> int | float:
     """A budget as it may be written: bytes above 1, or a fraction.
 
     Raises:
-        ZeroConfigError: it is neither.
+        ActivationConfigError: it is neither.
     """
     number = isinstance(budget, (int, float)) and not isinstance(budget, bool)
     if not number or not 0 < budget < float("inf") or (budget > 1 and budget != int(budget)):
-        raise ZeroConfigError(
+        raise ActivationConfigError(
             f"{PATH}.memory_budget", f"got {budget!r}, expected bytes (a whole number) or a fraction between 0 and 1"
         )
     return int(budget) if budget > 1 else float(budget)
@@ -209,18 +209,18 @@ def apply_memory_budget(
         budget: bytes, or a fraction of what is kept without recomputation (at most 1).
         blocks: names of the modules that may be recomputed, none inside another; None: the units of ZeRO.
         group: process group whose ranks run the same blocks and make the same choice; None: all ranks.
-        announce: is called with the decision as text; None: the logger `dsx_zero.checkpointing`.
+        announce: is called with the decision as text; None: the logger `dsx_activations`.
         operators: False: a block is recomputed completely, or not at all.
 
     Raises:
-        ZeroConfigError: the budget is neither bytes nor a fraction.
-        ZeroModelError: the model has no blocks, or one of the names is not the name of a module.
+        ActivationConfigError: the budget is neither bytes nor a fraction.
+        ActivationArgumentError: the model has no blocks, or one of the names is not the name of a module.
     """
     check_budget(budget)
     names = block_names(model) if blocks is None else tuple(blocks)
     known = dict(model.named_modules())
     if not names or any(name not in known for name in names):
-        raise ZeroModelError(
+        raise ActivationArgumentError(
             f"{PATH}.memory_budget: got blocks {list(names)}, expected names of modules of the model; blocks are the"
             " children of nn.ModuleLists, or what set_z3_leaf_module marks; name others with"
             " apply_memory_budget(blocks=[...])"

@@ -19,20 +19,20 @@ from typing import Protocol
 import torch
 from dsx_comm.lanes import Lane, Ticket, make_lane
 
-from ..errors import ZeroStateError
+from .errors import ActivationStateError
 
 __all__ = ["DevicePlace", "Held", "HostPlace", "Place", "SlotPlace", "Slots", "changed_in_place"]
 
 
-def changed_in_place(shape: torch.Size) -> ZeroStateError:
+def changed_in_place(shape: torch.Size) -> ActivationStateError:
     """The error for a kept input that was written to before the backward."""
-    return ZeroStateError(
+    return ActivationStateError(
         f"checkpoint(): an input of shape {tuple(shape)} was changed in place after the forward pass, so that the"
         " recomputation would see other values; change a copy (x = x + y in the place of x += y)"
     )
 
 
-_log = logging.getLogger("dsx_zero.checkpointing")
+_log = logging.getLogger("dsx_activations")
 
 
 class Held(Protocol):

@@ -30,7 +30,7 @@ from .plan import BlockCost, Selective
 
 __all__ = ["Measurement"]
 
-_log = logging.getLogger("dsx_zero.checkpointing")
+_log = logging.getLogger("dsx_activations")
 
 
 class Measurement:

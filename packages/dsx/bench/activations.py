@@ -1,9 +1,9 @@
 """Activation checkpointing: memory and time, on one CPU process.
 
-    python packages/dsx-zero/bench/activations.py overhead   # against torch.utils.checkpoint, 12 layers
-    python packages/dsx-zero/bench/activations.py budget     # against 20 choices by hand that fit the same budget
-    python packages/dsx-zero/bench/activations.py offload    # how much of paced copies sleeping compute hides
-    python packages/dsx-zero/bench/activations.py compiled   # compiled blocks at stage 3 against eager ones
+    python packages/dsx/bench/activations.py overhead   # against torch.utils.checkpoint, 12 layers
+    python packages/dsx/bench/activations.py budget     # against 20 choices by hand that fit the same budget
+    python packages/dsx/bench/activations.py offload    # how much of paced copies sleeping compute hides
+    python packages/dsx/bench/activations.py compiled   # compiled blocks at stage 3 against eager ones
 
 `--small` runs everything at a size that shows that it works. With `--json FILE` each part writes its table to a file of
 its own, `FILE-overhead.json` and so on for `FILE.json`. Bytes are the allocator's, from the profiler's events: the most
@@ -21,12 +21,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+import dsx_activations
 import torch
+from dsx_activations.blocks import recompute_modules
+from dsx_activations.plan import peak_bytes
 from dsx_testkit.benches import Block, run_parts
 from dsx_testkit.results import Table
-from dsx_zero import checkpointing, compile_units, shard
-from dsx_zero.checkpointing.blocks import recompute_modules
-from dsx_zero.checkpointing.plan import peak_bytes
+from dsx_zero import compile_units, shard
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -83,7 +84,7 @@ def overhead(small: bool) -> Table:
     models = {
         "no recomputation": Model(layers, width),
         "torch.utils.checkpoint": Model(layers, width, lambda b, x: torch_checkpoint(b, x, use_reentrant=False)),
-        "dsx checkpoint": Model(layers, width, checkpointing.checkpoint),
+        "dsx checkpoint": Model(layers, width, dsx_activations.checkpoint),
     }
     seconds = compare(models, x, rounds)
     held = {name: step_bytes(model, x) for name, model in models.items()}
@@ -112,7 +113,7 @@ def budget(small: bool) -> Table:
     x = torch.randn(4, tokens, width)
     for fraction in (0.25, 0.5, 0.75):
         model = Model(layers, width)
-        found = checkpointing.apply_memory_budget(model, fraction)
+        found = dsx_activations.apply_memory_budget(model, fraction)
         costs: list[Any] = []
         decide = found._decide
         found._decide = partial(noting, decide, costs)  # type: ignore[method-assign]
@@ -199,13 +200,13 @@ def offload(small: bool) -> Table:
     """Share of the copies' time that is not waited for."""
     layers, compute, copy = (4, 0.002, 0.0015) if small else (24, 0.01, 0.008)
     lane = PacedLane(copy)
-    checkpointing.configure(None, checkpoint_in_cpu=True, lane=lane)
+    dsx_activations.configure(None, checkpoint_in_cpu=True, lane=lane)
     x = torch.randn(1000, requires_grad=True)
     y = x * 1
     for _ in range(layers):
-        y = checkpointing.checkpoint(lambda x: _Sleeping.apply(x, compute), y)
+        y = dsx_activations.checkpoint(lambda x: _Sleeping.apply(x, compute), y)
     y.sum().backward()
-    checkpointing.configure()
+    dsx_activations.configure()
     total = lane.copies * copy
     share = 1 - lane.waited / total
     table = Table({"copies": "", "ms each": "{:.1f}", "ms waited": "{:.1f}", "hidden": "{:.1%}"}, "offload")

@@ -1,4 +1,4 @@
-"""`dsx_zero.checkpointing` in one process: values and gradients are those of the model without it, bit by bit, whatever
+"""`dsx_activations` in one process: values and gradients are those of the model without it, bit by bit, whatever
 is kept where; random draws of every stream repeat in the recomputation.
 """
 
@@ -7,10 +7,11 @@ import itertools
 import json
 import logging
 
+import dsx_activations
 import pytest
 import torch
+from dsx_activations import ActivationConfigError, ActivationStateError
 from dsx_comm.lanes import DeferringLane
-from dsx_zero import ZeroConfigError, ZeroStateError, checkpointing
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -34,15 +35,15 @@ POLICIES = {
 @pytest.fixture(autouse=True)
 def _settings_of_before():
     yield
-    checkpointing.configure()
-    checkpointing.get_cuda_rng_tracker().reset()
+    dsx_activations.configure()
+    dsx_activations.get_cuda_rng_tracker().reset()
 
 
 def use(policy):
     given = dict(POLICIES[policy])
     if "lane" in given:
         given["lane"] = given["lane"]()
-    checkpointing.configure(None, **given)
+    dsx_activations.configure(None, **given)
 
 
 class Block(nn.Module):
@@ -52,7 +53,7 @@ class Block(nn.Module):
 
     def forward(self, x, scale=None, extra=None):
         y = self.down(F.dropout(F.gelu(self.up(self.norm(x))), 0.3))
-        with checkpointing.get_cuda_rng_tracker().fork():
+        with dsx_activations.get_cuda_rng_tracker().fork():
             y = F.dropout(y, 0.2)
         if scale is not None:
             y = y * scale
@@ -75,7 +76,7 @@ def train(call, **options):
     """Losses and gradients of two steps."""
     torch.manual_seed(0)
     model = Model(call, **options)
-    checkpointing.model_parallel_cuda_manual_seed(7)
+    dsx_activations.model_parallel_cuda_manual_seed(7)
     x, scale = torch.randn(5, 12), torch.randn(12, requires_grad=True)
     shift = torch.randn(12, requires_grad=True)
     found = []
@@ -84,7 +85,7 @@ def train(call, **options):
         loss.backward()
         found.append(loss.detach())
     found += [p.grad for p in model.parameters()] + [scale.grad, shift.grad, torch.randn(3)]
-    with checkpointing.get_cuda_rng_tracker().fork():
+    with dsx_activations.get_cuda_rng_tracker().fork():
         found.append(torch.randn(3))
     return found
 
@@ -105,7 +106,7 @@ def test_losses_gradients_and_streams_are_those_without_it(policy, reentrant):
     use(policy)
 
     def call(block, *args, **kwargs):
-        return checkpointing.checkpoint(block, *args, use_reentrant=reentrant, **kwargs)
+        return dsx_activations.checkpoint(block, *args, use_reentrant=reentrant, **kwargs)
 
     equal(train(call), expected)
 
@@ -118,9 +119,9 @@ def test_nested(policy, inner, outer):
 
     def both(block, x, **kw):
         def again(x, **kw):
-            return checkpointing.checkpoint(block, block(x, **kw), use_reentrant=inner, **kw)
+            return dsx_activations.checkpoint(block, block(x, **kw), use_reentrant=inner, **kw)
 
-        return checkpointing.checkpoint(again, x, use_reentrant=outer, **kw)
+        return dsx_activations.checkpoint(again, x, use_reentrant=outer, **kw)
 
     # A parameter that is used twice in one re-entered part has its gradients added in another order.
     got = train(both)
@@ -137,7 +138,7 @@ def test_inside_a_checkpoint_of_torch():
 
     def both(block, x, **kw):
         def again(x):
-            return checkpointing.checkpoint(block, block(x, **kw), **kw)
+            return dsx_activations.checkpoint(block, block(x, **kw), **kw)
 
         return torch_checkpoint(again, x, use_reentrant=False)
 
@@ -161,7 +162,7 @@ def test_frozen_inputs_and_frozen_blocks(policy, reentrant):
         call(second, call(first, call(second, x))).sum().backward()
         return [p.grad.clone() for p in first.parameters()]
 
-    got = run(lambda f, x: checkpointing.checkpoint(f, x, use_reentrant=reentrant))
+    got = run(lambda f, x: dsx_activations.checkpoint(f, x, use_reentrant=reentrant))
     equal(got, run(lambda f, x: f(x)))
 
 
@@ -173,7 +174,7 @@ def test_outputs_in_containers_and_other_values(reentrant):
     def function(x, n, *, flag):
         return {"sum": [x * 2, n], "flag": flag, "index": torch.arange(3)}
 
-    out = checkpointing.checkpoint(function, x, 5, flag="yes", use_reentrant=reentrant)
+    out = dsx_activations.checkpoint(function, x, 5, flag="yes", use_reentrant=reentrant)
     assert out["flag"] == "yes" and out["sum"][1] == 5 and torch.equal(out["index"], torch.arange(3))
     out["sum"][0].sum().backward()
     assert torch.equal(x.grad, torch.full_like(x, 2))
@@ -183,7 +184,7 @@ def test_outputs_in_containers_and_other_values(reentrant):
 def test_a_graph_can_be_kept_and_differentiated_again(policy):
     use(policy)
     layer, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
-    y = checkpointing.checkpoint(lambda x: layer(x).tanh(), x).square().sum()
+    y = dsx_activations.checkpoint(lambda x: layer(x).tanh(), x).square().sum()
     (first,) = torch.autograd.grad(y, [x], retain_graph=True)
     (second,) = torch.autograd.grad(y, [x])
     (expected,) = torch.autograd.grad(layer(x).tanh().square().sum(), [x])
@@ -202,7 +203,7 @@ def test_autocast_is_that_of_the_forward_pass(policy):
         y.float().square().sum().backward()
         return [layer.weight.grad, x.grad, y.detach()]
 
-    equal(run(checkpointing.checkpoint), run(lambda f, x: f(x)))
+    equal(run(dsx_activations.checkpoint), run(lambda f, x: f(x)))
 
 
 @pytest.mark.parametrize("policy", ["divided", "host"])
@@ -217,7 +218,7 @@ def test_strides_come_back(policy):
     x, y = torch.randn(3, 6, requires_grad=True).t(), torch.randn(3, 12, requires_grad=True)[:, ::2]
     mask = torch.ones(1, 3).expand(6, 3)
     function(x, y, mask).sum().backward(retain_graph=True)
-    checkpointing.checkpoint(function, x, y, mask).sum().backward()
+    dsx_activations.checkpoint(function, x, y, mask).sum().backward()
     plain, first, recomputed = seen
     assert first == plain
     assert recomputed[0] == plain[0] and recomputed[2] == plain[2]
@@ -228,7 +229,7 @@ def test_an_input_changed_in_place_is_named(policy):
     use(policy)
     leaf = torch.randn(3, 4, requires_grad=True)
     x = leaf * 1
-    y = checkpointing.checkpoint(torch.tanh, x)
+    y = dsx_activations.checkpoint(torch.tanh, x)
     x.add_(1)
     with pytest.raises(RuntimeError, match=r"changed in place|modified by an inplace operation"):
         y.sum().backward()
@@ -238,7 +239,7 @@ def test_a_slice_is_a_copy_of_its_own():
     use("divided")
     leaf = torch.randn(3, 4, requires_grad=True)
     x = leaf * 1
-    y = checkpointing.checkpoint(torch.tanh, x)
+    y = dsx_activations.checkpoint(torch.tanh, x)
     x.add_(1)
     y.sum().backward()
     assert torch.allclose(leaf.grad, 1 - torch.tanh(leaf.detach()) ** 2)
@@ -251,9 +252,9 @@ def test_a_generator_of_the_users_own_is_tracked():
     def drop(x):
         return (x * x) * (torch.rand(64, generator=generator) > 0.5)
 
-    tracker = checkpointing.get_cuda_rng_tracker()
+    tracker = dsx_activations.get_cuda_rng_tracker()
     tracker.track("mine", generator)
-    y = checkpointing.checkpoint(drop, x)
+    y = dsx_activations.checkpoint(drop, x)
     kept, after = (y != 0).detach(), generator.get_state()
     y.sum().backward()
     assert torch.equal(x.grad != 0, kept)
@@ -266,16 +267,16 @@ def test_running_statistics_are_updated_once(reentrant):
     plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
     model, x = copy.deepcopy(plain), torch.randn(6, 4, requires_grad=True)
     plain(x).sum().backward()
-    checkpointing.checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+    dsx_activations.checkpoint(model, x, use_reentrant=reentrant).sum().backward()
     equal(list(model.buffers()), list(plain.buffers()))
     equal([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
 
 
 def test_streams():
-    tracker = checkpointing.get_cuda_rng_tracker()
-    with pytest.raises(ZeroStateError, match="model_parallel_cuda_manual_seed"), tracker.fork():
+    tracker = dsx_activations.get_cuda_rng_tracker()
+    with pytest.raises(ActivationStateError, match="model_parallel_cuda_manual_seed"), tracker.fork():
         pass
-    checkpointing.model_parallel_cuda_manual_seed(11)
+    dsx_activations.model_parallel_cuda_manual_seed(11)
     assert torch.equal(torch.randn(2), torch.randn(2, generator=torch.Generator().manual_seed(11)))
     of_own = torch.Generator().manual_seed(11 + 2718)
     before = torch.get_rng_state()
@@ -288,10 +289,10 @@ def test_streams():
     tracker.set_states(states)
     with tracker.fork():
         assert torch.equal(torch.randn(2), first)
-    checkpointing.model_parallel_reconfigure_tp_seed(11)
+    dsx_activations.model_parallel_reconfigure_tp_seed(11)
     with tracker.fork():
         assert torch.equal(torch.randn(2), torch.randn(2, generator=torch.Generator().manual_seed(11 + 2718)))
-    with pytest.raises(ZeroStateError, match="same numbers"):
+    with pytest.raises(ActivationStateError, match="same numbers"):
         tracker.add("other", 11 + 2718)
 
 
@@ -299,35 +300,35 @@ def test_configuring(tmp_path):
     section = {"partition_activations": True, "contiguous_memory_optimization": True, "number_checkpoints": 2}
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"activation_checkpointing": section}))
-    from dsx_zero.checkpointing.configured import current
+    from dsx_activations.configured import current
 
-    checkpointing.configure(None, str(file), profile=True)
-    assert checkpointing.is_configured()
-    assert current().settings == checkpointing.CheckpointingSettings(True, False, True, 2, False, True)
-    checkpointing.configure()
-    assert current().settings == checkpointing.CheckpointingSettings()
-    with pytest.raises(ZeroConfigError, match="number_checkpoints"):
-        checkpointing.configure(None, partition_activations=True, contiguous_checkpointing=True)
-    with pytest.raises(ZeroConfigError, match="partition_activations"):
-        checkpointing.configure(None, contiguous_checkpointing=True, num_checkpoints=2)
-    with pytest.raises(ZeroConfigError, match="number_checkpoint"):
-        checkpointing.configure(None, {"activation_checkpointing": {"number_checkpoint": 2}})
-    assert current().settings == checkpointing.CheckpointingSettings(), "a refused call changed the settings"
-    checkpointing.set_num_layers(3)
-    checkpointing.configure(None, partition_activations=True, contiguous_checkpointing=True)
+    dsx_activations.configure(None, str(file), profile=True)
+    assert dsx_activations.is_configured()
+    assert current().settings == dsx_activations.CheckpointingSettings(True, False, True, 2, False, True)
+    dsx_activations.configure()
+    assert current().settings == dsx_activations.CheckpointingSettings()
+    with pytest.raises(ActivationConfigError, match="number_checkpoints"):
+        dsx_activations.configure(None, partition_activations=True, contiguous_checkpointing=True)
+    with pytest.raises(ActivationConfigError, match="partition_activations"):
+        dsx_activations.configure(None, contiguous_checkpointing=True, num_checkpoints=2)
+    with pytest.raises(ActivationConfigError, match="number_checkpoint"):
+        dsx_activations.configure(None, {"activation_checkpointing": {"number_checkpoint": 2}})
+    assert current().settings == dsx_activations.CheckpointingSettings(), "a refused call changed the settings"
+    dsx_activations.set_num_layers(3)
+    dsx_activations.configure(None, partition_activations=True, contiguous_checkpointing=True)
     assert current().settings.number_checkpoints == 3
-    with pytest.raises(ZeroConfigError, match="partition_activations"):
-        checkpointing.partition_activations_in_checkpoint(False)
-    checkpointing.configure()
-    checkpointing.partition_activations_in_checkpoint(True)
+    with pytest.raises(ActivationConfigError, match="partition_activations"):
+        dsx_activations.partition_activations_in_checkpoint(False)
+    dsx_activations.configure()
+    dsx_activations.partition_activations_in_checkpoint(True)
     assert current().settings.partition_activations
     current().num_layers = None
 
 
 def test_profile_logs_each_checkpoint(caplog):
-    checkpointing.configure(None, profile=True)
+    dsx_activations.configure(None, profile=True)
     x = torch.randn(3, requires_grad=True)
-    with caplog.at_level(logging.INFO, "dsx_zero.checkpointing"):
-        checkpointing.checkpoint(torch.tanh, x).sum().backward()
+    with caplog.at_level(logging.INFO, "dsx_activations"):
+        dsx_activations.checkpoint(torch.tanh, x).sum().backward()
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2 and ": forward " in lines[0] and ": recomputation " in lines[1]

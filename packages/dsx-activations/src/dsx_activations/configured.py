@@ -15,8 +15,8 @@ import dsx_comm
 from dsx_comm.groups_in_use import ParallelGroups
 from dsx_comm.lanes import Lane
 
-from ..errors import ZeroConfigError, ZeroStateError
 from .divided import Divided
+from .errors import ActivationConfigError, ActivationStateError
 from .kept import Keeper
 from .places import DevicePlace, HostPlace, Place, SlotPlace
 from .rng import MODEL_PARALLEL_STREAM, RngTracker, seed_default_stream
@@ -127,11 +127,11 @@ def configure(
         num_checkpoints: how many inputs such a buffer holds; None: the number given to `set_num_layers`.
         checkpoint_in_cpu: inputs are kept in host memory.
         synchronize: wait for the device at the boundaries of checkpoints.
-        profile: log the time of each checkpoint, at level INFO of the logger `dsx_zero.checkpointing`.
+        profile: log the time of each checkpoint, at level INFO of the logger `dsx_activations`.
         lane: where copies to and from host memory run; host tensors are then copied too. None: a stream per device.
 
     Raises:
-        ZeroConfigError: settings that contradict each other, or cannot be read.
+        ActivationConfigError: settings that contradict each other, or cannot be read.
     """
     state = current()
     section = _section(deepspeed_config)
@@ -167,13 +167,13 @@ def _section(source: Any) -> Any:
             with open(source, encoding="utf-8") as file:
                 source = json.load(file)
         except (OSError, ValueError) as error:
-            raise ZeroConfigError(PATH, f"the configuration {source} cannot be read: {error}") from error
+            raise ActivationConfigError(PATH, f"the configuration {source} cannot be read: {error}") from error
     if source is None:
         return {}
     if isinstance(source, Mapping):
         section = source.get(PATH, {})
         if not isinstance(section, Mapping):
-            raise ZeroConfigError(PATH, f"got {section!r}, expected an object")
+            raise ActivationConfigError(PATH, f"got {section!r}, expected an object")
         return section
     return getattr(source, PATH, source)
 
@@ -208,10 +208,10 @@ def set_num_layers(nlayers: int) -> None:
     """Say how many checkpoints a forward pass has, where `num_checkpoints` is not given to `configure`.
 
     Raises:
-        ZeroStateError: it is no whole number of at least 1.
+        ActivationStateError: it is no whole number of at least 1.
     """
     if isinstance(nlayers, bool) or not isinstance(nlayers, int) or nlayers < 1:
-        raise ZeroStateError(f"set_num_layers: got {nlayers!r}, expected a whole number of at least 1")
+        raise ActivationStateError(f"set_num_layers: got {nlayers!r}, expected a whole number of at least 1")
     current().num_layers = nlayers
 
 
@@ -219,7 +219,7 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
     """Divide inputs among the model-parallel ranks from now on, or stop doing so. Collective.
 
     Raises:
-        ZeroConfigError: contiguous buffers are configured, which need it.
+        ActivationConfigError: contiguous buffers are configured, which need it.
     """
     state = current()
     state.apply(state.settings.with_given(partition_activations=bool(partition_activation)))
@@ -244,7 +244,7 @@ def model_parallel_reconfigure_tp_seed(seed: int) -> None:
     """Seed the model-parallel stream again, with `seed + 2718 + rank`; all other streams go on.
 
     Raises:
-        ZeroStateError: there is no such stream; `model_parallel_cuda_manual_seed` makes it.
+        ActivationStateError: there is no such stream; `model_parallel_cuda_manual_seed` makes it.
     """
     state = current()
     with state.rng.fork():

@@ -1,8 +1,8 @@
-"""Activation checkpointing: for a part of the model only its inputs are kept, and the part is computed again in the
-backward pass.
+"""Activations that fit into memory: a part of the model keeps only its inputs and is computed again in the backward
+pass, kept inputs wait in host memory, and large layers run on one piece of the sequence after the other.
 
-    dsx_zero.checkpointing.configure(mpu, partition_activations=True, checkpoint_in_cpu=True)
-    hidden = dsx_zero.checkpointing.checkpoint(block, hidden, attention_mask=mask)
+    dsx_activations.configure(mpu, partition_activations=True, checkpoint_in_cpu=True)
+    hidden = dsx_activations.checkpoint(block, hidden, attention_mask=mask)
 
 PyTorch does the recomputation (`torch.utils.checkpoint`). This package adds places for the kept inputs (divided among
 the model-parallel ranks, in host memory, in buffers that are made once), the state of every tracked random generator,
@@ -16,6 +16,7 @@ and how long they take, `plan` makes the choice (plain arithmetic), `budget` put
 `sequence_tiles` run modules that treat each token alone on one piece of the sequence after the other.
 """
 
+from ._version import __version__ as __version__
 from .budget import MemoryBudget, apply_memory_budget
 from .call import checkpoint, non_reentrant_checkpoint
 from .configured import (
@@ -29,12 +30,17 @@ from .configured import (
     set_num_layers,
     use_count,
 )
+from .errors import ActivationArgumentError, ActivationConfigError, ActivationError, ActivationStateError
 from .rng import RngTracker
 from .sequence_tiles import SequenceTiledCompute, TiledFusedLogitsLoss, sequence_tiled_compute
 from .settings import CheckpointingSettings
 from .tiles import TiledMLP, chunked_cross_entropy, linear_cross_entropy, run_in_tiles
 
 __all__ = [
+    "ActivationArgumentError",
+    "ActivationConfigError",
+    "ActivationError",
+    "ActivationStateError",
     "CheckpointingSettings",
     "MemoryBudget",
     "RngTracker",

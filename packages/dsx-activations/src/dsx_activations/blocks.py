@@ -18,7 +18,7 @@ from torch import nn
 from .call import run_checkpoint
 from .operators import keep_operators
 
-_log = logging.getLogger("dsx_zero.checkpointing")
+_log = logging.getLogger("dsx_activations")
 
 __all__ = ["recompute_modules", "recomputed_modules"]
 

@@ -1,10 +1,10 @@
 """Tiles of the sequence give the values and gradients of the whole, without its largest tensors."""
 
+import dsx_activations
 import pytest
 import torch
-from dsx_testkit import run_ranks
-from dsx_testkit.recomputation import OperatorWatch, losses_when_sharded
-from dsx_zero import ZeroModelError, checkpointing
+from dsx_activations import ActivationArgumentError
+from dsx_testkit.recomputation import OperatorWatch
 from torch import nn
 from torch.nn import functional as F
 
@@ -35,50 +35,30 @@ def test_linear_cross_entropy(bias, reduction):
     expected = gradients(plain)
     largest = Largest()
     with OperatorWatch(largest.see):
-        loss = checkpointing.linear_cross_entropy(
+        loss = dsx_activations.linear_cross_entropy(
             hidden, head.weight, targets, bias=head.bias, chunk=16, reduction=reduction
         )
         got = gradients(loss)
     torch.testing.assert_close(loss, plain)
     torch.testing.assert_close(got, expected)
     assert largest.numel <= 16 * 101, largest.numel  # the logits of 150 tokens are 15150
-    chunked = checkpointing.chunked_cross_entropy(head(hidden), targets, chunk=16, reduction=reduction)
+    chunked = dsx_activations.chunked_cross_entropy(head(hidden), targets, chunk=16, reduction=reduction)
     torch.testing.assert_close(gradients(chunked), expected)
     with torch.no_grad():
         torch.testing.assert_close(
-            checkpointing.linear_cross_entropy(hidden, head.weight, targets, bias=head.bias, reduction=reduction), plain
+            dsx_activations.linear_cross_entropy(hidden, head.weight, targets, bias=head.bias, reduction=reduction),
+            plain,
         )
 
 
 def test_mistakes_are_named():
     hidden, weight, targets = torch.randn(2, 5, 4), torch.randn(7, 4), torch.zeros(2, 5, dtype=torch.long)
     for wrong in ({"reduction": "none"}, {"chunk": 0}):
-        with pytest.raises(ZeroModelError, match=next(iter(wrong))):
-            checkpointing.linear_cross_entropy(hidden, weight, targets, **wrong)
-    with pytest.raises(ZeroModelError, match="one target for each row"):
-        checkpointing.linear_cross_entropy(hidden, weight, targets[:, 1:])
-    with pytest.raises(ZeroModelError, match="tiles"):
-        checkpointing.run_in_tiles(torch.tanh, hidden, tiles=0)
-    with pytest.raises(ZeroModelError, match="as many elements"):
-        checkpointing.run_in_tiles(lambda x: x[:, :1], hidden, tiles=2)
-
-
-class Net(nn.Module):
-    def __init__(self, tiles):
-        super().__init__()
-        torch.manual_seed(0)
-        mlp = nn.Sequential(nn.Linear(6, 24), nn.GELU(), nn.Linear(24, 6))
-        self.blocks = nn.ModuleList([checkpointing.TiledMLP(mlp, tiles) if tiles else mlp])
-
-    def forward(self, x):
-        return self.blocks[0](x).square().mean()
-
-
-def tiled(rank, world, stage):
-    want, got = (losses_when_sharded(Net(tiles), stage, rank, (2, 11, 6), lr=0.5)[0] for tiles in (0, 4))
-    torch.testing.assert_close(got, want)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_tiled_module_trains_as_the_module(stage):
-    run_ranks(tiled, 2, stage)
+        with pytest.raises(ActivationArgumentError, match=next(iter(wrong))):
+            dsx_activations.linear_cross_entropy(hidden, weight, targets, **wrong)
+    with pytest.raises(ActivationArgumentError, match="one target for each row"):
+        dsx_activations.linear_cross_entropy(hidden, weight, targets[:, 1:])
+    with pytest.raises(ActivationArgumentError, match="tiles"):
+        dsx_activations.run_in_tiles(torch.tanh, hidden, tiles=0)
+    with pytest.raises(ActivationArgumentError, match="as many elements"):
+        dsx_activations.run_in_tiles(lambda x: x[:, :1], hidden, tiles=2)

@@ -5,22 +5,20 @@ again, budgets choose it where it fits best and hold, and what it cannot serve i
 import itertools
 import random
 
+import dsx_activations
 import pytest
 import torch
-from dsx_testkit import run_ranks
+from dsx_activations import ActivationStateError, measured
+from dsx_activations.blocks import recompute_modules, recomputed_modules
+from dsx_activations.operators import keep_operators
+from dsx_activations.plan import BlockCost, Selective, choose, peak_bytes
 from dsx_testkit.recomputation import (
     OperatorWatch,
     bytes_after_forward,
     gradients_of_steps,
     is_product,
-    losses_when_sharded,
     simulated_peak,
 )
-from dsx_zero import ZeroStateError, checkpointing
-from dsx_zero.checkpointing import measured
-from dsx_zero.checkpointing.blocks import recompute_modules, recomputed_modules
-from dsx_zero.checkpointing.operators import keep_operators
-from dsx_zero.checkpointing.plan import BlockCost, Selective, choose, peak_bytes
 from torch import nn
 from torch.nn import functional as F
 
@@ -128,13 +126,13 @@ def test_nothing_expensive_is_computed_again():
 def test_budgets_hold_and_training_is_the_same(fraction):
     expected, everything = train(Model()), bytes_after_forward(Model(), torch.randn(SHAPE))
     model, said = Model(), []
-    budget = checkpointing.apply_memory_budget(model, fraction, announce=said.append)
+    budget = dsx_activations.apply_memory_budget(model, fraction, announce=said.append)
     assert all(torch.equal(a, b) for a, b in zip(train(model), expected, strict=True))
     choice = budget.choice
     assert choice.fits and choice.peak_of_all_kept == pytest.approx(everything, rel=0.02)
     assert bytes_after_forward(model, torch.randn(SHAPE)) <= choice.budget * 1.01 + 4096
     assert "keep matrix products and attention" in said[0]
-    other = checkpointing.apply_memory_budget(Model(), fraction)
+    other = dsx_activations.apply_memory_budget(Model(), fraction)
     other.load_state_dict(budget.state_dict())
     assert other.choice == choice
 
@@ -156,7 +154,7 @@ def test_a_budget_keeps_products_where_they_cost_all_of_the_time(monkeypatch):
     for operators in (True, False):
         model, clock = Model(), Clock()
         monkeypatch.setattr(measured, "time", clock)
-        budget = checkpointing.apply_memory_budget(model, 0.7, operators=operators)
+        budget = dsx_activations.apply_memory_budget(model, 0.7, operators=operators)
         with OperatorWatch(clock.tick):
             model(torch.randn(SHAPE)).backward()
         chosen[operators] = budget.choice
@@ -195,7 +193,7 @@ class Writes(Model):
 
 def test_results_that_are_written_in_place_are_not_kept():
     for model, plain in ((Model(InPlace), Model(InPlace)), (Writes(HandsOut), Writes(HandsOut))):
-        budget = checkpointing.apply_memory_budget(model, 0.6)
+        budget = dsx_activations.apply_memory_budget(model, 0.6)
         got = train(model)
         assert all(torch.equal(a, b) for a, b in zip(got, train(plain), strict=True))
         assert budget.choice.selected == ()
@@ -207,39 +205,10 @@ def test_results_that_are_written_in_place_are_not_kept():
 
 def test_context_fn_is_for_the_form_that_does_not_re_enter():
     x = torch.randn(3, 3, requires_grad=True)
-    y = checkpointing.checkpoint(lambda x: (x @ x).tanh(), x, context_fn=keep_operators)
+    y = dsx_activations.checkpoint(lambda x: (x @ x).tanh(), x, context_fn=keep_operators)
     y.sum().backward()
-    with pytest.raises(ZeroStateError, match="context_fn"):
-        checkpointing.checkpoint(torch.tanh, x, use_reentrant=True, context_fn=keep_operators)
-
-
-def on_ranks(rank, world, stage):
-    expected, _ = losses_when_sharded(Model(), stage, rank, SHAPE)
-    got, budget = losses_when_sharded(
-        Model(), stage, rank, SHAPE, prepare=lambda model: checkpointing.apply_memory_budget(model, 0.6)
-    )
-    assert torch.equal(got, expected), (got, expected)
-    return budget.choice
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_ranks_decide_alike_with_operators(stage):
-    first, second = run_ranks(on_ranks, 2, stage)
-    assert first == second and first.fits and first.recomputed
-
-
-def kept_on_ranks(rank, world, stage):
-    names = [f"blocks.{n}" for n in range(4)]
-    expected, _ = losses_when_sharded(Model(), stage, rank, SHAPE)
-    got, _ = losses_when_sharded(
-        Model(), stage, rank, SHAPE, prepare=lambda model: recompute_modules(model, names, keeping_operators=names)
-    )
-    assert torch.equal(got, expected)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_sharded_blocks_that_keep_results_train_alike(stage):
-    run_ranks(kept_on_ranks, 2, stage)
+    with pytest.raises(ActivationStateError, match="context_fn"):
+        dsx_activations.checkpoint(torch.tanh, x, use_reentrant=True, context_fn=keep_operators)
 
 
 @pytest.mark.parametrize("how", ["torch.compile(model)", "model.compile()", "forward"])

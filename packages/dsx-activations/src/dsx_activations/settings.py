@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from ..errors import ZeroConfigError
+from .errors import ActivationConfigError
 
 __all__ = ["PATH", "CheckpointingSettings"]
 
@@ -40,19 +40,19 @@ class CheckpointingSettings:
     def __post_init__(self) -> None:
         number = self.number_checkpoints
         if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-            raise ZeroConfigError(
+            raise ActivationConfigError(
                 f"{PATH}.number_checkpoints", f"got {number!r}, expected a whole number of at least 1"
             )
         if not self.contiguous_memory_optimization:
             return
         if not self.partition_activations:
-            raise ZeroConfigError(
+            raise ActivationConfigError(
                 f"{PATH}.contiguous_memory_optimization",
                 "got true without partition_activations, expected both: the buffers hold slices; set"
                 " partition_activations to true",
             )
         if number is None:
-            raise ZeroConfigError(
+            raise ActivationConfigError(
                 f"{PATH}.number_checkpoints",
                 "got null, expected the number of checkpoints that are alive at a time (the layers, as a rule), which"
                 " contiguous_memory_optimization makes its buffers for; set it, or call set_num_layers first",
@@ -63,7 +63,7 @@ class CheckpointingSettings:
         """From a section: a mapping, or an object with these attributes.
 
         Raises:
-            ZeroConfigError: an unknown key, a value of another kind, or settings that contradict each other.
+            ActivationConfigError: an unknown key, a value of another kind, or settings that contradict each other.
         """
         known: dict[str, Any] = {field.name: field.default for field in fields(cls)}
         if not isinstance(section, Mapping):
@@ -72,9 +72,9 @@ class CheckpointingSettings:
             if name == "memory_budget":
                 continue  # the budget is applied to a model: `apply_memory_budget`
             if name not in known:
-                raise ZeroConfigError(f"{PATH}.{name}", f"unknown, expected one of {', '.join(known)}; remove it")
+                raise ActivationConfigError(f"{PATH}.{name}", f"unknown, expected one of {', '.join(known)}; remove it")
             if isinstance(known[name], bool) and not isinstance(value, bool):
-                raise ZeroConfigError(f"{PATH}.{name}", f"got {value!r}, expected true or false")
+                raise ActivationConfigError(f"{PATH}.{name}", f"got {value!r}, expected true or false")
         return cls(**{name: value for name, value in section.items() if name in known})
 
     def with_given(self, **given: Any) -> CheckpointingSettings:

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from ..errors import ZeroModelError
 from .call import run_checkpoint
+from .errors import ActivationArgumentError
 
 __all__ = ["SequenceTiledCompute", "TiledFusedLogitsLoss", "sequence_tiled_compute"]
 
@@ -51,18 +51,18 @@ def sequence_tiled_compute(
             losses is the mean over all tokens only if all pieces have equally many tokens that count.
 
     Raises:
-        ZeroModelError: an argument does not fit.
+        ActivationArgumentError: an argument does not fit.
     """
     name = "sequence_tiled_compute"
     _check(name, shards, output_reduction)
     if grad_requiring_tensor_key not in kwargs_to_shard:
-        raise ZeroModelError(
+        raise ActivationArgumentError(
             f"{name}(grad_requiring_tensor_key=...): got {grad_requiring_tensor_key!r}, expected one of"
             f" {', '.join(kwargs_to_shard)}"
         )
     for key, tensor in kwargs_to_shard.items():
         if tensor.dim() < 2 or tensor.shape[1] != seqlen:
-            raise ZeroModelError(
+            raise ActivationArgumentError(
                 f"{name}: {key} has the shape {tuple(tensor.shape)}, expected (batch, {seqlen}, ...), of which"
                 " dimension 1 is cut"
             )
@@ -95,11 +95,11 @@ class SequenceTiledCompute:
         """See `sequence_tiled_compute`. `args`: the values of `keys_to_shard`, then those of `keys_to_pass`.
 
         Raises:
-            ZeroModelError: an argument does not fit.
+            ActivationArgumentError: an argument does not fit.
         """
         keys = (*keys_to_shard, *keys_to_pass)
         if len(args) != len(keys):
-            raise ZeroModelError(
+            raise ActivationArgumentError(
                 f"SequenceTiledCompute: got {len(args)} values, expected {len(keys)}: {', '.join(keys)}"
             )
         cut = len(keys_to_shard)
@@ -143,17 +143,17 @@ class TiledFusedLogitsLoss:
             output_reduction: "mean" or "sum" of the pieces' values.
 
         Raises:
-            ZeroModelError: an argument does not fit.
+            ActivationArgumentError: an argument does not fit.
         """
         name = "TiledFusedLogitsLoss"
         if output_reduction is None:
-            raise ZeroModelError(f"{name}: got output_reduction None, expected mean or sum")
+            raise ActivationArgumentError(f"{name}: got output_reduction None, expected mean or sum")
         _check(name, shards, output_reduction)
         given = [("x", x), ("y", y), *((("mask", mask),) if mask is not None else ())]
         for key, tensor in given:
             if tensor.dim() < 2 or tensor.shape[:2] != x.shape[:2] or (key == "mask" and tensor.dim() != 2):
                 shape = "(batch, tokens)" if key == "mask" else "(batch, tokens, ...)"
-                raise ZeroModelError(
+                raise ActivationArgumentError(
                     f"{name}: {key} has the shape {tuple(tensor.shape)}, expected {shape} as x, {tuple(x.shape)}"
                 )
         pieces = [tensor.reshape(-1, *tensor.shape[2:]).chunk(shards) for _, tensor in given]
@@ -167,9 +167,9 @@ def _run(fn: Callable[..., torch.Tensor], args: tuple[Any, ...], kwargs: dict[st
 
 def _check(name: str, shards: Any, reduction: Any) -> None:
     if isinstance(shards, bool) or not isinstance(shards, int) or shards < 1:
-        raise ZeroModelError(f"{name}: got {shards!r} shards, expected a whole number of at least 1")
+        raise ActivationArgumentError(f"{name}: got {shards!r} shards, expected a whole number of at least 1")
     if reduction not in ("mean", "sum", None):
-        raise ZeroModelError(f"{name}: got output_reduction {reduction!r}, expected mean, sum or None")
+        raise ActivationArgumentError(f"{name}: got output_reduction {reduction!r}, expected mean, sum or None")
 
 
 def _reduced(values: torch.Tensor, reduction: str | None) -> torch.Tensor:

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..errors import ZeroModelError
 from .call import checkpoint
+from .errors import ActivationArgumentError
 
 __all__ = ["TiledMLP", "chunked_cross_entropy", "linear_cross_entropy", "run_in_tiles"]
 
@@ -36,15 +36,15 @@ def run_in_tiles(
         dim: along which `x` and the result are cut.
 
     Raises:
-        ZeroModelError: `tiles` is not a positive number, or a piece's result has another length along `dim`.
+        ActivationArgumentError: `tiles` is not a positive number, or a piece's result has another length along `dim`.
     """
     if isinstance(tiles, bool) or not isinstance(tiles, int) or tiles < 1:
-        raise ZeroModelError(f"run_in_tiles(tiles=...): got {tiles!r}, expected a whole number of at least 1")
+        raise ActivationArgumentError(f"run_in_tiles(tiles=...): got {tiles!r}, expected a whole number of at least 1")
     found = []
     for piece in x.chunk(tiles, dim):
         out = checkpoint(function, piece) if torch.is_grad_enabled() else function(piece)
         if out.dim() != x.dim() or out.shape[dim] != piece.shape[dim]:
-            raise ZeroModelError(
+            raise ActivationArgumentError(
                 f"run_in_tiles: got a result of shape {tuple(out.shape)} for a piece of shape {tuple(piece.shape)},"
                 f" expected as many elements along dimension {dim}"
             )
@@ -90,7 +90,7 @@ def chunked_cross_entropy(
         reduction: "mean" over the tokens that count, or "sum".
 
     Raises:
-        ZeroModelError: shapes do not fit, or another reduction.
+        ActivationArgumentError: shapes do not fit, or another reduction.
     """
     return _in_chunks(lambda piece: piece, logits, targets, chunk, ignore_index, reduction)
 
@@ -117,7 +117,7 @@ def linear_cross_entropy(
         reduction: "mean" over the tokens that count, or "sum".
 
     Raises:
-        ZeroModelError: shapes do not fit, or another reduction.
+        ActivationArgumentError: shapes do not fit, or another reduction.
     """
     return _in_chunks(
         lambda piece, *head: F.linear(piece, *head), hidden, targets, chunk, ignore_index, reduction,
@@ -135,14 +135,14 @@ def _in_chunks(
     *head: torch.Tensor,
 ) -> torch.Tensor:
     if x.shape[:-1] != targets.shape:
-        raise ZeroModelError(
+        raise ActivationArgumentError(
             f"cross entropy: got {tuple(x.shape)} and targets of shape {tuple(targets.shape)}, expected"
             f" {tuple(x.shape[:-1])}: one target for each row"
         )
     if reduction not in ("mean", "sum"):
-        raise ZeroModelError(f"cross entropy: got reduction {reduction!r}, expected mean or sum")
+        raise ActivationArgumentError(f"cross entropy: got reduction {reduction!r}, expected mean or sum")
     if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
-        raise ZeroModelError(f"cross entropy: got chunk {chunk!r}, expected a whole number of at least 1")
+        raise ActivationArgumentError(f"cross entropy: got chunk {chunk!r}, expected a whole number of at least 1")
 
     def part(rows: torch.Tensor, wanted: torch.Tensor, *head: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(logits_of(rows, *head).float(), wanted, ignore_index=ignore_index, reduction="sum")

@@ -1,10 +1,12 @@
-"""`dsx_zero.checkpointing` on model-parallel ranks and under ZeRO: the gradients and the dropout of a model without it,
-at every stage, divided or not; each rank keeps its slice.
+"""Activation checkpointing on model-parallel ranks under ZeRO: the losses and the dropout of a model without it, at
+every stage, inputs divided or not.
 """
 
+import dsx_activations
+import dsx_zero
 import pytest
 import torch
-from dsx_testkit import RankError, run_ranks
+from dsx_testkit import run_ranks
 
 
 class Axes:
@@ -30,7 +32,6 @@ class Axes:
 def build(call, mpu):
     """A model whose blocks are cut over the model-parallel ranks, as Megatron's are."""
     import torch.distributed as dist
-    from dsx_zero import checkpointing
     from torch import nn
     from torch.nn import functional as F
 
@@ -68,7 +69,7 @@ def build(call, mpu):
 
         def forward(self, x):
             y = torch.tanh(self.up(Enter.apply(x)))
-            with checkpointing.get_cuda_rng_tracker().fork():  # this rank's part: a mask of its own
+            with dsx_activations.get_cuda_rng_tracker().fork():  # this rank's part: a mask of its own
                 y = F.dropout(y, 0.25)
             return x + F.dropout(Leave.apply(self.down(y)), 0.25)  # alike on all ranks
 
@@ -88,11 +89,8 @@ def build(call, mpu):
 
 
 def losses(call, stage, mpu, data_rank):
-    import dsx_zero
-    from dsx_zero import checkpointing
-
     model, optimizer = dsx_zero.shard(build(call, mpu), lambda p: torch.optim.AdamW(p, lr=0.01), stage=stage, mpu=mpu)
-    checkpointing.model_parallel_cuda_manual_seed(100 + data_rank)
+    dsx_activations.model_parallel_cuda_manual_seed(100 + data_rank)
     found = []
     for step in range(3):
         x = torch.randn(5, 8, generator=torch.Generator().manual_seed(10 * step + data_rank))
@@ -114,18 +112,16 @@ POLICIES = [
 
 
 def stages(rank, world, model, which, policies):
-    from dsx_zero import checkpointing
-
     mpu = Axes(rank, world, model)
     data_rank = mpu.get_data_parallel_rank()
     for stage in which:
         expected = losses(lambda block, x: block(x), stage, mpu, data_rank)
         for policy in policies:
             for reentrant in (False, True):
-                checkpointing.configure(mpu, **policy)
+                dsx_activations.configure(mpu, **policy)
 
                 def call(block, x, reentrant=reentrant):
-                    return checkpointing.checkpoint(block, x, use_reentrant=reentrant)
+                    return dsx_activations.checkpoint(block, x, use_reentrant=reentrant)
 
                 got = losses(call, stage, mpu, data_rank)
                 assert torch.equal(got, expected), (stage, policy, reentrant, got, expected)
@@ -144,44 +140,3 @@ def test_two_by_two_ranks_at_stage_3():
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_all_policies_at_all_stages(world):
     run_ranks(stages, world, min(world, 2), (0, 1, 2, 3), POLICIES)
-
-
-def slices(rank, world):
-    from dsx_zero import checkpointing
-    from dsx_zero.checkpointing.configured import current
-    from torch.autograd.graph import saved_tensors_hooks
-
-    mpu = Axes(rank, world, world)
-    checkpointing.configure(mpu, partition_activations=True)
-    held = []
-    take = current().keeper.place.put
-    current().keeper.place.put = lambda flat: held.append(flat.numel()) or take(flat)
-    x = torch.arange(7.0, requires_grad=True)
-    small, index = torch.ones(1), torch.arange(7)
-    whole = torch.full((7,), 2.0)
-    whole.no_checkpointing = True
-    with saved_tensors_hooks(lambda t: t, lambda t: t):
-        y = checkpointing.checkpoint(
-            lambda x, *rest: torch.tanh(x) * rest[0] + rest[1][0] + rest[2], x, small, index, whole
-        )
-    assert held == [-(-7 // world)], held
-    y.sum().backward()
-    expected = x.detach().requires_grad_()
-    torch.tanh(expected).sum().backward()
-    assert torch.equal(x.grad, expected.grad)
-
-
-def test_each_rank_keeps_its_slice():
-    run_ranks(slices, 3)
-
-
-def differing(rank, world):
-    from dsx_zero import checkpointing
-
-    checkpointing.configure(Axes(rank, world, world), partition_activations=True)
-    checkpointing.checkpoint(torch.tanh, torch.full((4,), float(rank), requires_grad=True))
-
-
-def test_inputs_that_differ_are_refused():
-    with pytest.raises(RankError, match="no_checkpointing"):
-        run_ranks(differing, 2)

@@ -7,13 +7,13 @@ import itertools
 import random
 import time
 
+import dsx_activations
 import pytest
 import torch
-from dsx_testkit import run_ranks
-from dsx_testkit.recomputation import bytes_after_forward, gradients_of_steps, losses_when_sharded, simulated_peak
-from dsx_zero import ZeroConfigError, ZeroModelError, checkpointing
-from dsx_zero.checkpointing.blocks import recomputed_modules
-from dsx_zero.checkpointing.plan import BlockCost, choose, peak_bytes
+from dsx_activations import ActivationArgumentError, ActivationConfigError
+from dsx_activations.blocks import recomputed_modules
+from dsx_activations.plan import BlockCost, choose, peak_bytes
+from dsx_testkit.recomputation import bytes_after_forward, gradients_of_steps, simulated_peak
 from torch import nn
 
 
@@ -96,7 +96,7 @@ def test_training_is_the_same_and_the_budget_holds(fraction):
     expected = train(Model())
     everything = bytes_after_forward(Model(), torch.randn(SHAPE))
     model = Model()
-    budget = checkpointing.apply_memory_budget(model, fraction)
+    budget = dsx_activations.apply_memory_budget(model, fraction)
     assert all(torch.equal(a, b) for a, b in zip(train(model), expected, strict=True))
     choice = budget.choice
     assert choice.fits and set(choice.recomputed) == set(recomputed_modules(model))
@@ -107,7 +107,7 @@ def test_training_is_the_same_and_the_budget_holds(fraction):
 
 def test_a_budget_that_cannot_be_held_recomputes_everything_and_says_so(caplog):
     model = Model()
-    budget = checkpointing.apply_memory_budget(model, 1000)
+    budget = dsx_activations.apply_memory_budget(model, 1000)
     train(model, steps=1)
     assert len(budget.choice.recomputed) == 6 and not budget.choice.fits
     assert "cannot be held" in caplog.text
@@ -115,13 +115,13 @@ def test_a_budget_that_cannot_be_held_recomputes_everything_and_says_so(caplog):
 
 def test_the_decision_is_kept_and_taken_over():
     model, said = Model(), []
-    first = checkpointing.apply_memory_budget(model, 0.5, announce=said.append)
+    first = dsx_activations.apply_memory_budget(model, 0.5, announce=said.append)
     train(model, steps=1)
     assert len(said) == 1 and "recomputed blocks: blocks." in said[0]
-    second = checkpointing.apply_memory_budget(Model(), 0.5)
+    second = dsx_activations.apply_memory_budget(Model(), 0.5)
     second.load_state_dict(first.state_dict())
     assert second.choice == first.choice
-    other = checkpointing.apply_memory_budget(Model(), 0.75)
+    other = dsx_activations.apply_memory_budget(Model(), 0.75)
     other.load_state_dict(first.state_dict())
     assert other.choice is None
     copied = copy.deepcopy(model)
@@ -132,7 +132,7 @@ def test_the_decision_is_kept_and_taken_over():
 
 def test_evaluation_decides_nothing():
     model = Model()
-    budget = checkpointing.apply_memory_budget(model, 0.5)
+    budget = dsx_activations.apply_memory_budget(model, 0.5)
     with torch.no_grad():
         model(torch.randn(4, 32))
     model.eval()(torch.randn(4, 32))
@@ -141,7 +141,7 @@ def test_evaluation_decides_nothing():
 
 def test_a_model_that_is_compiled_as_a_whole_is_reported(caplog):
     model = Model()
-    checkpointing.apply_memory_budget(model, 0.5)
+    dsx_activations.apply_memory_budget(model, 0.5)
     model.forward = torch.compile(model.forward, backend="eager")
     train(model, steps=2)
     assert caplog.text.count("compile the blocks") == 1
@@ -149,28 +149,9 @@ def test_a_model_that_is_compiled_as_a_whole_is_reported(caplog):
 
 def test_mistakes_are_named():
     for wrong in (0, -1, True, 1.5, "half", float("nan")):
-        with pytest.raises(ZeroConfigError, match="memory_budget"):
-            checkpointing.apply_memory_budget(Model(), wrong)
-    with pytest.raises(ZeroModelError, match="ModuleList"):
-        checkpointing.apply_memory_budget(nn.Linear(2, 2), 0.5)
-    with pytest.raises(ZeroModelError, match="nowhere"):
-        checkpointing.apply_memory_budget(Model(), 0.5, blocks=["nowhere"])
-
-
-def on_ranks(rank, world, stage):
-    def with_budget(model):
-        budget = checkpointing.apply_memory_budget(model, 0.5)
-        if rank == 1:  # a slow rank: its times differ
-            model.blocks[0].register_forward_pre_hook(lambda *_: time.sleep(0.02))
-        return budget
-
-    expected, _ = losses_when_sharded(Model(), stage, rank, SHAPE)
-    got, budget = losses_when_sharded(Model(), stage, rank, SHAPE, prepare=with_budget)
-    assert torch.equal(got, expected), (got, expected)
-    return budget.choice
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_ranks_decide_alike(stage):
-    first, second = run_ranks(on_ranks, 2, stage)
-    assert first == second and first.fits and first.recomputed
+        with pytest.raises(ActivationConfigError, match="memory_budget"):
+            dsx_activations.apply_memory_budget(Model(), wrong)
+    with pytest.raises(ActivationArgumentError, match="ModuleList"):
+        dsx_activations.apply_memory_budget(nn.Linear(2, 2), 0.5)
+    with pytest.raises(ActivationArgumentError, match="nowhere"):
+        dsx_activations.apply_memory_budget(Model(), 0.5, blocks=["nowhere"])

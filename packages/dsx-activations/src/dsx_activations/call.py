@@ -27,15 +27,15 @@ from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..errors import ZeroStateError
 from .configured import State, current
+from .errors import ActivationStateError
 from .rng import RngSnapshot
 
 __all__ = ["checkpoint", "non_reentrant_checkpoint", "run_checkpoint"]
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
-_log = logging.getLogger("dsx_zero.checkpointing")
+_log = logging.getLogger("dsx_activations")
 
 
 def checkpoint(
@@ -60,8 +60,8 @@ def checkpoint(
         What the function returns.
 
     Raises:
-        ZeroStateError: `context_fn` with `use_reentrant`; from the backward, where an input was changed in place in the
-            meantime.
+        ActivationStateError: `context_fn` with `use_reentrant`; from the backward, where an input was changed in place
+            in the meantime.
     """
     return run_checkpoint(
         function,
@@ -84,9 +84,9 @@ def run_checkpoint(
 ) -> Any:
     """`checkpoint` with the function's arguments as a tuple and a dict, so that they may have any names."""
     if not isinstance(use_reentrant, bool):
-        raise ZeroStateError(f"checkpoint(use_reentrant=...): got {use_reentrant!r}, expected True or False")
+        raise ActivationStateError(f"checkpoint(use_reentrant=...): got {use_reentrant!r}, expected True or False")
     if context_fn is not None and use_reentrant:
-        raise ZeroStateError(
+        raise ActivationStateError(
             "checkpoint(context_fn=...): got use_reentrant=True, expected False: the form that re-enters autograd has"
             " no contexts"
         )
@@ -212,7 +212,7 @@ class _Run:
     def assembled(self, tensors: Any) -> Any:
         """The output as the function returned it."""
         if self._output is None:
-            raise ZeroStateError("checkpoint(): the function was not run")
+            raise ActivationStateError("checkpoint(): the function was not run")
         structure, leaves = self._output
         given = iter((tensors,) if isinstance(tensors, torch.Tensor) else tensors)
         return tree_unflatten([next(given) if leaf is _TENSOR else leaf for leaf in leaves], structure)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import ZeroStateError
+from .errors import ActivationStateError
 
 __all__ = ["MODEL_PARALLEL_STREAM", "RngSnapshot", "RngTracker"]
 
@@ -48,12 +48,12 @@ class RngTracker:
         """Add a stream that begins at `seed`.
 
         Raises:
-            ZeroStateError: the name or the seed is in use; two streams of one seed would draw the same numbers.
+            ActivationStateError: the name or the seed is in use; two streams of one seed would draw the same numbers.
         """
         if name in self._streams:
-            raise ZeroStateError(f"RngTracker.add({name!r}): there is a stream of this name; call reset() first")
+            raise ActivationStateError(f"RngTracker.add({name!r}): there is a stream of this name; call reset() first")
         if seed in self._seeds:
-            raise ZeroStateError(
+            raise ActivationStateError(
                 f"RngTracker.add({name!r}, {seed}): the stream {self._seeds[seed]!r} has this seed, so that both would"
                 " draw the same numbers; give another seed"
             )
@@ -66,10 +66,10 @@ class RngTracker:
         """Save and restore your own generator with every checkpoint. `fork` does not know it; draw from it directly.
 
         Raises:
-            ZeroStateError: another generator has the name.
+            ActivationStateError: another generator has the name.
         """
         if self._generators.get(name, generator) is not generator:
-            raise ZeroStateError(f"RngTracker.track({name!r}): another generator has this name; give another one")
+            raise ActivationStateError(f"RngTracker.track({name!r}): another generator has this name; give another one")
         self._generators[name] = generator
 
     @contextmanager
@@ -77,11 +77,11 @@ class RngTracker:
         """Inside the context the default generator draws from the stream `name`; afterwards it goes on where it was.
 
         Raises:
-            ZeroStateError: there is no such stream.
+            ActivationStateError: there is no such stream.
         """
         if name not in self._streams:
             known = ", ".join(sorted(self._streams)) or "none"
-            raise ZeroStateError(
+            raise ActivationStateError(
                 f"RngTracker.fork({name!r}): no such stream, known: {known}; call"
                 " model_parallel_cuda_manual_seed(seed) or add(name, seed) first"
             )
