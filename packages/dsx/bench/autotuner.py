@@ -42,7 +42,7 @@ SIZES = {"full": {}, "small": {"width": 64, "layers": 2, "heads": 2, "length": 3
 
 def document(space: dict[str, list[Any]], last: int) -> dict[str, Any]:
     """The configuration that leaves the space open."""
-    from dsx.autotuning.documents import with_values
+    from dsx_plan.autotuning.documents import with_values
 
     base = {
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
@@ -96,13 +96,16 @@ def worker(config: str, size: str) -> None:
 def oracle(rank: int, world: int, space: dict[str, list[Any]], size: str, folder: str, last: int) -> dict[str, float]:
     """Measure every point: name -> samples per second."""
     import dsx
-    from dsx.autotuning.space import read_space
     from dsx.config import load_config
+    from dsx.planned import PlannedEngine
+    from dsx_plan.autotuning.space import read_space
 
     asked = document(space, last)
     section = load_config({MICRO: 1, "autotuning": asked["autotuning"]}, world_size=1).autotuning
     training = {key: value for key, value in asked.items() if key != "autotuning"}
-    points = read_space(training, section, data_parallel=world, from_arguments={}).candidates()
+    points = read_space(
+        training, section, PlannedEngine().value_type, data_parallel=world, from_arguments={}
+    ).candidates()
     found = {}
     for number, point in enumerate(points):
         path = Path(folder) / point.name / "metrics.json"

@@ -27,10 +27,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from dsx.planned import PlannedEngine
 from dsx.planning import Constants, Machine, plan
-from dsx.planning.configs import ready
-from dsx.planning.cost import simulate
-from dsx.planning.replay import MOST_MICRO_BATCHES, Question, Replay, replay
+from dsx_plan.configs import ready
+from dsx_plan.cost import simulate
+from dsx_plan.replay import MOST_MICRO_BATCHES, Question, Replay, replay
 from dsx_testkit import run_ranks
 from dsx_testkit.benches import GPT, batch, run_parts
 from dsx_testkit.results import Table
@@ -126,10 +127,11 @@ def settings(row: Row) -> dict[str, object]:
 
 
 def replayed(row: Row) -> Replay:
-    prepared = ready(settings(row), row.devices)
+    prepared = ready(settings(row), row.devices, PlannedEngine())
     steps = min(row.accumulation, MOST_MICRO_BATCHES)
     question = Question(
-        make=lambda: MPT(row), config={**prepared.config, "gradient_accumulation_steps": steps},
+        engine=PlannedEngine(), make=lambda: MPT(row),
+        config={**prepared.config, "gradient_accumulation_steps": steps},
         world_size=row.devices, rank=0, ranks_per_host=8, batch=torch.zeros(row.micro, row.length, dtype=torch.int64),
         micro=row.micro, accumulation=row.accumulation,
     )  # fmt: skip
@@ -256,7 +258,7 @@ def measured(rank: int, world: int, cases: dict[str, dict[str, Any]]) -> dict[st
 
 def real(small: bool) -> Table:
     """Plans of small configurations beside what they take on this machine."""
-    from dsx.planning.calibrate import calibrate
+    from dsx_plan.calibrate import calibrate
 
     torch.set_num_threads(1)  # as each rank has one
     cases = real_cases()

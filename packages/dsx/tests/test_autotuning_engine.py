@@ -12,7 +12,7 @@ from pathlib import Path
 import dsx
 import pytest
 import torch
-from dsx.autotuning.experiments import _NO_MEMORY
+from dsx_plan.autotuning.experiments import _NO_MEMORY
 from dsx_testkit import run_ranks
 from torch import nn
 
@@ -157,7 +157,7 @@ def test_memory_is_bounded(tmp_path):
 
 
 def test_the_planner_is_asked_with_batches_of_each_size():
-    from dsx.autotuning.probe import Probe
+    from dsx_plan.autotuning.probe import Probe
 
     asked = []
 
@@ -193,7 +193,7 @@ def test_the_planner_is_asked_with_batches_of_each_size():
 
 
 def test_a_planner_that_always_fails_is_not_asked_for_ever():
-    from dsx.autotuning.probe import FAILURES, Probe
+    from dsx_plan.autotuning.probe import FAILURES, Probe
 
     calls = []
 
@@ -207,7 +207,7 @@ def test_a_planner_that_always_fails_is_not_asked_for_ever():
 
 
 def test_a_skeleton_keeps_ties_and_frozen_parameters_and_holds_no_values():
-    from dsx.trials import _skeleton_of
+    from dsx_plan.trials import _skeleton_of
 
     tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
     tied[1].weight = tied[0].weight

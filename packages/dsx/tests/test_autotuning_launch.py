@@ -169,7 +169,7 @@ def test_mistakes_are_told_without_a_traceback(tmp_path, monkeypatch, capsys, ar
 
 
 def test_a_dry_run_lists_what_would_be_tried(tmp_path, monkeypatch, capsys):
-    from dsx.autotuning.command import main
+    from dsx_plan.autotuning.command import main
 
     write(tmp_path, "raise SystemExit('started')", {MICRO: [1, 2], "zero_optimization": {"stage": [2]}})
     monkeypatch.chdir(tmp_path)

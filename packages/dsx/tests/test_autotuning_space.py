@@ -8,11 +8,13 @@ import random
 
 import pytest
 from dsx.autotuning import AutotuningError
-from dsx.autotuning.documents import lists_to_try, value_at, with_values
-from dsx.autotuning.space import BUCKETS, Candidate, read_space, without_twins
 from dsx.config import load_config
+from dsx.planned import PlannedEngine
+from dsx_plan.autotuning.documents import lists_to_try, value_at, with_values
+from dsx_plan.autotuning.space import BUCKETS, Candidate, read_space, without_twins
 
 MICRO, STEPS, TRAIN = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
+TYPES = PlannedEngine().value_type
 
 
 def section(**given):
@@ -20,7 +22,7 @@ def section(**given):
 
 
 def space(document, ranks=2, from_arguments=None, **given):
-    return read_space(document, section(**given), data_parallel=ranks, from_arguments=from_arguments or {})
+    return read_space(document, section(**given), TYPES, data_parallel=ranks, from_arguments=from_arguments or {})
 
 
 def triples(found):
@@ -135,7 +137,11 @@ def test_lists_that_are_values_stay_values():
         "zero_optimization": {"overlap_comm": [True, False]},
         "fp16": {"enabled": [True, False]},
     }
-    assert lists_to_try(document) == {"zero_optimization.overlap_comm": (True, False), "fp16.enabled": (True, False)}
+    found = lists_to_try(document, TYPES)
+    assert found == {
+        "zero_optimization.overlap_comm": (True, False),
+        "fp16.enabled": (True, False),
+    }
 
 
 def test_values_at_paths():

@@ -3,7 +3,7 @@
 import json
 import re
 
-import dsx.planning.calibrate as calibrating
+import dsx_plan.calibrate as calibrating
 import pytest
 import torch
 import torch.distributed as dist

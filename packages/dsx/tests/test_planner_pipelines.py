@@ -272,8 +272,8 @@ def test_mistakes_are_named():
 
 def test_a_pipeline_as_json_text_and_page():
     from dsx.planning import Plan, plan
-    from dsx.planning.page import plan_page
-    from dsx.planning.text import describe_plan
+    from dsx_plan.page import plan_page
+    from dsx_plan.text import describe_plan
 
     found = plan(cut_by_configuration, settings(1), world_size=4, machine="H100-SXM", batch=pair())
     assert Plan.from_json(found.to_json()) == found

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .engine import Engine, StepReport
     from .entry import initialize
     from .errors import DsxConfigError
+    from .extension import Extension
     from .lr_schedules import add_tuning_arguments
     from .pipe import PipelineModule, tp_model_init
     from .planning import Plan, plan
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 _ATTRIBUTES = {
     "initialize": "entry",
     "Engine": "engine",
+    "Extension": "extension",
     "StepReport": "engine",
     "add_config_arguments": "arguments",
     "add_tuning_arguments": "lr_schedules",
@@ -95,6 +97,7 @@ _NOT_YET = {
 __all__ = [
     "DsxConfigError",
     "Engine",
+    "Extension",
     "PipelineModule",
     "Plan",
     "RepeatingLoader",

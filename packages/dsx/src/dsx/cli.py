@@ -38,8 +38,8 @@ COMMANDS = {
     "compress": Subcommand("dsx_compress.__main__", "show what a file of compressed weights holds", "dsx-compress"),
     "checkpoint": Subcommand("dsx_checkpoint.command", "inspect, verify, compare, import and export checkpoints"),
     "elastic": Subcommand("dsx.elasticity.command", "batch sizes for a number of devices that changes"),
-    "autotune": Subcommand("dsx.autotuning.command", "search for a good configuration: launch --autotuning tune"),
-    "plan": Subcommand("dsx.planning.command", "memory, messages and time of a job before it runs"),
+    "autotune": Subcommand("dsx_plan.autotuning.command", "search for a good configuration: launch --autotuning tune"),
+    "plan": Subcommand("dsx_plan.command", "memory, messages and time of a job before it runs"),
     "report": Subcommand("dsx.cli_report", "write the HTML report of a training run"),
 }
 

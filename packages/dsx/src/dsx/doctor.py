@@ -30,6 +30,7 @@ PACKAGES = (
     "dsx-zero",
     "dsx-activations",
     "dsx-launch",
+    "dsx-plan",
     "dsx-checkpoint",
     "dsx-core",
     "dsx-comm",

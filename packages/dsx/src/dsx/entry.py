@@ -6,7 +6,7 @@ error, and no rank waits for another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from .data import TrainingLoader
     from .engine import Engine
+    from .extension import Extension
 
 # Two signatures, so that an editor knows whether there is a loader to iterate over. The type of the optimizer is not
 # optional, because it is None only if neither the configuration nor the caller names one.
@@ -40,6 +41,7 @@ def initialize(
     config: Any = None,
     mesh_param: Any = None,
     config_params: Any = None,
+    extensions: Sequence[Extension] = (),
 ) -> tuple[Engine, ZeroOptimizer, None, Any]: ...
 @overload
 def initialize(
@@ -56,6 +58,7 @@ def initialize(
     config: Any = None,
     mesh_param: Any = None,
     config_params: Any = None,
+    extensions: Sequence[Extension] = (),
 ) -> tuple[Engine, ZeroOptimizer, TrainingLoader, Any]: ...
 def initialize(
     args: Any = None,
@@ -71,6 +74,7 @@ def initialize(
     config: Any = None,
     mesh_param: Any = None,
     config_params: Any = None,
+    extensions: Sequence[Extension] = (),
 ) -> tuple[Engine, ZeroOptimizer, TrainingLoader | None, Any]:
     """Build an engine around `model`. Every rank must call it with equal arguments.
 
@@ -90,6 +94,8 @@ def initialize(
         collate_fn: makes a micro-batch from samples.
         config: dictionary, path of a JSON file, or base64 of JSON. `config_params` is an older name of it.
         mesh_param: sequence-parallel mesh; not available yet.
+        extensions: objects that take part in building the engine (`dsx.Extension`), beside those of installed
+            packages.
 
     Returns:
         `(engine, optimizer, training_dataloader, lr_scheduler)`; a part that does not exist is None.
@@ -99,6 +105,7 @@ def initialize(
         EngineArgumentError: the arguments contradict each other.
     """
     source = config_source(args, config, config_params)
+    checked = _checked_extensions(extensions)
     request = Request(
         model=_checked_model(model),
         optimizer=_checked(optimizer, "optimizer", torch.optim.Optimizer, "a torch.optim.Optimizer"),
@@ -117,7 +124,7 @@ def initialize(
     # Lazy import: the wiring imports every sibling package, which a mistake in the arguments should not wait for.
     from .wiring import build_engine
 
-    engine = build_engine(source, request)
+    engine = build_engine(source, request, checked)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -169,3 +176,20 @@ def _checked_scheduler(scheduler: Any) -> Any:
         f"initialize(lr_scheduler=...): got {type(scheduler).__name__}, expected an object with step() or a callable"
         " that makes one from an optimizer"
     )
+
+
+def _checked_extensions(extensions: Any) -> tuple[Extension, ...]:
+    if not isinstance(extensions, Sequence):
+        raise EngineArgumentError(
+            f"initialize(extensions=...): got {type(extensions).__name__}, expected a list of extensions"
+        )
+    for one in extensions:
+        missing = [name for name in ("begin", "configured", "join") if not callable(getattr(one, name, None))]
+        if missing or isinstance(one, type):
+            what = f"the class {one.__name__}" if isinstance(one, type) else f"a {type(one).__name__}"
+            without = f" without {', '.join(missing)}" if missing else ""
+            raise EngineArgumentError(
+                f"initialize(extensions=...): got {what}{without}, expected an object with begin, configured and join"
+                " (dsx.Extension)"
+            )
+    return tuple(extensions)

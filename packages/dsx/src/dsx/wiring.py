@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from types import ModuleType
@@ -27,6 +27,7 @@ from .alike import CALL, config_facts, ranks_of_job, telling_others
 from .compiling import compile_as_configured
 from .compressing import build_scheduler, compressed
 from .config import Config, load_config
+from .config.source import read
 from .data import LoaderOptions
 from .efficiency import Conversion, build_parts, convert, loader_rule, token_batches
 from .engine.accumulation import Accumulation, SyncWindow
@@ -46,8 +47,9 @@ from .engine.request import Request, joins_others, launched_as
 from .engine.schedule import DrivenSchedule, NoSchedule, ScheduleDriver
 from .engine.stepper import NoStepper, ShardedStepper, Stepper
 from .engine.weights import NOTHING_TO_GATHER, Gather
-from .errors import DsxError, in_checkout, with_code
+from .errors import DsxConfigError, DsxError, in_checkout, with_code
 from .experts import ExpertParts, with_experts
+from .extension import Extension, installed_extensions
 from .loss_scaler import build_loss_scale
 from .lr_schedules import build_schedule
 from .optimizers import OptimizerChoice, choose_optimizer
@@ -55,7 +57,6 @@ from .placement import place
 from .precision import Precision
 from .recomputing import apply_budget, apply_section, section_observers
 from .swap_space import SwapSpace, remove_leftovers
-from .trials import NoTrial, Trial, begin_trial, skeleton_before_cutting
 from .utils.logging import enable_console, logger, set_log_level_from_string
 from .watching import Watched, build_watch, mean_over_ranks, no_watch
 
@@ -89,12 +90,12 @@ def part(name: str) -> ModuleType:
     return module
 
 
-def build_engine(source: Any, request: Request) -> Engine:
+def build_engine(source: Any, request: Request, extensions: Sequence[Extension] = ()) -> Engine:
     """The engine for a configuration and the caller's objects. Collective."""
     # The groups of an mpu are in use until the engine is destroyed, or the call fails. While the engine is built, all
     # that asks for groups gets its own, whatever other engines hold.
     with ExitStack() as held, ExitStack() as building:
-        engine, optimizer = _build(source, request, held, building)
+        engine, optimizer = _build(source, request, extensions, held, building)
         try:
             building.close()
         except BaseException:
@@ -104,10 +105,12 @@ def build_engine(source: Any, request: Request) -> Engine:
     return engine
 
 
-def _build(source: Any, request: Request, held: ExitStack, building: ExitStack) -> tuple[Engine, Any]:
+def _build(
+    source: Any, request: Request, extensions: Sequence[Extension], held: ExitStack, building: ExitStack
+) -> tuple[Engine, Any]:
     joins = joins_others(request.dist_init_required)
     zero, comm = part("dsx_zero"), part("dsx_comm")
-    skeleton = skeleton_before_cutting(source, request.model)
+    extensions = _begun(source, request.model, extensions)
     request = pipelining.with_parallelism(source, request, joins, part)
     topology = _rank_sets(request, held) if comm.is_initialized() else None
     with telling_others(zero, comm, request, joins=joins, group=ranks_of_job(topology)):
@@ -116,7 +119,8 @@ def _build(source: Any, request: Request, held: ExitStack, building: ExitStack) 
         choice = _chosen_optimizer(config, request)
         _check_parameters(request, choice)
     pipelining.record_use(config, request.model)
-    trial = begin_trial(config, skeleton)
+    for one in extensions:
+        one.configured(config)
     topology = _join_processes(config, request, joins, held)
     if topology.groups is not None:
         building.enter_context(comm.parallel_groups.speaking_of(topology.groups))
@@ -135,7 +139,7 @@ def _build(source: Any, request: Request, held: ExitStack, building: ExitStack) 
         plain = _optimizer(model, request, topology, choice)
     sharded, optimizer = _sharded(model, plain, config, topology, device, request.store)
     engine = pipelining.build(
-        _parts(config, request, topology, sharded, optimizer, choice, conversion, trial), zero, comm
+        _parts(config, request, topology, sharded, optimizer, choice, conversion, extensions), zero, comm
     )
     _destroy_on_release(engine, optimizer)
     if request.training_data is not None:
@@ -143,6 +147,18 @@ def _build(source: Any, request: Request, held: ExitStack, building: ExitStack) 
     compile_as_configured(engine, config)
     _announce(engine, config, choice)
     return engine, optimizer
+
+
+def _begun(source: Any, model: nn.Module, given: Sequence[Extension]) -> list[Extension]:
+    """The extensions of the caller and of installed packages; they have looked at the model."""
+    try:
+        keys = read(source).data
+    except DsxConfigError:
+        return []  # `load_config` says what is wrong
+    extensions = [*given, *installed_extensions(keys)]
+    for one in extensions:
+        one.begin(keys, model, launched_as()[0])
+    return extensions
 
 
 def _destroy_on_release(engine: Engine, optimizer: Any) -> None:
@@ -387,7 +403,7 @@ def _parts(
     optimizer: Any,
     choice: OptimizerChoice | None,
     conversion: Conversion,
-    trial: NoTrial | Trial,
+    extensions: Sequence[Extension],
 ) -> EngineParts:
     trains = request.optimizer is not None or choice is not None
     scaler = build_loss_scale(config.precision, config.fp16, config.amp)
@@ -430,7 +446,8 @@ def _parts(
     transforms: list[Any] = [one for one in efficiency.values() if callable(one)]
     window = SyncWindow(optimizer.no_sync, every_micro_batch=stage >= 2 and not config.zero.keep_full_gradients)
     scales = scaler.state_dict()["kind"] != "none"
-    trial.join(watch, watched)  # the last observer: it ends the program
+    for one in extensions:  # the last observers: a trial ends the program
+        one.join(watch, watched)
     backwards = Backwards(
         accumulation, window, scaled_losses=scales, watchers=(*watch.hooks, *watch.observers, batches)
     )

@@ -33,7 +33,7 @@ class Probe:
         ranks: that the plans are for: those that get samples of their own, or, where the configuration cuts the model,
             all.
         memory_bytes: what a rank may use.
-        plan: `dsx.planning.plan`.
+        plan: `dsx_plan.plan`.
     """
 
     def __init__(

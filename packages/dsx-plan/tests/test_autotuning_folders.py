@@ -7,8 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from dsx.autotuning import AutotuningError
-from dsx.autotuning.journal import Journal, only_tuner
+from dsx_plan.autotuning import AutotuningError
+from dsx_plan.autotuning.journal import Journal, only_tuner
 
 ABOUT = {"script": "/a.py", "ranks": 2, "configuration fp16.enabled": True}
 
@@ -75,8 +75,8 @@ def test_a_line_that_was_cut_off_is_dropped_and_a_broken_one_is_named(tmp_path):
 def test_two_tuners_do_not_share_a_folder(tmp_path):
     code = f"""
 from pathlib import Path
-from dsx.autotuning import AutotuningError
-from dsx.autotuning.journal import only_tuner
+from dsx_plan.autotuning import AutotuningError
+from dsx_plan.autotuning.journal import only_tuner
 try:
     with only_tuner(Path({str(tmp_path)!r})):
         print("entered")

@@ -25,11 +25,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] == ["machines"]:
         return _machines()
     args = _parser().parse_args(words)
-    from ..errors import DsxError  # lazy import: `--help` needs none of it
+    from dsx_core import CodedError  # lazy import: `--help` needs none of it
 
     try:
         return _plan(args)
-    except (DsxError, OSError, ValueError) as error:
+    except (CodedError, OSError, ValueError) as error:
         sys.stderr.write(f"dsx plan: {error}\n")
         return 1
 
@@ -145,7 +145,8 @@ def _calibrate(words: Sequence[str]) -> int:
     parser.add_argument("-o", "--output", default="machine.json", metavar="FILE", help="where to (machine.json)")
     parser.add_argument("--no-links", action="store_true", help="do not start two processes to measure messages")
     args = parser.parse_args(words)
-    from ..errors import DsxError
+    from dsx_core import CodedError
+
     from .calibrate import calibrate
 
     folder = Path(args.output).resolve().parent
@@ -155,7 +156,7 @@ def _calibrate(words: Sequence[str]) -> int:
     try:
         found = calibrate(links=not args.no_links, report=lambda text: sys.stdout.write(f"measuring {text}\n"))
         found.save(args.output)
-    except (DsxError, OSError) as error:
+    except (CodedError, OSError) as error:
         sys.stderr.write(f"dsx plan calibrate: {error}\n")
         return 1
     constants = ", ".join(f"{name} {value:.3g}" for name, value in vars(found.constants).items())

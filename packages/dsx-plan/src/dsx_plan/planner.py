@@ -13,6 +13,7 @@ from torch import nn
 from .answer import answer_of
 from .changes import changes_that_fit
 from .configs import Ready, ready
+from .engine import EngineToPlan, engine_to_plan
 from .errors import PlanError
 from .machine import Machine
 from .models import Batch, describe, model_maker
@@ -40,6 +41,7 @@ def plan(
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
     recompute: bool = False,
     changes: bool = True,
+    engine: EngineToPlan | None = None,
 ) -> Plan:
     """Say what a job needs and how long its steps take, without running it.
 
@@ -60,12 +62,14 @@ def plan(
         optimizer: makes the optimizer where the configuration names none. None: AdamW.
         recompute: the model recomputes its blocks in backward (`gradient_checkpointing_enable`).
         changes: look for changes that make it fit where it does not.
+        engine: what is run; None: the installed one (`dsx_plan.engine`).
 
     Raises:
+        NoEngineError: there is no engine to plan with.
         PlanError: the model, the batch or the machine cannot be planned with.
         DsxConfigError: the configuration is wrong.
     """
-    asked = Asked(model, world_size, ranks_per_host, Machine.of(machine), batch, sequence, loss, optimizer)
+    asked = Asked(model, world_size, ranks_per_host, Machine.of(machine), batch, sequence, loss, optimizer, engine)
     answer = asked.plan(config, recompute)
     if not answer.fits and changes:
         answer.changes = changes_that_fit(answer, asked.plan)
@@ -90,11 +94,12 @@ class Asked:
 
     def __init__(
         self, model: Model, world_size: int, ranks_per_host: int | None, machine: Machine, batch: Any,
-        sequence: int | None, loss: Any, optimizer: Any,
+        sequence: int | None, loss: Any, optimizer: Any, engine: EngineToPlan | None = None,
     ) -> None:  # fmt: skip
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
             raise PlanError(f"world_size: got {world_size!r}, expected a number of ranks from 1")
         self.world_size, self.machine = world_size, machine
+        self.engine = engine_to_plan(engine)
         self.on_host = _on_host(world_size, ranks_per_host, machine)
         self._name, self._make = describe(model), model_maker(model)
         self._batch, self._sequence, self._loss = batch, sequence, loss
@@ -103,7 +108,7 @@ class Asked:
     def plan(self, config: Config, recompute: bool = False) -> Plan:
         """The plan for a configuration, without changes."""
         source = config if isinstance(config, (str, os.PathLike)) else dict(config)
-        prepared = ready(source, self.world_size)
+        prepared = ready(source, self.world_size, self.engine)
         return answer_of(
             self._replays(prepared, recompute), prepared, self.machine, model=self._name, world_size=self.world_size,
             on_host=self.on_host, recompute=recompute,
@@ -113,7 +118,8 @@ class Asked:
         """The replay of every rank that differs: one, or those of a pipeline."""
         stages = prepared.layout["pipe"]
         question = Question(
-            make=self._make, config={**prepared.config, "train_micro_batch_size_per_gpu": prepared.micro},
+            engine=self.engine, make=self._make,
+            config={**prepared.config, "train_micro_batch_size_per_gpu": prepared.micro},
             world_size=self.world_size, rank=0, ranks_per_host=self.on_host, batch=self._batch, micro=prepared.micro,
             accumulation=prepared.accumulation, sequence=self._sequence, loss=self._loss,
             streams=self.machine.streams, optimizer=self._optimizer, recompute=recompute, stages=stages,

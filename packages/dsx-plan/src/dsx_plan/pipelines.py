@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..engine.hooks import StepHook
 from .cost import Timing, message_seconds
+from .engine import StepWatcher
 from .errors import PlanError
 from .machine import Machine
 from .models import Batch
@@ -248,7 +248,7 @@ class _Marks:
         return self._places[int(mark)]
 
 
-class _BeforeUpdate(StepHook):
+class _BeforeUpdate(StepWatcher):
     """Notes what is held when all gradients are there."""
 
     def __init__(self, recorder: Recorder, state_bytes: Callable[[], dict[str, dict[str, int]]]) -> None:
@@ -256,7 +256,7 @@ class _BeforeUpdate(StepHook):
         self.resident: dict[str, dict[str, int]] = {}
 
     def before_update(self) -> None:
-        """See `StepHook.before_update`."""
+        """See `StepWatcher.before_update`."""
         self.resident = self._state_bytes()
         self._recorder.begin("step")
 

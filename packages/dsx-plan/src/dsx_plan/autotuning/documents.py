@@ -3,17 +3,17 @@
 A list where the schema wants one value is a list of values to try: `"reduce_bucket_size": [5e7, 5e8]`. Inside free-form
 objects, such as the arguments of an optimizer, a list is what it always was (`"betas": [0.9, 0.95]`).
 
-Pure functions over plain dictionaries; the schema, and with it pydantic, is loaded where it is asked.
+Pure functions over plain dictionaries.
 """
 
 from __future__ import annotations
 
 import copy
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-__all__ = ["lists_to_try", "value_at", "with_values", "without"]
+__all__ = ["leaves", "lists_to_try", "value_at", "with_values", "without"]
 
 ZERO = "zero_optimization"
 
@@ -51,43 +51,36 @@ def without(document: Mapping[str, Any], *keys: str) -> dict[str, Any]:
     return {key: copy.deepcopy(value) for key, value in document.items() if key not in keys}
 
 
-def lists_to_try(document: Mapping[str, Any], *, leave_out: frozenset[str] = frozenset()) -> dict[str, tuple[Any, ...]]:
+def lists_to_try(
+    document: Mapping[str, Any], value_type: Callable[[str], Any | None], *, leave_out: frozenset[str] = frozenset()
+) -> dict[str, tuple[Any, ...]]:
     """Dotted path -> values of every key that holds a list where the schema wants one value.
 
     Args:
         document: a configuration as it was written.
+        value_type: the annotation of the key at a path, or None (`EngineToPlan.value_type`).
         leave_out: top-level keys that are not looked at.
     """
     found = {}
-    for path, value in _leaves(document, ""):
-        if isinstance(value, list) and path.split(".")[0] not in leave_out and not _admits_list(path):
+    for path, value in leaves(document):
+        if isinstance(value, list) and path.split(".")[0] not in leave_out and not _admits_list(value_type(path)):
             found[path] = tuple(value)
     return found
 
 
-def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+def leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Path and value of everything in nested objects; lists and empty objects are values."""
     for key, item in value.items():
         path = f"{prefix}{key}"
-        if isinstance(item, Mapping):
-            yield from _leaves(item, f"{path}.")
+        if isinstance(item, Mapping) and item:
+            yield from leaves(item, f"{path}.")
         else:
             yield path, item
 
 
-def _admits_list(path: str) -> bool:
-    """Whether the schema takes a list at a path, or does not know the path: then the ordinary checks speak."""
-    from ..config.schema import Root  # lazy import: pydantic and every sibling's section
-    from ..config.translate import model_in
-
-    owner: Any = Root
-    *sections, name = path.split(".")
-    for part in sections:
-        field = owner.model_fields.get(part)
-        owner = None if field is None else model_in(field.annotation)
-        if owner is None:
-            return True
-    field = owner.model_fields.get(name)
-    return field is None or _mentions_list(field.annotation)
+def _admits_list(annotation: Any | None) -> bool:
+    """Whether a value may be a list. Of an unknown key it may: then the ordinary checks speak."""
+    return annotation is None or _mentions_list(annotation)
 
 
 def _mentions_list(annotation: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Makes an engine measure itself if the `autotuning` section says so (`engine/trial.py`). Part of the wiring.
+"""Makes an engine measure itself if its `autotuning` section says so: an extension that `dsx.initialize` is given.
 
 An experiment adds three things to an engine: a limit on its memory, so that a candidate that does not fit fails without
 disturbing others; a session that measures and ends the program; and, in the first experiment, facts about the model and
@@ -12,9 +12,9 @@ which the tuner writes, lists configurations; `plans.json` has the planner's res
 from __future__ import annotations
 
 import copy
-import importlib
 import inspect
 import json
+import logging
 import os
 import time
 from collections.abc import Mapping
@@ -22,106 +22,91 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import dsx_comm
+import dsx_monitor
 import psutil
 import torch
-from pydantic import ValidationError
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from .autotuning.files import CANDIDATES, PLANS, STARTED, write_whole
 from .autotuning.predictions import Facts
 from .autotuning.probe import Probe
-from .config import Config
-from .config.autotuning import Autotuning
-from .config.source import read
-from .engine.request import launched_as
-from .engine.trial import TrialSession, TrialTasks
-from .errors import DsxConfigError
-from .pipelining import is_pipeline
-from .utils.logging import logger
-from .watching import Watch, Watched, rows_of_ranks
+from .engine import EngineToPlan, Trained, Watchers, engine_to_plan
+from .planner import plan
+from .trial_session import TrialSession, TrialTasks
 
-__all__ = ["begin_trial", "skeleton_before_cutting"]
+__all__ = ["Trial", "limit_memory"]
+
+logger = logging.getLogger("dsx.plan")
 
 _DEVICE_PART, _HOST_PART = 0.95, 0.9
+_CUT_ALREADY = (
+    "the model is a PipelineModule, which holds the layers of this rank alone; let pipeline.stages cut the whole model,"
+    " and the planner can be asked"
+)
 _THREADS = 64 * 2**20
 """Room for the stacks of threads that start later. The kernel counts them as data, although they are hardly used."""
 
 
-class NoTrial:
-    """The program trains as configured."""
-
-    def join(self, watch: Watch, to: Watched) -> None:
-        """Does nothing."""
-
-
-def skeleton_before_cutting(source: Any, model: nn.Module) -> nn.Module | str:
-    """The model without values, before the configuration cuts it: the planner is asked about it. "" where nobody asks.
-
-    Args:
-        source: the configuration as given; what is wrong in it is left to `load_config` to say.
-        model: as the caller gave it.
-    """
-    if launched_as()[0] != 0:
-        return ""
-    try:
-        section = Autotuning.model_validate(dict(read(source).data.get("autotuning") or {}))
-    except (DsxConfigError, ValidationError, TypeError, ValueError):
-        return ""
-    if not section.profiles:
-        return ""
-    if is_pipeline(model):
-        return (
-            "the model is a PipelineModule, which holds the layers of this rank alone; let pipeline.stages cut the"
-            " whole model, and the planner can be asked"
-        )
-    return _skeleton_of(model)
-
-
-def begin_trial(config: Config, skeleton: nn.Module | str) -> NoTrial | Trial:
-    """The experiment that the section asks for, if any.
-
-    Args:
-        config: the configuration.
-        skeleton: see `skeleton_before_cutting`.
-    """
-    section = config.use("autotuning")
-    if not section.measures:
-        if section.enabled and launched_as()[0] == 0:
-            logger.info("autotuning.enabled: this run trains as configured; `dsx launch --autotuning tune` searches")
-        return NoTrial()
-    return Trial(config, skeleton)
-
-
 class Trial:
-    """An experiment.
+    """An experiment, or nothing where the section asks for no measurement.
+
+    Its three methods are called by an engine while it is built (`dsx.Extension`).
 
     Args:
-        config: the configuration, whose section asks for a measurement.
-        skeleton: see `skeleton_before_cutting`.
+        engine: what the planner runs; None: the installed one, which is looked up only where the planner is asked.
     """
 
-    def __init__(self, config: Config, skeleton: nn.Module | str) -> None:
-        self._config, self._section = config, config.autotuning
+    def __init__(self, engine: EngineToPlan | None = None) -> None:
+        self._engine = engine
+        self._skeleton: nn.Module | str = ""
+        self._batch: Any = None
+        self._first = False
+        self._limit: int | None = None
+
+    def begin(self, keys: Mapping[str, Any], model: nn.Module, rank: int) -> None:
+        """Copy the model without its values, before the configuration cuts it: the planner is asked about it.
+
+        Args:
+            keys: of the configuration as they were written; what is wrong in them is left to the engine to say.
+            model: as the caller gave it.
+            rank: of this process.
+        """
+        self._first = rank == 0
+        if not self._first or not _profiles(keys.get("autotuning")):
+            return
+        self._engine = engine_to_plan(self._engine)
+        self._skeleton = _CUT_ALREADY if self._engine.is_pipeline(model) else _skeleton_of(model)
+
+    def configured(self, config: Any) -> None:
+        """The configuration is right, and the ranks have not joined yet: say that the program has come so far."""
+        self._config, self._section = config, config.use("autotuning")
+        if not self._section.measures:
+            if self._section.enabled and self._first:
+                logger.info(
+                    "autotuning.enabled: this run trains as configured; `dsx launch --autotuning tune` searches"
+                )
+            return
         self._folder = Path(self._section.metric_path or self._section.model_info_path).parent
         # On a host the model itself may be too large, so memory is limited now. A device is not chosen yet.
         self._limit = None if torch.cuda.is_available() else self._limited(torch.device("cpu"))
-        self._skeleton = skeleton
-        self._batch: Any = None
-        if launched_as()[0] == 0:
+        if self._first:
             first, last = self._section.start_profile_step, self._section.end_profile_step
             logger.info("autotuning: updates %d to %d are measured, then the program ends", first, last)
             write_whole(self._folder / STARTED, json.dumps({"process": os.getpid(), "time": time.time()}))
 
-    def join(self, watch: Watch, to: Watched) -> None:
+    def join(self, watch: Watchers, to: Trained) -> None:
         """Add a session that measures and ends the program after `end_profile_step`. It must be the last observer."""
-        section, monitoring = self._section, to.monitoring
+        section = self._section
+        if not section.measures:
+            return
         limit = self._limited(to.device) if self._limit is None else self._limit
         on_device = to.device.type == "cuda"
-        profiler = monitoring.FlopsProfiler(to.module) if section.counts_operations and to.first else None
+        profiler = dsx_monitor.FlopsProfiler(to.module) if section.counts_operations and self._first else None
         tasks = TrialTasks(
-            gather=partial(rows_of_ranks, to) if to.distributed else lambda mine: [mine],
-            in_use=monitoring.memory_in_use,
+            gather=partial(_rows_of_ranks, to) if to.topology.world_size > 1 else lambda mine: [mine],
+            in_use=dsx_monitor.memory_in_use,
             peak=partial(torch.cuda.max_memory_allocated, to.device) if on_device else _peak_resident,
             restart_peak=partial(torch.cuda.reset_peak_memory_stats, to.device) if on_device else _restart_resident,
             state_bytes=lambda: sum(to.optimizer.state_bytes().values()),
@@ -139,16 +124,16 @@ class Trial:
             given = pytree.tree_map_only(torch.Tensor, _without_values, (args, kwargs))
             self._batch = _one_batch(self._skeleton, *given)
 
-    def _conclude(self, to: Watched, limit: int, found: dict[str, Any]) -> None:
+    def _conclude(self, to: Trained, limit: int, found: dict[str, Any]) -> None:
         section = self._section
         facts = _facts(self._config, to, limit, found)
-        if to.first and section.metric_path is not None:
+        if self._first and section.metric_path is not None:
             metrics = json.dumps(self._metrics(found, facts), indent=2)
             write_whole(Path(section.metric_path), metrics + "\n")
         if not section.profiles:
             return
-        to.comm.destroy_process_group()  # no rank trains any more, and the planner makes plans for other ranks
-        if to.first:
+        dsx_comm.destroy_process_group()  # no rank trains any more, and the planner makes plans for other ranks
+        if self._first:
             path = Path(section.model_info_path)
             write_whole(path, json.dumps(facts.to_json(), indent=2) + "\n")
             self._ask(path.parent, facts)
@@ -179,17 +164,31 @@ class Trial:
         else:
             micro = self._config.batch.micro
             ranks = facts.world_size if self._cut_by_configuration() else facts.data_parallel
-            probe = Probe(self._skeleton, self._batch, micro, ranks, facts.memory_bytes, _plan)
+            probe = Probe(
+                self._skeleton, self._batch, micro, ranks, facts.memory_bytes, partial(plan, engine=self._engine)
+            )
             answer = probe.answer(json.loads((folder / CANDIDATES).read_text(encoding="utf-8")))
         write_whole(folder / PLANS, json.dumps(answer))
 
 
-def _plan(*args: Any, **kwargs: Any) -> Any:
-    # Imported by name, because the planner imports the wiring, and an import of the planner would be a cycle.
-    return importlib.import_module("dsx.planning").plan(*args, **kwargs)
+def _profiles(section: Any) -> bool:
+    """Whether the section as it was written asks for facts about the model; see `Autotuning.profiles` of dsx."""
+    if not isinstance(section, Mapping):
+        return False
+    info = section.get("model_info")
+    wanted = isinstance(info, Mapping) and info.get("profile") is True
+    return section.get("enabled") is True and wanted and section.get("model_info_path") is not None
 
 
-def _facts(config: Config, to: Watched, limit: int, found: Mapping[str, Any]) -> Facts:
+def _rows_of_ranks(to: Trained, own: list[float]) -> list[list[float]]:
+    """All ranks' lists of numbers. Collective."""
+    mine = torch.tensor(own, dtype=torch.float64, device=to.device)
+    rows = [torch.empty_like(mine) for _ in range(to.topology.world_size)]
+    dsx_comm.all_gather(rows, mine)
+    return [row.tolist() for row in rows]
+
+
+def _facts(config: Any, to: Trained, limit: int, found: Mapping[str, Any]) -> Facts:
     parameters = list(to.module.parameters())
     counted = found["flops_per_micro_batch"]
     passes = [found[name] for name in ("fwd", "bwd")]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ..errors import DsxError
+from dsx_core import CodedError
 
 __all__ = ["AutotuningError"]
 
 
-class AutotuningError(DsxError, RuntimeError):
+class AutotuningError(CodedError, RuntimeError):
     """A search that cannot begin, cannot go on or found nothing that works. What was measured stays on disk."""

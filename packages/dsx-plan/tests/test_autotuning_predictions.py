@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from dsx.autotuning.predictions import (
+from dsx_plan.autotuning.predictions import (
     HEADROOM,
     Facts,
     fitting,
@@ -13,7 +13,7 @@ from dsx.autotuning.predictions import (
     predict,
     score_of,
 )
-from dsx.autotuning.space import Candidate
+from dsx_plan.autotuning.space import Candidate
 
 MIB = 2**20
 START = Candidate(0, 2, 1)

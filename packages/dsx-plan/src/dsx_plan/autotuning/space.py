@@ -19,7 +19,7 @@ import dataclasses
 import itertools
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,20 +171,26 @@ def _products(further: Mapping[str, tuple[Any, ...]]) -> Iterator[tuple[tuple[st
 
 
 def read_space(
-    document: Mapping[str, Any], section: Any, *, data_parallel: int, from_arguments: Mapping[str, int]
+    document: Mapping[str, Any],
+    section: Any,
+    value_type: Callable[[str], Any | None],
+    *,
+    data_parallel: int,
+    from_arguments: Mapping[str, int],
 ) -> Space:
     """The space that a configuration leaves open.
 
     Args:
         document: the configuration as it was written.
         section: its validated `autotuning` section.
+        value_type: see `lists_to_try`.
         data_parallel: ranks that get samples of their own.
         from_arguments: batch sizes that the script's command line gives, by configuration key.
 
     Raises:
         AutotuningError: there is nothing to try, or a value is none that can be tried.
     """
-    lists = lists_to_try(document, leave_out=frozenset({"autotuning"}))
+    lists = lists_to_try(document, value_type, leave_out=frozenset({"autotuning"}))
     said = {key: _batch_value(document, key, lists, from_arguments) for key in (TRAIN, MICRO, STEPS)}
     stages = _stages(value_at(document, STAGE))
     listed = {path: values for path, values in lists.items() if path not in (STAGE, TRAIN, MICRO, STEPS)}

@@ -24,7 +24,8 @@ from dsx_launch.processes import dying_with_parent
 from dsx_launch.resources import decode_world
 from dsx_monitor.secrets import command_without_secrets
 
-from ..autotuning import Autotuner, Job
+from .experiments import Job
+from .search import Autotuner
 
 __all__ = ["autotune"]
 
@@ -65,7 +66,7 @@ def _job(options: LaunchOptions, launch: Callable[[LaunchOptions], int], nodes: 
 
     def start(args: Sequence[str], out: IO[bytes], err: IO[bytes]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, "-m", "dsx.launcher", *to_argv(smaller, args)],
+            [sys.executable, "-m", "dsx_launch", *to_argv(smaller, args)],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,

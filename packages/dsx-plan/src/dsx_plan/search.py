@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from ..errors import DsxConfigError
 from .configs import ready, with_values
+from .engine import EngineToPlan, engine_to_plan
 from .errors import PlanError, explains_itself
 from .machine import Machine
 from .models import Batch
@@ -72,6 +72,7 @@ def search(
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
     prune: bool = False,
     report: Callable[[str], object] = lambda text: None,
+    engine: EngineToPlan | None = None,
 ) -> Plans:
     """Plan every combination of values, and sort: what fits first, then most tokens per second.
 
@@ -92,11 +93,11 @@ def search(
         isinstance(v, (str, bytes)) or not isinstance(v, Sequence) or not len(v) for v in space.values()
     ):
         raise PlanError("space: expected lists of values by path, as {'zero_optimization.stage': [1, 2, 3]}")
-    base = _given(config)
-    asked = Asked(model, world_size, ranks_per_host, Machine.of(machine), batch, sequence, loss, optimizer)
+    asked = Asked(model, world_size, ranks_per_host, Machine.of(machine), batch, sequence, loss, optimizer, engine)
+    base = asked.engine.read(_source(config))
     found: list[Plan] = []
     skipped: list[Skipped] = []
-    past = _Past(prune)
+    past = _Past(prune, asked.engine.config_error)
     points = [dict(zip(space, values)) for values in itertools.product(*space.values())]
     for number, point in enumerate(points):
         reason = past.verdict(point)
@@ -130,13 +131,16 @@ _NOT_SPREAD = (
 )
 
 
-def usual_space(config: Config, world_size: int, ranks_per_host: int | None = None) -> dict[str, list[Any]]:
+def usual_space(
+    config: Config, world_size: int, ranks_per_host: int | None = None, engine: EngineToPlan | None = None
+) -> dict[str, list[Any]]:
     """What `dsx plan --search` varies, in an order in which `prune` can leave much out: the axes of ranks (data,
     tensor, pipe, experts where the configuration spreads them), stage, micro-batch with the same samples in a step,
     placement, recomputation.
     """
-    given = _given(config)
-    prepared = ready(config if isinstance(config, (str, os.PathLike)) else dict(config), world_size)
+    found = engine_to_plan(engine)
+    given = found.read(_source(config))
+    prepared = ready(_source(config), world_size, found)
     samples = prepared.micro * prepared.accumulation * prepared.layout["data"]
     sizes = [m for m in _SIZES if samples % m == 0] or [prepared.micro]
     host = {"device": "cpu"}
@@ -162,11 +166,8 @@ def _axis(world_size: int, given: int, *, most: int | None = None) -> list[int]:
     return sorted({n for n in _AXIS if n <= limit and world_size % n == 0} | {given})
 
 
-def _given(config: Config) -> dict[str, Any]:
-    """The user's keys."""
-    from ..config.source import read  # lazy: pydantic
-
-    return dict(read(config if isinstance(config, (str, os.PathLike)) else dict(config)).data)
+def _source(config: Config) -> Any:
+    return config if isinstance(config, (str, os.PathLike)) else dict(config)
 
 
 def _shown(point: Mapping[str, Any]) -> str:
@@ -176,8 +177,8 @@ def _shown(point: Mapping[str, Any]) -> str:
 class _Past:
     """What earlier points tell about a new one. With `prune` off: nothing."""
 
-    def __init__(self, prune: bool) -> None:
-        self._prune = prune
+    def __init__(self, prune: bool, config_error: type[Exception]) -> None:
+        self._prune, self._config_error = prune, config_error
         self._fitting: list[dict[str, Any]] = []
         self._too_big: list[dict[str, Any]] = []
         self._impossible: list[tuple[dict[str, Any], str]] = []
@@ -188,7 +189,9 @@ class _Past:
 
     def failed(self, point: dict[str, Any], error: Exception) -> None:
         """A point cannot be planned. What a configuration says of itself is known again at no cost."""
-        if not isinstance(error, DsxConfigError) and all(point.get(key, off) == off for key, off in _SAVING.items()):
+        if not isinstance(error, self._config_error) and all(
+            point.get(key, off) == off for key, off in _SAVING.items()
+        ):
             self._impossible.append((_without(point, (*_SAVING, MICRO)), str(error)))
 
     def verdict(self, point: dict[str, Any]) -> str:

@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from .hooks import StepHook
-from .report import StepReport
+from .engine import StepWatcher
 
 __all__ = ["TrialEnded", "TrialSession", "TrialTasks"]
 
@@ -55,7 +54,7 @@ class TrialTasks:
     profiler: Any = None
 
 
-class TrialSession(StepHook):
+class TrialSession(StepWatcher):
     """Measures the updates from `first` to `last` and ends the program.
 
     Args:
@@ -111,7 +110,7 @@ class TrialSession(StepHook):
             self._operations = float(profiler.get_total_flops() + profiler.get_total_backward_flops())
             profiler.end_profile()
 
-    def after_step(self, report: StepReport) -> None:
+    def after_step(self, report: Any) -> None:
         """Count the update; begin or end the measurement. Raises `TrialEnded` on every rank after the last one."""
         self._phases.begin("rest")
         self._updates += 1

@@ -6,9 +6,9 @@ import math
 import random
 
 import pytest
-from dsx.autotuning.space import Candidate
-from dsx.autotuning.surrogate import SPREADS, believe, distance, expected_improvement
-from dsx.autotuning.tuners import Limits, Measured, Stop, make_tuner, since_best
+from dsx_plan.autotuning.space import Candidate
+from dsx_plan.autotuning.surrogate import SPREADS, believe, distance, expected_improvement
+from dsx_plan.autotuning.tuners import Limits, Measured, Stop, make_tuner, since_best
 
 FREE = Limits(trials=10**6, patience=0)
 
@@ -161,7 +161,7 @@ def test_beliefs_agree_with_a_plain_computation():
 
 
 def test_expected_improvement_agrees_with_sampling():
-    from dsx.autotuning.surrogate import Belief
+    from dsx_plan.autotuning.surrogate import Belief
 
     generator = random.Random(0)
     for mean, deviation in ((0.1, 0.2), (-0.3, 0.2), (0.0, 0.05)):

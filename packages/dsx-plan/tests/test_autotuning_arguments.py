@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from dsx.autotuning import AutotuningError
-from dsx.autotuning.arguments import config_position, mapped_numbers, with_config, with_mappings
+from dsx_plan.autotuning import AutotuningError
+from dsx_plan.autotuning.arguments import config_position, mapped_numbers, with_config, with_mappings
 
 MICRO = "train_micro_batch_size_per_gpu"
 

@@ -5,9 +5,9 @@ on a CPU. The bytes of a matrix product come on top of its arithmetic on a devic
 from dataclasses import replace
 
 import pytest
-from dsx.planning import Machine
-from dsx.planning.cost import simulate
-from dsx.planning.trace import COMPUTE, MESSAGE, OPERATOR, RATES, WAIT_MESSAGE, Message, Trace
+from dsx_plan import Machine
+from dsx_plan.cost import simulate
+from dsx_plan.trace import COMPUTE, MESSAGE, OPERATOR, RATES, WAIT_MESSAGE, Message, Trace
 
 
 def machine(device):
@@ -47,7 +47,7 @@ def test_a_product_and_its_bytes(device, seconds):
 
 
 def test_calibration_takes_the_bytes_off_what_it_measured_on_a_device():
-    from dsx.planning.calibrate import _rate
+    from dsx_plan.calibrate import _rate
 
     assert _rate(1e12, 1e9, 1.25, 4e9) == pytest.approx(1e12)
     assert _rate(1e12, 1e9, 1.25, None) == pytest.approx(0.8e12)  # a CPU

@@ -16,12 +16,14 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from ..engine import EngineToPlan, engine_to_plan
 from .arguments import config_position, mapped_numbers, with_config, with_mappings
-from .documents import without
+from .documents import leaves, without
 from .errors import AutotuningError
 from .experiments import Job, Outcome, run_experiment
 from .files import CANDIDATES, FACTS, METRICS, PLANS, write_whole
@@ -45,22 +47,27 @@ class Autotuner:
     Args:
         args: the program's arguments.
         job_for: gives the job on the first so many hosts and the first so many devices of each; None: on all.
+        engine: whose configurations are searched; None: the installed one (`dsx_plan.engine`).
 
     Raises:
         AutotuningError: the program names no configuration, or leaves nothing to try.
         DsxConfigError: the configuration is wrong.
     """
 
-    def __init__(self, args: Sequence[str], job_for: Callable[[int | None, int | None], Job]) -> None:
-        from ..config.source import read  # lazy import: `dsx launch` without a search needs none of it
-
+    def __init__(
+        self,
+        args: Sequence[str],
+        job_for: Callable[[int | None, int | None], Job],
+        engine: EngineToPlan | None = None,
+    ) -> None:
         if isinstance(args, str) or not isinstance(args, Sequence):
             raise AutotuningError(
                 f"Autotuner(args): got {type(args).__name__}, expected the program's arguments as words; a search is"
                 " started by `dsx launch --autotuning tune SCRIPT ...` or `deepspeed --autotuning tune SCRIPT ...`"
             )
-        document = read(config_position(args)[1]).data
-        self._section = _section_of(document)
+        self._engine = engine_to_plan(engine)
+        document = self._engine.read(config_position(args)[1])
+        self._section = _section_of(document, self._engine)
         job = self._job = job_for(self._section.num_nodes, self._section.num_gpus)
         self._mappings: dict[str, str] = self._section.arg_mappings or {}
         self._ranks = _data_parallel(job.world_size, self._section.mp_size)
@@ -68,7 +75,9 @@ class Autotuner:
         self._experiments = Path(self._section.exps_dir or "autotuning_exps").absolute()
         self._training = without(document, "autotuning")
         given = mapped_numbers(job.args, self._mappings)
-        self._space = read_space(self._training, self._section, data_parallel=self._ranks, from_arguments=given)
+        self._space = read_space(
+            self._training, self._section, self._engine.value_type, data_parallel=self._ranks, from_arguments=given
+        )
         self._candidates, self._refused = self._valid(self._space)
         self.result: Result | None = None
 
@@ -202,18 +211,16 @@ class Autotuner:
         Raises:
             DsxConfigError: that of the first experiment is wrong.
         """
-        from ..config.load import load_config  # lazy import, as above
-        from ..errors import DsxConfigError
-
-        load_config(space.start.applied_to(self._training), world_size=self._ranks, template=True)
+        load = partial(self._engine.load, world_size=self._ranks, template=True)
+        load(space.start.applied_to(self._training))
         verdicts: dict[Any, str] = {}
         for one in space.candidates():
             if one.group not in verdicts:
                 try:
-                    load_config(one.applied_to(self._training), world_size=self._ranks, template=True)
+                    load(one.applied_to(self._training))
                     verdicts[one.group] = ""
-                except DsxConfigError as error:
-                    verdicts[one.group] = f"{error.problems[0].path}: {error.problems[0].message}"
+                except self._engine.config_error as error:
+                    verdicts[one.group] = _first_problem(error)
         wrong = {text: sum(text == other for other in verdicts.values()) for text in verdicts.values() if text}
         said = tuple(f"Left out: {count} combinations of settings ({text})." for text, count in wrong.items())
         return tuple(one for one in space.candidates() if not verdicts[one.group]), said
@@ -250,8 +257,6 @@ class Autotuner:
 
     def _about(self) -> dict[str, Any]:
         """What a journal is about; results of anything else are not taken for its own."""
-        from ..config.report import leaves
-
         index, _ = config_position(self._job.args)
         section = self._section
         return {
@@ -320,15 +325,13 @@ class Autotuner:
         return self._job.run(arguments)
 
 
-def _section_of(document: Mapping[str, Any]) -> Any:
+def _section_of(document: Mapping[str, Any], engine: EngineToPlan) -> Any:
     """The validated section; what it does not say has its defaults.
 
     Raises:
         AutotuningError: it is switched off, or another section chooses the batch sizes.
         DsxConfigError: it is wrong.
     """
-    from ..config.load import load_config  # lazy import, as above
-
     given = document.get("autotuning") or {}
     if isinstance(given, Mapping):
         if given.get("enabled") is False:
@@ -343,8 +346,13 @@ def _section_of(document: Mapping[str, Any]) -> Any:
             "elasticity.enabled: got true, and --autotuning on the command line: both choose the batch sizes; tune"
             " without the section, then add it with the micro-batch that was found"
         )
-    config = load_config({"train_micro_batch_size_per_gpu": 1, "autotuning": given}, world_size=1)
+    config = engine.load({"train_micro_batch_size_per_gpu": 1, "autotuning": given}, world_size=1)
     return config.autotuning
+
+
+def _first_problem(error: Any) -> str:
+    problem = error.problems[0]
+    return f"{problem.path}: {problem.message}"
 
 
 def _data_parallel(world_size: int, model_parallel: int) -> int:

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import load_config
-from ..config.source import read
+from .engine import EngineToPlan
 from .errors import PlanError
 
 __all__ = ["Ready", "ready", "with_values"]
@@ -59,14 +58,14 @@ class Ready:
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 
 
-def ready(source: Any, world_size: int) -> Ready:
+def ready(source: Any, world_size: int, engine: EngineToPlan) -> Ready:
     """Read, judge and clean a configuration.
 
     Raises:
         DsxConfigError: it is wrong.
         PlanError: the ranks do not divide among its axes.
     """
-    given = dict(copy.deepcopy(read(source).data))
+    given = engine.read(source)
     pipe, tensor = _axes(given)
     if world_size % (pipe * tensor):
         raise PlanError(
@@ -74,7 +73,7 @@ def ready(source: Any, world_size: int) -> Ready:
             f" expected a multiple of {pipe * tensor}"
         )
     data = world_size // (pipe * tensor)
-    config = load_config(source, world_size=data)
+    config = engine.load(source, world_size=data)
     cleaned = {key: value for key, value in config.to_dict().items() if key not in _OBSERVING}
     notes = [text for key, text in _LEFT_OUT.items() if _is_on(cleaned.pop(key, None))]
     cleaned.pop("train_batch_size", None)

@@ -19,8 +19,7 @@ import dsx_comm
 import torch
 from torch import nn
 
-from ..engine.request import Request
-from ..pipelining import is_pipeline
+from .engine import EngineToPlan
 from .errors import PlanError, explains_itself
 from .fake import FakeCompute
 from .ledger import DEVICE, HOST, Ledger
@@ -46,6 +45,7 @@ class Question:
     """What is to be replayed.
 
     Attributes:
+        engine: what is built and run.
         make: makes the model.
         config: the configuration as a dictionary, with the micro-batch set, without what only observes.
         world_size, rank, ranks_per_host: which rank of how many.
@@ -60,6 +60,7 @@ class Question:
         known: of a pipeline: by global rank, the letters that it sends to this rank (`dsx_pipe.runtime.rehearsed`).
     """
 
+    engine: EngineToPlan
     make: Callable[[], nn.Module]
     config: dict[str, Any]
     world_size: int
@@ -174,8 +175,6 @@ class _Run:
 
     def _build(self) -> tuple[Any, Batch]:
         """The engine, and a batch for the model as it was before it was cut."""
-        from ..wiring import build_engine  # lazy import: it imports every sibling
-
         question, recorder = self._question, self._recorder
         recorder.begin("build")
         model = question.make()
@@ -191,32 +190,21 @@ class _Run:
         self._micro_batches = self._replayed_micro_batches(model)
         recorder.ledger.rename(model.parameters(), "parameters")
         recorder.ledger.rename(model.buffers(), "buffers")
-        store = PlannedStore(recorder)
-        request = Request(
-            model=model,
-            optimizer=None if "optimizer" in question.config else question.optimizer,
-            model_parameters=None,
-            lr_scheduler=None,
-            training_data=None,
-            collate_fn=None,
-            mpu=None,
-            distributed_port=29500,
-            dist_init_required=None,
-            store=store,
-        )
         batch = self._batch(model)
         config = {**question.config, "gradient_accumulation_steps": self._micro_batches}
-        return build_engine(config, request), batch
+        optimizer = None if "optimizer" in question.config else question.optimizer
+        engine = question.engine.build(config, model=model, optimizer=optimizer, store=PlannedStore(recorder))
+        return engine, batch
 
     def _replayed_micro_batches(self, model: nn.Module) -> int:
         question = self._question
-        if question.stages > 1 or is_pipeline(model):
+        if question.stages > 1 or question.engine.is_pipeline(model):
             return micro_batches_of(model, question.stages, question.accumulation)
         return min(question.accumulation, MOST_MICRO_BATCHES)
 
     def _steps(self, engine: Any, batch: Batch) -> Steps:
         question = self._question
-        if not is_pipeline(engine.module):
+        if not question.engine.is_pipeline(engine.module):
             return _PlainSteps(engine, batch, self._micro_batches, question.accumulation, self._recorder, self._loss)
         if question.loss is not None:
             raise PlanError(
@@ -375,7 +363,7 @@ def _address_space() -> Iterator[None]:
 
 def _experts(model: nn.Module) -> int:
     """Over how many ranks the experts of a model are spread."""
-    import dsx_moe  # lazy: the wiring has imported it
+    import dsx_moe  # lazy import: only replays need it
 
     return max((layer.ep_size for layer in dsx_moe.name_layers(model).values()), default=0)
 

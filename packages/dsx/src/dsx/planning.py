@@ -1,0 +1,7 @@
+"""Plans of jobs before they run: `dsx_plan` under the name that scripts use.
+
+This module defines nothing: its names are the same objects as in the package, which it imports.
+"""
+
+from dsx_plan import *  # noqa: F403  # pyright: ignore[reportWildcardImportFromLibrary]
+from dsx_plan import __all__ as __all__
