@@ -7,7 +7,6 @@ x (codes * scale + zero)^T + b.
 
 from __future__ import annotations
 
-import importlib
 import os
 from typing import Any
 
@@ -27,10 +26,10 @@ _FEW_ROWS = 4
 def _kernels() -> Any:
     """`dsx_ops.quantized_matvec`, or None if dsx_ops is not installed or has no kernel for this machine."""
     try:
-        module = importlib.import_module("dsx_ops.quantized_matvec")
+        from dsx_ops import quantized_matvec  # optional: this package does not need dsx-ops
     except ImportError:
         return None
-    return module if module.available() else None
+    return quantized_matvec if quantized_matvec.available() else None
 
 
 class QuantizedLinear(nn.Module):

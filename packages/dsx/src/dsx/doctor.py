@@ -10,7 +10,6 @@ Left out: benchmarks, and checks of other hosts.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import platform
@@ -193,10 +192,15 @@ _SLOWER_WITHOUT = {
 
 def native_code() -> list[Finding]:
     """For every package: whether its compiled part is there, for which instruction set, or why not."""
+    import dsx_comm
+    import dsx_nvme
+    import dsx_ops
+    import dsx_sparse_attn
+
     found = []
-    for module, slower in _SLOWER_WITHOUT.items():
-        status = importlib.import_module(module).native_status()
-        name = module.replace("_", "-")
+    for module in (dsx_ops, dsx_comm, dsx_nvme, dsx_sparse_attn):
+        status = module.native_status()
+        name, slower = module.__name__.replace("_", "-"), _SLOWER_WITHOUT[module.__name__]
         if not status["native"]:
             found.append(
                 Finding("native code", name, f"not in use: {status['reason']}", WARNING, f"everything works, {slower}")
@@ -204,8 +208,6 @@ def native_code() -> list[Finding]:
             continue
         isas = f"{status['isa']} in use; this CPU runs {', '.join(status['isas'])}" if "isa" in status else "in use"
         found.append(Finding("native code", name, isas))
-    import dsx_ops
-
     threads = dsx_ops.native_status().get("threads")
     if threads:
         found.append(Finding("native code", "threads", f"{threads['count']} ({threads['backend']})"))

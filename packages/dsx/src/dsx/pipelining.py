@@ -9,7 +9,6 @@ because the grid determines how the batch is divided.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -83,7 +82,9 @@ def with_parallelism(source: Any, request: Request, joins: bool, part: Callable[
     if slices is not None and sliced > 1:
         ranks = comm.read_mpu(grid).model if request.mpu is not None else grid.model
         _make_equal(model, ranks, comm)
-        model = importlib.import_module("dsx_pipe.tensor").slice_model(model, ranks.group, **slices.slice_options())
+        from dsx_pipe.tensor import slice_model  # lazy import: `part` has said whether the package is there
+
+        model = slice_model(model, ranks.group, **slices.slice_options())
     if pipeline is not None and stages > 1:
         options = {key: value for key, value in pipeline.module_options().items() if key != "num_stages"}
         model = pipe.PipelineModule(model, topology=topology, **options)

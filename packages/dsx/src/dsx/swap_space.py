@@ -7,7 +7,6 @@ left behind. Two jobs cannot share a folder (`NvmeError` names the other process
 from __future__ import annotations
 
 import contextlib
-import importlib
 import itertools
 import os
 import re
@@ -35,7 +34,10 @@ class SwapSpace:
     """
 
     def __init__(self, folder: str | os.PathLike, name: str, aio: Any = None) -> None:
-        nvme: Any = importlib.import_module("dsx_nvme")
+        import dsx_nvme as nvme  # lazy imports here: few jobs keep state on disk
+        from dsx_nvme import files
+        from dsx_nvme.swap import moving
+
         settings = nvme.AioConfig() if aio is None else aio
         self._engine = (_direct_engine(settings) if settings.use_gds else None) or nvme.Engine(
             block_size=settings.block_size,
@@ -49,7 +51,6 @@ class SwapSpace:
         try:
             place = os.path.join(folder, name)
             os.makedirs(place, exist_ok=True)
-            files: Any = importlib.import_module("dsx_nvme.files")
             kind = files.file_system(os.stat(place).st_dev)
             if kind in files.IN_MEMORY:
                 raise dsx_zero.ZeroConfigError(
@@ -68,9 +69,8 @@ class SwapSpace:
         except BaseException:
             self._engine.close()
             raise
-        swap: Any = importlib.import_module("dsx_nvme.swap.moving")
-        self._moving, self._closed = swap.Moving, False
-        self._nobody = self._listener = swap.no_listener
+        self._moving, self._closed = moving.Moving, False
+        self._nobody = self._listener = moving.no_listener
 
     @property
     def folder(self) -> str:
@@ -132,7 +132,8 @@ def remove_leftovers(folder: str | os.PathLike, rank: int, world_size: int) -> N
     """Remove folders that killed jobs have left in `folder` and that no rank of this job would use: those of models
     that `Init` built on this rank, and those of ranks that this job does not have. Folders in use stay.
     """
-    nvme: Any = importlib.import_module("dsx_nvme")
+    import dsx_nvme as nvme
+
     try:
         names = sorted(os.listdir(folder))
     except OSError:  # the folder is missing or cannot be used; the code that makes the store reports that
@@ -151,7 +152,8 @@ def _direct_engine(settings: Any) -> Any:
     """An engine for direct transfers between disk and device memory (`aio.use_gds`); None, with a warning that says
     why, if that is not possible.
     """
-    gds: Any = importlib.import_module("dsx_nvme.gds")
+    from dsx_nvme import gds
+
     handle = gds.gds_handle(
         settings.block_size,
         settings.queue_depth,
@@ -180,11 +182,12 @@ class Init(dsx_zero.Init):
                 "got remote_device='nvme' and no folder; expected zero_optimization.offload_param.nvme_path in the"
                 " configuration",
             )
-        in_use: Any = importlib.import_module("dsx_nvme").FolderInUseError
+        from dsx_nvme import FolderInUseError
+
         for number in itertools.count():  # the first number that no other model of this process uses
             try:
                 space = SwapSpace(path, f"dsx-init{number}-rank{self._ranks.data.rank}", self._aio)
-            except in_use:
+            except FolderInUseError:
                 continue
             lent = _Lent(space)
             weakref.finalize(lent, space.close)
@@ -210,7 +213,8 @@ class _Lent:
 
 def _aio_of(config: Any) -> Any:
     """The `aio` section of a configuration, if it has one."""
-    nvme: Any = importlib.import_module("dsx_nvme")
+    import dsx_nvme as nvme
+
     if isinstance(config, (str, Path)):
         from dsx_zero.params.init import read_config  # lazy import: only files need it
 

@@ -79,7 +79,11 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(f"{__name__}.{_HERE[name]}"), name)
     if name in _FROM_ZERO:
         # Lazy import: dsx_zero loads torch, which a user of the logger need not pay for.
-        return getattr(importlib.import_module("dsx_zero"), name)
+        import dsx_zero
+
+        return getattr(dsx_zero, name)
     if name == "RepeatingLoader":
-        return importlib.import_module("dsx.data").RepeatingLoader
+        from ..data import RepeatingLoader
+
+        return RepeatingLoader
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
