@@ -23,8 +23,8 @@ sys.path.insert(0, str(ROOT / "ci"))
 
 from workspace import Package, all_packages  # noqa: E402
 
-# Modules of dsx that users import from, beside the packages themselves.
-MODULES = ("accelerator", "checkpoint", "config", "lr_schedules", "utils")
+# Modules that users import from, beside the packages themselves.
+MODULES = ("dsx.checkpoint", "dsx.config", "dsx.lr_schedules", "dsx.utils", "dsx_compat.accelerator")
 FIRST = ("initialize", "Engine")  # what a reader of dsx's page looks for; errors come last
 RARELY_SOUGHT = re.compile(
     r"decisions/|log\.md|packages/.*-changes\.md|CONTRIBUTING|contributing/|architecture\.md|figures/"
@@ -40,10 +40,11 @@ def sources() -> dict[str, Path]:
     for package in all_packages().values():
         for init in sorted((package.path / "src").glob("*/__init__.py")):
             found[init.parent.name] = init
-    dsx = found["dsx"].parent
-    for name in MODULES:
-        folder, file = dsx / name / "__init__.py", dsx / f"{name}.py"
-        found[f"dsx.{name}"] = folder if folder.is_file() else file
+    for module in MODULES:
+        package, name = module.split(".")
+        inside = found[package].parent
+        folder, file = inside / name / "__init__.py", inside / f"{name}.py"
+        found[module] = folder if folder.is_file() else file
     return found
 
 

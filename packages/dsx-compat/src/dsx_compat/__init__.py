@@ -8,7 +8,8 @@ changing the environment, even if the real DeepSpeed is installed:
     dsx_compat.activate()  # before anything imports deepspeed
     import deepspeed
 
-No training code is implemented here: each name maps to dsx.
+No training code is implemented here: a name maps to dsx, or is a thin layer over PyTorch that only scripts written for
+DeepSpeed need.
 
 | file | what |
 |---|---|
@@ -22,6 +23,7 @@ No training code is implemented here: each name maps to dsx.
 | `slicing` | `tp_model_init`, recorded until `initialize` slices the model |
 | `moe`, `sequence`, `sparse_tensor` | classes and functions with DeepSpeed's shapes and signatures |
 | `activation` | where the `deepspeed` package is, `activate()`, and which other one hides it |
+| `accelerator` | one interface to the devices: `get_accelerator()` |
 | `commands` | `deepspeed`, `ds_report`, `ds_bench`, ... |
 | `_site` | the folder that holds the package `deepspeed` and its metadata |
 """

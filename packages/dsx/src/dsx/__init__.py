@@ -16,7 +16,6 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from . import (
-        accelerator,
         autotuning,
         checkpoint,
         checkpointing,
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
         utils,
         zero,
     )
-    from .accelerator import get_accelerator
     from .arguments import add_config_arguments
     from .comm import init_distributed
     from .data import RepeatingLoader
@@ -55,7 +53,6 @@ _ATTRIBUTES = {
     "StepReport": "engine",
     "add_config_arguments": "arguments",
     "add_tuning_arguments": "lr_schedules",
-    "get_accelerator": "accelerator",
     "init_distributed": "comm",
     "DsxConfigError": "errors",
     "RepeatingLoader": "data",
@@ -68,7 +65,6 @@ _ATTRIBUTES = {
     "VerifyError": "verification",
 }
 _MODULES = (
-    "accelerator",
     "autotuning",
     "checkpoint",
     "checkpointing",
@@ -105,7 +101,6 @@ __all__ = [
     "VerifyError",
     "VerifyReport",
     "__version__",
-    "accelerator",
     "add_config_arguments",
     "autotuning",
     "add_tuning_arguments",
@@ -116,7 +111,6 @@ __all__ = [
     "config",
     "data",
     "elasticity",
-    "get_accelerator",
     "init_distributed",
     "initialize",
     "lr_schedules",
@@ -143,7 +137,7 @@ if not TYPE_CHECKING:  # otherwise a type checker would accept every misspelt na
             return importlib.import_module(f"{__name__}.{name}")
         if name in _NOT_YET:
             raise AttributeError(f"dsx.{name} is not available yet; it comes with {_NOT_YET[name]}")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return importlib.import_module(f"{__name__}.deepspeed_names").finder(__name__)(name)
 
 
 def __dir__() -> list[str]:

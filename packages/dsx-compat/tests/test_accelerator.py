@@ -1,4 +1,4 @@
-"""dsx.accelerator: the device-independent calls that scripts make, on the CPU, and on CUDA as torch.cuda is called."""
+"""The device-independent calls that scripts make, on the CPU, and on CUDA as torch.cuda is called."""
 
 import subprocess
 import sys
@@ -6,8 +6,8 @@ import sys
 import dsx
 import pytest
 import torch
-from dsx import accelerator as accelerators
-from dsx.accelerator import (
+from dsx_compat import accelerator as accelerators
+from dsx_compat.accelerator import (
     Accelerator,
     AcceleratorError,
     CPUAccelerator,
@@ -74,7 +74,7 @@ def test_a_class_of_ones_own_can_be_set():
 def test_importing_asks_no_device():
     code = (
         "import torch; torch.cuda.is_available = torch.cuda.device_count = lambda *a: 1 / 0\n"
-        "import dsx.accelerator, dsx; dsx.get_accelerator\n"
+        "import dsx_compat.accelerator, dsx; dsx.get_accelerator\n"
         "assert not torch.cuda.is_initialized()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -214,7 +214,7 @@ class Recorder:
 
 @pytest.fixture
 def recorded(monkeypatch):
-    from dsx.accelerator import cuda
+    from dsx_compat.accelerator import cuda
 
     recorder = Recorder()
     monkeypatch.setattr(cuda.torch, "cuda", recorder)

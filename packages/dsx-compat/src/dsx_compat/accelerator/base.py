@@ -13,9 +13,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from dsx.errors import DsxError
 from torch import Tensor
-
-from ..errors import DsxError
 
 
 class AcceleratorError(DsxError, RuntimeError):

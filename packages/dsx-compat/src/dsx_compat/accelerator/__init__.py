@@ -1,7 +1,7 @@
 """One interface to the devices that a script trains on: `get_accelerator()` is CUDA if there is a CUDA device,
 otherwise the CPU.
 
-    from dsx.accelerator import get_accelerator
+    from dsx_compat.accelerator import get_accelerator
 
     accelerator = get_accelerator()
     model.to(accelerator.current_device_name())

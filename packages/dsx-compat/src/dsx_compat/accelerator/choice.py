@@ -41,7 +41,7 @@ def set_accelerator(accel_obj: Accelerator | None) -> None:
     if accel_obj is not None and not isinstance(accel_obj, Accelerator):
         raise AcceleratorError(
             f"set_accelerator: got a {type(accel_obj).__name__}, expected an object of a class derived from"
-            " dsx.accelerator.Accelerator"
+            " dsx_compat.accelerator.Accelerator"
         )
     _chosen.accelerator = accel_obj
 
@@ -58,7 +58,7 @@ def _find() -> Accelerator:
     if name not in _CLASSES:
         raise AcceleratorError(
             f"{VARIABLE}: got {name!r}, expected {' or '.join(_CLASSES)}; for another device derive a class from "
-            "dsx.accelerator.Accelerator and call set_accelerator"
+            "dsx_compat.accelerator.Accelerator and call set_accelerator"
         )
     if name == "cuda" and not torch.cuda.is_available():
         raise AcceleratorError(

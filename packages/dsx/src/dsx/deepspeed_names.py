@@ -1,0 +1,45 @@
+"""Names of DeepSpeed that stay reachable from `dsx` while dsx-compat, which has them, is installed.
+
+dsx-compat lies above dsx, so nothing here imports it by itself: it is imported when a program asks for a name of the
+table.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["PLACES", "finder"]
+
+PLACES: dict[str, dict[str, str]] = {
+    "dsx": {
+        "accelerator": "dsx_compat.accelerator",
+        "get_accelerator": "dsx_compat.accelerator:get_accelerator",
+    },
+}
+"""Module of dsx -> name in it -> where the object is: `module:attribute`, or a module."""
+
+
+def finder(module: str) -> Callable[[str], Any]:
+    """The function `__getattr__` of a module of dsx: it finds the names of the table.
+
+    It raises an AttributeError for every other name, and without dsx-compat, naming the way to install it.
+    """
+
+    def find(name: str) -> Any:
+        if name not in PLACES[module]:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        place, _, attribute = PLACES[module][name].partition(":")
+        try:
+            found = importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            if error.name != "dsx_compat":
+                raise  # a library that it needs is missing
+            raise AttributeError(
+                f"{module}.{name} is a name of DeepSpeed and needs the package dsx-compat, which is not installed;"
+                " run in the checkout of dsx: pip install --no-deps ./packages/dsx-compat"
+            ) from error
+        return getattr(found, attribute) if attribute else found
+
+    return find
