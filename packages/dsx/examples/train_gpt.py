@@ -27,8 +27,9 @@ HERE = Path(__file__).resolve().parent
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    dsx.add_config_arguments(parser)  # --deepspeed_config FILE, as scripts of the field have it
-    parser.set_defaults(deepspeed_config=str(HERE / "gpt.json"))
+    parser.add_argument(
+        "--deepspeed_config", default=str(HERE / "gpt.json"), metavar="FILE", help="JSON configuration of the engine"
+    )
     parser.add_argument("--local_rank", type=int, default=0, help="given by the launcher")
     parser.add_argument("--data", type=Path, help="file or folder of text (default: Python's standard library)")
     parser.add_argument("--out", type=Path, default=Path("runs/gpt"), help="output directory")

@@ -286,7 +286,7 @@ def test_all_ranks_say_the_same_and_no_process_group_is_made():
 
 
 def test_importing_the_package_loads_neither_pydantic_nor_torch():
-    code = "import sys, dsx.config, dsx.lr_schedules, dsx.loss_scaler, dsx.precision, dsx.arguments, dsx.errors; "
+    code = "import sys, dsx.config, dsx.lr_schedules, dsx.loss_scaler, dsx.precision, dsx.errors; "
     code += "print([name for name in ('torch', 'pydantic') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -38,10 +38,7 @@ def step(engine, index=0):
 
 
 def test_config_comes_from_one_place():
-    import dsx
-
-    parser = dsx.add_config_arguments(argparse.ArgumentParser())
-    args = parser.parse_args(["--deepspeed", "--deepspeed_config", "missing.json"])
+    args = argparse.Namespace(deepspeed=True, deepspeed_config="missing.json")
     with pytest.raises(ValueError, match=r"missing\.json"):
         build(args=args, config=None)
     with pytest.raises(ValueError, match=r"more than once .config and args.deepspeed_config."):

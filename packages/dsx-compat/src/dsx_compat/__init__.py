@@ -23,6 +23,7 @@ DeepSpeed need.
 | `slicing` | `tp_model_init`, recorded until `initialize` slices the model |
 | `moe`, `sequence`, `sparse_tensor` | classes and functions with DeepSpeed's shapes and signatures |
 | `activation` | where the `deepspeed` package is, `activate()`, and which other one hides it |
+| `arguments`, `lr_arguments` | options of the command line, as `add_config_arguments` makes them |
 | `accelerator` | one interface to the devices: `get_accelerator()` |
 | `commands` | `deepspeed`, `ds_report`, `ds_bench`, ... |
 | `_site` | the folder that holds the package `deepspeed` and its metadata |

@@ -155,9 +155,12 @@ _LR = {
     **_of("dsx_compat.values", _LR_CONSTANTS),
     **_of(
         "dsx.lr_schedules",
-        "LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR add_tuning_arguments parse_arguments"
-        " get_config_from_args get_lr_from_config override_params override_1cycle_params override_lr_range_test_params"
-        " override_warmupLR_params",
+        "LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR",
+    ),
+    **_of(
+        "dsx_compat.lr_arguments",
+        "add_tuning_arguments parse_arguments get_config_from_args get_lr_from_config override_params"
+        " override_1cycle_params override_lr_range_test_params override_warmupLR_params",
     ),
     "VALID_LR_SCHEDULES": "dsx_compat.values:VALID_LR_SCHEDULES",
 }
@@ -178,7 +181,8 @@ MODULES: dict[str, dict[str, str]] = {
         "initialize": "dsx_compat.entry:initialize",
         **_of("dsx_compat.slicing", "tp_model_init set_autotp_mode"),
         "init_distributed": "dsx_comm:init_distributed",
-        **_of("dsx", "add_config_arguments add_tuning_arguments"),
+        "add_config_arguments": "dsx_compat.arguments:add_config_arguments",
+        "add_tuning_arguments": "dsx_compat.lr_arguments:add_tuning_arguments",
         "get_accelerator": "dsx_compat.accelerator:get_accelerator",
         **_ENGINE,
         **_CONFIG,

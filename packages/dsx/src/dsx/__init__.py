@@ -34,14 +34,12 @@ if TYPE_CHECKING:
         utils,
         zero,
     )
-    from .arguments import add_config_arguments
     from .comm import init_distributed
     from .data import RepeatingLoader
     from .engine import Engine, StepReport
     from .entry import initialize
     from .errors import DsxConfigError
     from .extension import Extension
-    from .lr_schedules import add_tuning_arguments
     from .pipe import PipelineModule, tp_model_init
     from .planning import Plan, plan
     from .verification import VerifyError, VerifyReport, verify
@@ -51,8 +49,6 @@ _ATTRIBUTES = {
     "Engine": "engine",
     "Extension": "extension",
     "StepReport": "engine",
-    "add_config_arguments": "arguments",
-    "add_tuning_arguments": "lr_schedules",
     "init_distributed": "comm",
     "DsxConfigError": "errors",
     "RepeatingLoader": "data",
@@ -101,9 +97,7 @@ __all__ = [
     "VerifyError",
     "VerifyReport",
     "__version__",
-    "add_config_arguments",
     "autotuning",
-    "add_tuning_arguments",
     "checkpoint",
     "checkpointing",
     "comm",

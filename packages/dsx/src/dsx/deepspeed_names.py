@@ -14,8 +14,18 @@ __all__ = ["PLACES", "finder"]
 
 PLACES: dict[str, dict[str, str]] = {
     "dsx": {
+        "add_config_arguments": "dsx_compat.arguments:add_config_arguments",
+        "add_tuning_arguments": "dsx_compat.lr_arguments:add_tuning_arguments",
         "accelerator": "dsx_compat.accelerator",
         "get_accelerator": "dsx_compat.accelerator:get_accelerator",
+    },
+    "dsx.lr_schedules": {
+        name: f"dsx_compat.lr_arguments:{name}"
+        for name in (
+            *("add_tuning_arguments", "parse_arguments", "get_config_from_args", "get_lr_from_config"),
+            *("override_params", "override_1cycle_params", "override_lr_range_test_params"),
+            "override_warmupLR_params",
+        )
     },
 }
 """Module of dsx -> name in it -> where the object is: `module:attribute`, or a module."""

@@ -149,7 +149,7 @@ def config_source(args: Any, config: Any, config_params: Any) -> Any:
     if not present:
         raise EngineArgumentError(
             "initialize: got no configuration; pass config=<dict, path or base64>, or args with deepspeed_config set "
-            "(see dsx.add_config_arguments)"
+            "(an option --deepspeed_config of the script)"
         )
     (source,) = present.values()
     return source

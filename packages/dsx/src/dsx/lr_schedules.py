@@ -20,35 +20,27 @@ Formulas, with ``it`` the counter:
 * ``WarmupCosineLR``: a factor on each group's own rate; the warm-up from ``warmup_min_ratio``, then
   c + (1 - c) * (1 + cos(pi * min(1, (it - W + 1) / max(1, T - W)))) / 2 with c = ``cos_min_ratio``.
 
-Nothing here imports torch. Command-line helpers are in ``lr_arguments`` and re-exported below.
+Nothing here imports torch. DeepSpeed's command-line helpers are in ``dsx_compat.lr_arguments``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from .deepspeed_names import finder
 from .errors import ScheduleError
-from .lr_arguments import (
-    add_tuning_arguments,
-    get_config_from_args,
-    get_lr_from_config,
-    override_1cycle_params,
-    override_lr_range_test_params,
-    override_params,
-    override_warmupLR_params,
-    parse_arguments,
-)
 from .lr_base import LRSchedule
 from .lr_cycle import LRRangeTest, OneCycle
 from .lr_warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 __all__ = [
-    "LRRangeTest", "LRSchedule", "OneCycle", "SCHEDULES", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR",
-    "add_tuning_arguments", "build_schedule", "get_config_from_args", "get_lr_from_config", "override_1cycle_params",
-    "override_lr_range_test_params", "override_params", "override_warmupLR_params", "parse_arguments",
+    "SCHEDULES", "LRRangeTest", "LRSchedule", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR",
+    "build_schedule",
 ]  # fmt: skip
 
+if not TYPE_CHECKING:  # otherwise a type checker would accept every misspelt name
+    __getattr__ = finder(__name__)
 
 SCHEDULES: dict[str, type[LRSchedule]] = {
     "LRRangeTest": LRRangeTest,

@@ -38,8 +38,8 @@ def config_position(args: Sequence[str]) -> tuple[int, str]:
         raise AutotuningError(f"autotuning: {named[0]}: there is no such file, expected the script's configuration")
     raise AutotuningError(
         "autotuning: the script's arguments name no configuration file, and there is no other way to give the script"
-        f" another one; let it take one of {', '.join(CONFIG_OPTIONS)} (dsx.add_config_arguments adds the first) and"
-        " pass it to dsx.initialize"
+        f" another one; let it take one of {', '.join(CONFIG_OPTIONS)} and pass it"
+        " to dsx.initialize"
     )
 
 

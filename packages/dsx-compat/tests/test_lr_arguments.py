@@ -6,7 +6,6 @@ import argparse
 
 import pytest
 import torch
-from dsx.arguments import add_config_arguments
 from dsx.errors import ScheduleError
 from dsx.lr_schedules import (
     LRRangeTest,
@@ -14,8 +13,11 @@ from dsx.lr_schedules import (
     WarmupCosineLR,
     WarmupDecayLR,
     WarmupLR,
-    add_tuning_arguments,
     build_schedule,
+)
+from dsx_compat.arguments import add_config_arguments
+from dsx_compat.lr_arguments import (
+    add_tuning_arguments,
     get_config_from_args,
     get_lr_from_config,
     override_1cycle_params,
