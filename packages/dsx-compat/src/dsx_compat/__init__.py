@@ -16,7 +16,7 @@ DeepSpeed need.
 | `names`, `unsupported` | the tables: name of DeepSpeed -> name of dsx; what to use instead of the others |
 | `modules` | makes modules from the tables, on first use |
 | `getters` | configured values: methods of the engine, attributes of `DeepSpeedConfig` |
-| `scaler`, `operators` | the loss scale; which operators are compiled |
+| `scaler` | the loss scale |
 | `engine`, `entry`, `settings` | the engine under DeepSpeed's names; `initialize`; removal of keys without effect |
 | `parameters` | `ds_shape`, `ds_numel`, `ds_status`, ... of parameters that stage 3 manages |
 | `gradients` | norms and checks of `deepspeed.runtime.utils` that all ranks agree on |
@@ -24,6 +24,7 @@ DeepSpeed need.
 | `moe`, `sequence`, `sparse_tensor` | classes and functions with DeepSpeed's shapes and signatures |
 | `activation` | where the `deepspeed` package is, `activate()`, and which other one hides it |
 | `arguments`, `lr_arguments` | options of the command line, as `add_config_arguments` makes them |
+| `op_builder` | `CPUAdamBuilder().load()` and the other builders; nothing is built |
 | `accelerator` | one interface to the devices: `get_accelerator()` |
 | `commands` | `deepspeed`, `ds_report`, `ds_bench`, ... |
 | `_site` | the folder that holds the package `deepspeed` and its metadata |

@@ -71,17 +71,15 @@ _SPARSE = _of(
     " BSLongformerSparsityConfig LocalSlidingWindowSparsityConfig SparseSelfAttention BertSparseSelfAttention"
     " SparseAttentionUtils MatMul Softmax",
 )
-_BUILDERS = {
-    **_of("dsx_nvme", "AsyncIOBuilder GDSBuilder"),
-    **_of(
-        "dsx_ops.op_builder",
-        "OpBuilder CPUAdamBuilder CPUAdagradBuilder CPULionBuilder FusedAdamBuilder FusedLambBuilder FusedLionBuilder"
-        " QuantizerBuilder TransformerBuilder StochasticTransformerBuilder FPQuantizerBuilder RandomLTDBuilder"
-        " UtilsBuilder SparseAttnBuilder ShareMemCommBuilder CCLCommBuilder PinMemoryBuilder DeepCompileBuilder"
-        " EvoformerAttnBuilder InferenceBuilder InferenceCoreBuilder InferenceCutlassBuilder RaggedOpsBuilder"
-        " RaggedUtilsBuilder SpatialInferenceBuilder",
-    ),
-}
+_BUILDERS = _of(
+    "dsx_compat.op_builder",
+    "OpBuilder AsyncIOBuilder GDSBuilder CPUAdamBuilder CPUAdagradBuilder CPULionBuilder FusedAdamBuilder"
+    " FusedLambBuilder FusedLionBuilder QuantizerBuilder TransformerBuilder StochasticTransformerBuilder"
+    " FPQuantizerBuilder RandomLTDBuilder UtilsBuilder SparseAttnBuilder ShareMemCommBuilder"
+    " CCLCommBuilder PinMemoryBuilder DeepCompileBuilder EvoformerAttnBuilder InferenceBuilder"
+    " InferenceCoreBuilder InferenceCutlassBuilder RaggedOpsBuilder RaggedUtilsBuilder"
+    " SpatialInferenceBuilder",
+)
 _TRANSFORMER = _of("dsx_ops", "DeepSpeedTransformerLayer DeepSpeedTransformerConfig")
 _PIPE = _of("dsx_pipe", "PipelineModule LayerSpec TiedLayerSpec")
 _TOPOLOGY = _of(
@@ -245,7 +243,7 @@ MODULES: dict[str, dict[str, str]] = {
     "deepspeed.monitor.csv_monitor": _of("dsx_monitor", "csvMonitor"),
     "deepspeed.monitor.comet": _of("dsx_monitor", "CometMonitor"),
     "deepspeed.nvme": {},
-    "deepspeed.ops": {**_TRANSFORMER, "__compatible_ops__": "dsx_compat.operators:COMPATIBLE_OPS"},
+    "deepspeed.ops": {**_TRANSFORMER, "__compatible_ops__": "dsx_compat.op_builder:COMPATIBLE_OPS"},
     "deepspeed.ops.adagrad": _of("dsx_ops", "DeepSpeedCPUAdagrad"),
     "deepspeed.ops.adam": _ADAM,
     "deepspeed.ops.adam.cpu_adam": {"DeepSpeedCPUAdam": _ADAM["DeepSpeedCPUAdam"]},

@@ -8,7 +8,7 @@
 The optimizers are ordinary `torch.optim.Optimizer`s. `python -m dsx_ops` reports what is built and what runs.
 """
 
-from . import onebit, op_builder, sign_runs
+from . import onebit, sign_runs
 from ._version import __version__
 from .codes.exchange import (
     LocoQuantizer,
@@ -103,7 +103,6 @@ __all__ = [
     "native_status",
     "norm",
     "onebit",
-    "op_builder",
     "orthogonalize",
     "quantize",
     "quantize_fp8",

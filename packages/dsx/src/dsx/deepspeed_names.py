@@ -19,6 +19,7 @@ PLACES: dict[str, dict[str, str]] = {
         "accelerator": "dsx_compat.accelerator",
         "get_accelerator": "dsx_compat.accelerator:get_accelerator",
     },
+    "dsx.ops": {"op_builder": "dsx_compat.op_builder"},
     "dsx.lr_schedules": {
         name: f"dsx_compat.lr_arguments:{name}"
         for name in (

@@ -329,18 +329,14 @@ class Accelerator(abc.ABC):
 
     def op_builder_dir(self) -> str:
         """The module that has the op builders."""
-        return "dsx_ops.op_builder"
+        return "dsx_compat.op_builder"
 
     def get_op_builder(self, class_name: str) -> type | None:
         """The builder class of a name such as `CPUAdamBuilder`; None if there is no such class."""
-        import dsx_nvme  # lazy import: most scripts need no builders
-        import dsx_ops.op_builder
+        from .. import op_builder  # lazy import: most scripts need no builders
 
-        for module in (dsx_nvme, dsx_ops.op_builder):  # dsx_nvme first: dsx_ops has only the names of its builders
-            found = getattr(module, class_name, None)
-            if class_name.endswith("Builder") and isinstance(found, type):
-                return found
-        return None
+        found = getattr(op_builder, class_name, None)
+        return found if class_name.endswith("Builder") and isinstance(found, type) else None
 
     def create_op_builder(self, class_name: str) -> Any:
         """A builder by its name; None if there is none."""

@@ -7,13 +7,12 @@ come with each call.
 from __future__ import annotations
 
 import torch
+from dsx_ops import reference, update
+from dsx_ops.errors import HyperparameterError
+from dsx_ops.layouts import put_back
+from dsx_ops.optim.arrange import working_slot
+from dsx_ops.spec import Algorithm, Batch, Hyper, Slot, check_slot
 from torch import Tensor
-
-from .. import reference, update
-from ..errors import HyperparameterError
-from ..layouts import put_back
-from ..optim.arrange import working_slot
-from ..spec import Algorithm, Batch, Hyper, Slot, check_slot
 
 
 class CPUAdamHandle:

@@ -17,15 +17,14 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
+from dsx_ops.checks import check
+from dsx_ops.codes.exchange import reduce_dequantize, reduce_quantize, swizzle_quantize
+from dsx_ops.codes.quantize import Quantized, ds_quantizer
+from dsx_ops.codes.quantize import dequantize as _dequantize
+from dsx_ops.codes.quantize import quantize as _quantize
+from dsx_ops.errors import TensorError
+from dsx_ops.spec import FLOATS
 from torch import Tensor
-
-from ..checks import check
-from ..codes.exchange import reduce_dequantize, reduce_quantize, swizzle_quantize
-from ..codes.quantize import Quantized, ds_quantizer
-from ..codes.quantize import dequantize as _dequantize
-from ..codes.quantize import quantize as _quantize
-from ..errors import TensorError
-from ..spec import FLOATS
 
 
 class QuantizationType(enum.Enum):

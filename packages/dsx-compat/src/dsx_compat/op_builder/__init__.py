@@ -1,10 +1,12 @@
 """The operators by the builder names scripts know: `CPUAdamBuilder().load()`, `.is_compatible()`.
 
 Nothing is built here: native code is compiled when the package is installed, and without it the PyTorch reference
-serves. So every builder of this package loads, and `is_compatible` says whether it runs in compiled code. `load`
-returns a namespace with the functions and classes of this package, and with the functions that scripts call on such a
-handle (`quantizer`, `adam`). Builders of what lives in another package, or is not part of dsx, are there too: their
-`load` raises and names the way.
+serves. So every builder of an operator that dsx has loads, and `is_compatible` says whether it runs in compiled code.
+`load` returns a namespace with the functions and classes of dsx_ops, and with the functions that scripts call on such a
+handle (`quantizer`, `adam`). `AsyncIOBuilder` and `GDSBuilder` are those of dsx_nvme. Builders of what is not part of
+dsx, or has no builder there, exist too: their `load` raises and names the way.
+
+`COMPATIBLE_OPS` (`deepspeed.ops.__compatible_ops__`) says which groups run in compiled code here, by `NAME`.
 """
 
 from __future__ import annotations
@@ -12,13 +14,15 @@ from __future__ import annotations
 import importlib
 from types import SimpleNamespace
 
-from ..errors import OpsError
-from ..status import native_status
+from dsx_nvme import AsyncIOBuilder, GDSBuilder
+from dsx_ops.errors import OpsError
+from dsx_ops.status import native_status
+
 from .adam import CPUAdamHandle
 
 
 class OpBuilder:
-    """One group of operators. `members`: name in the namespace -> `module:attribute` below `dsx_ops`."""
+    """One group of operators. `members`: name in the namespace -> `module:attribute`."""
 
     NAME = ""
     members: dict[str, str] = {}
@@ -30,7 +34,7 @@ class OpBuilder:
         found = {}
         for name, place in self.members.items():
             module, attribute = place.split(":")
-            found[name] = getattr(importlib.import_module(f"dsx_ops.{module}"), attribute)
+            found[name] = getattr(importlib.import_module(module), attribute)
         return SimpleNamespace(**found)
 
     def is_compatible(self, verbose: bool = False) -> bool:
@@ -58,7 +62,7 @@ class CPUAdamOpBuilder(OpBuilder):
 
 
 class ElsewhereBuilder(OpBuilder):
-    """A group that this package has not; `way` says where it is or what serves instead."""
+    """A group that has no builder in dsx; `way` says where it is or what serves instead."""
 
     way = ""
 
@@ -72,7 +76,7 @@ class ElsewhereBuilder(OpBuilder):
 
     def why_not(self) -> str:
         """The way to what the builder stands for."""
-        return f"not in dsx-ops; {self.way}"
+        return f"not in dsx; {self.way}"
 
 
 _QUANTIZER_FUNCTIONS = (
@@ -83,39 +87,37 @@ _QUANTIZER_FUNCTIONS = (
     *("dequantize_int4_to_half_experimental", "dequantize_int8_to_half_experimental"),
 )
 _TRANSFORMER = {
-    "TransformerLayer": "transformer.layer:TransformerLayer",
-    "TransformerConfig": "transformer.config:TransformerConfig",
+    "TransformerLayer": "dsx_ops.transformer.layer:TransformerLayer",
+    "TransformerConfig": "dsx_ops.transformer.config:TransformerConfig",
 }
 _GROUPS: dict[str, dict[str, str]] = {
-    "CPUAdam": {"CPUAdam": "optim.adam:CPUAdam", "Adam8bit": "optim.adam:Adam8bit"},
-    "CPUAdagrad": {"CPUAdagrad": "optim.simple:CPUAdagrad"},
-    "CPULion": {"CPULion": "optim.simple:CPULion"},
-    "FusedAdam": {"FusedAdam": "optim.adam:FusedAdam"},
-    "FusedLamb": {"FusedLamb": "optim.lamb:FusedLamb"},
-    "FusedLion": {"FusedLion": "optim.simple:FusedLion"},
+    "CPUAdam": {"CPUAdam": "dsx_ops.optim.adam:CPUAdam", "Adam8bit": "dsx_ops.optim.adam:Adam8bit"},
+    "CPUAdagrad": {"CPUAdagrad": "dsx_ops.optim.simple:CPUAdagrad"},
+    "CPULion": {"CPULion": "dsx_ops.optim.simple:CPULion"},
+    "FusedAdam": {"FusedAdam": "dsx_ops.optim.adam:FusedAdam"},
+    "FusedLamb": {"FusedLamb": "dsx_ops.optim.lamb:FusedLamb"},
+    "FusedLion": {"FusedLion": "dsx_ops.optim.simple:FusedLion"},
     "Quantizer": {
-        "ds_quantizer": "codes.quantize:ds_quantizer",
-        "LocoQuantizer": "codes.exchange:LocoQuantizer",
-        **{name: f"op_builder.quantizer:{name}" for name in _QUANTIZER_FUNCTIONS},
+        "ds_quantizer": "dsx_ops.codes.quantize:ds_quantizer",
+        "LocoQuantizer": "dsx_ops.codes.exchange:LocoQuantizer",
+        **{name: f"dsx_compat.op_builder.quantizer:{name}" for name in _QUANTIZER_FUNCTIONS},
     },
     "FPQuantizer": {
-        "quantize": "codes.quantize:quantize_fp8",
-        "dequantize": "codes.quantize:dequantize_fp8",
+        "quantize": "dsx_ops.codes.quantize:quantize_fp8",
+        "dequantize": "dsx_ops.codes.quantize:dequantize_fp8",
     },
     "RandomLTD": {
-        name: f"tokens:{name}"
+        name: f"dsx_ops.tokens:{name}"
         for name in ("token_sort_", "token_gather", "token_scatter_", "mask_gather_bert", "mask_gather_gpt")
     },
     "Transformer": _TRANSFORMER,
     "StochasticTransformer": _TRANSFORMER,
-    "Utils": {name: f"flat:{name}" for name in ("flatten", "unflatten", "cast_to_byte_tensor")},
+    "Utils": {name: f"dsx_ops.flat:{name}" for name in ("flatten", "unflatten", "cast_to_byte_tensor")},
 }
 
 
 _INFERENCE = "inference kernels are not part of dsx; use torch.compile, or an inference engine such as vLLM"
 _ELSEWHERE = {
-    "AsyncIO": "asynchronous file I/O is dsx_nvme.AsyncIOBuilder (package dsx-nvme)",
-    "GDS": "GPUDirect storage is dsx_nvme.GDSBuilder (package dsx-nvme)",
     "SparseAttn": "sparse attention is dsx_sparse_attn (package dsx-sparse-attn)",
     "ShareMemComm": "collectives over shared memory are dsx_comm's process group (package dsx-comm)",
     "CCLComm": "oneCCL is not used; dsx_comm's process groups serve CPU ranks (package dsx-comm)",
@@ -137,7 +139,7 @@ _NAMES = {
     "CPUAdam": "cpu_adam", "CPUAdagrad": "cpu_adagrad", "CPULion": "cpu_lion", "FusedAdam": "fused_adam",
     "FusedLamb": "fused_lamb", "FusedLion": "fused_lion", "Quantizer": "quantizer", "FPQuantizer": "fp_quantizer",
     "RandomLTD": "random_ltd", "Transformer": "transformer", "StochasticTransformer": "stochastic_transformer",
-    "Utils": "utils", "AsyncIO": "async_io", "GDS": "gds", "SparseAttn": "sparse_attn",
+    "Utils": "utils", "SparseAttn": "sparse_attn",
     "ShareMemComm": "deepspeed_shm_comm", "CCLComm": "deepspeed_ccl_comm", "PinMemory": "pin_memory",
     "DeepCompile": "dc", "EvoformerAttn": "evoformer_attn", "Inference": "transformer_inference",
     "InferenceCore": "inference_core_ops", "InferenceCutlass": "cutlass_ops", "RaggedOps": "ragged_device_ops",
@@ -171,11 +173,9 @@ TransformerBuilder = _builder("Transformer")
 StochasticTransformerBuilder = _builder("StochasticTransformer")
 UtilsBuilder = _builder("Utils")
 
-AsyncIOBuilder = _elsewhere("AsyncIO")
 CCLCommBuilder = _elsewhere("CCLComm")
 DeepCompileBuilder = _elsewhere("DeepCompile")
 EvoformerAttnBuilder = _elsewhere("EvoformerAttn")
-GDSBuilder = _elsewhere("GDS")
 InferenceBuilder = _elsewhere("Inference")
 InferenceCoreBuilder = _elsewhere("InferenceCore")
 InferenceCutlassBuilder = _elsewhere("InferenceCutlass")
@@ -186,7 +186,7 @@ ShareMemCommBuilder = _elsewhere("ShareMemComm")
 SparseAttnBuilder = _elsewhere("SparseAttn")
 SpatialInferenceBuilder = _elsewhere("SpatialInference")
 
-ALL_OPS: dict[str, type[OpBuilder]] = {
+ALL_OPS: dict[str, type[OpBuilder | AsyncIOBuilder]] = {
     builder.NAME: builder
     for builder in (
         *(CPUAdamBuilder, CPUAdagradBuilder, CPULionBuilder, FusedAdamBuilder, FusedLambBuilder, FusedLionBuilder),
@@ -197,3 +197,10 @@ ALL_OPS: dict[str, type[OpBuilder]] = {
         *(RaggedOpsBuilder, RaggedUtilsBuilder, SpatialInferenceBuilder),
     )
 }
+
+
+def __getattr__(name: str) -> dict[str, bool]:
+    """`COMPATIBLE_OPS` is found out when it is asked for: that loads native code, which an import must not."""
+    if name != "COMPATIBLE_OPS":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return {"deepspeed_not_implemented": False, **{key: kind().is_compatible() for key, kind in ALL_OPS.items()}}
