@@ -119,7 +119,7 @@ def export_alone(rank, world, folder):
     """The 16-bit weights of what several ranks have saved, for other programs, by one process."""
     import dsx_comm
     from dsx_checkpoint.exporting import export
-    from dsx_checkpoint.zero_to_fp32 import source_of
+    from dsx_checkpoint.foreign.recognising import source_of
 
     calls = Calls()
     stop = dsx_comm.observe(calls)

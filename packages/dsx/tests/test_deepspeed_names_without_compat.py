@@ -3,6 +3,7 @@
 import importlib
 import sys
 
+import dsx
 import pytest
 from dsx.deepspeed_names import PLACES
 
@@ -15,7 +16,7 @@ def without_compat(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "dsx_compat", None)  # as if it were not installed
     monkeypatch.delitem(sys.modules, "dsx.accelerator", raising=False)
-    monkeypatch.delattr("dsx.accelerator", raising=False)
+    monkeypatch.delattr(dsx, "accelerator", raising=False)
 
 
 @pytest.mark.parametrize(("module", "name"), NAMES)

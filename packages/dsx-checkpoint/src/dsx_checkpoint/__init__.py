@@ -25,8 +25,6 @@ Modules, in the order from data to actions:
     training.py                                 plain modules and optimizers, DDP, FSDP2
     looking.py, exporting.py, command.py        `dsx checkpoint`
     foreign/                                    checkpoints of other programs
-    zero_to_fp32.py, zero_to_torch.py,
-    ds_to_universal.py                          under the names that scripts call
 
 Names are imported on first use, so that programs that only read an index do not load torch.
 """
@@ -53,14 +51,6 @@ if TYPE_CHECKING:
     from .snapshot import Place
     from .training import load_training, save_training
     from .writing import save
-    from .zero_to_fp32 import (
-        convert_zero_checkpoint_to_fp32_state_dict,
-        convert_zero_checkpoint_to_state_dict,
-        get_fp32_state_dict_from_zero_checkpoint,
-        get_model_state_file,
-        get_optim_files,
-        load_state_dict_from_zero_checkpoint,
-    )
 
 _MODULES = {
     "Box": "boxes",
@@ -75,14 +65,8 @@ _MODULES = {
     "Region": "boxes",
     "Selection": "selecting",
     "TensorSpec": "format",
-    "convert_zero_checkpoint_to_fp32_state_dict": "zero_to_fp32",
-    "convert_zero_checkpoint_to_state_dict": "zero_to_fp32",
     "export": "exporting",
-    "get_fp32_state_dict_from_zero_checkpoint": "zero_to_fp32",
-    "get_model_state_file": "zero_to_fp32",
-    "get_optim_files": "zero_to_fp32",
     "load": "loading",
-    "load_state_dict_from_zero_checkpoint": "zero_to_fp32",
     "load_training": "training",
     "save_training": "training",
     "open_checkpoint": "reading",
@@ -109,14 +93,8 @@ __all__ = [
     "Region",
     "Selection",
     "TensorSpec",
-    "convert_zero_checkpoint_to_fp32_state_dict",
-    "convert_zero_checkpoint_to_state_dict",
     "export",
-    "get_fp32_state_dict_from_zero_checkpoint",
-    "get_model_state_file",
-    "get_optim_files",
     "load",
-    "load_state_dict_from_zero_checkpoint",
     "load_training",
     "save_training",
     "open_checkpoint",

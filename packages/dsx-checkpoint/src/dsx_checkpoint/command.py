@@ -172,7 +172,7 @@ def _diff(given: Any) -> int:
 
 def _export(given: Any) -> int:
     from .exporting import export
-    from .zero_to_fp32 import source_of
+    from .foreign.recognising import source_of
 
     with Bar("export") as bar:
         written = export(
@@ -184,9 +184,8 @@ def _export(given: Any) -> int:
 
 
 def _import(given: Any) -> int:
-    from .foreign.recognising import read_foreign
+    from .foreign.recognising import read_foreign, source_of
     from .foreign.source import write_source
-    from .zero_to_fp32 import source_of
 
     root, tag = _root_and_tag(given)
     if given.command == "convert":

@@ -129,7 +129,7 @@ _ESTIMATE_3 = _of(
     " estimate_zero3_model_states_mem_needs_all_cold",
 )
 _ZERO_TO_FP32 = _of(
-    "dsx_checkpoint.zero_to_fp32",
+    "dsx_compat.checkpoint.zero_to_fp32",
     "get_fp32_state_dict_from_zero_checkpoint convert_zero_checkpoint_to_fp32_state_dict"
     " convert_zero_checkpoint_to_state_dict load_state_dict_from_zero_checkpoint get_model_state_file"
     " get_optim_files main",
@@ -203,7 +203,7 @@ MODULES: dict[str, dict[str, str]] = {
     "deepspeed.checkpoint": _CHECKPOINT_CONSTANTS,
     "deepspeed.checkpoint.constants": _CHECKPOINT_CONSTANTS,
     "deepspeed.checkpoint.utils": _of("dsx.utils", "clone_tensors_for_torch_save"),
-    "deepspeed.checkpoint.ds_to_universal": {"main": "dsx_checkpoint.ds_to_universal:main"},
+    "deepspeed.checkpoint.ds_to_universal": {"main": "dsx_compat.checkpoint.ds_to_universal:main"},
     "deepspeed.elasticity": _ELASTICITY,
     "deepspeed.elasticity.config": _ELASTICITY_ERRORS,
     "deepspeed.elasticity.elasticity": _ELASTICITY,
@@ -374,14 +374,14 @@ MODULES: dict[str, dict[str, str]] = {
     "deepspeed.utils.torch": _of("dsx_compat.values", "required_torch_version"),
     "deepspeed.utils.z3_leaf_module": _Z3_LEAF,
     "deepspeed.utils.zero_to_fp32": _ZERO_TO_FP32,
-    "deepspeed.utils.zero_to_torch": {"main": "dsx_checkpoint.zero_to_torch:main"},
+    "deepspeed.utils.zero_to_torch": {"main": "dsx_compat.checkpoint.zero_to_torch:main"},
 }
 MODULES["deepspeed.zero"] = _ZERO
 
 COMMANDS = {
     "deepspeed.launcher.runner": "dsx_compat.commands:deepspeed",
     "deepspeed.env_report": "dsx_compat.commands:ds_report",
-    "deepspeed.checkpoint.ds_to_universal": "dsx_checkpoint.ds_to_universal:main",
-    "deepspeed.utils.zero_to_fp32": "dsx_checkpoint.zero_to_fp32:main",
-    "deepspeed.utils.zero_to_torch": "dsx_checkpoint.zero_to_torch:main",
+    "deepspeed.checkpoint.ds_to_universal": "dsx_compat.checkpoint.ds_to_universal:main",
+    "deepspeed.utils.zero_to_fp32": "dsx_compat.checkpoint.zero_to_fp32:main",
+    "deepspeed.utils.zero_to_torch": "dsx_compat.checkpoint.zero_to_torch:main",
 }

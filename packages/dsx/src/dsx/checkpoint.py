@@ -10,6 +10,8 @@ from typing import Any
 import dsx_checkpoint
 from dsx_checkpoint import __all__ as __all__
 
+from .deepspeed_names import finder
+
 
 def __getattr__(name: str) -> Any:
-    return getattr(dsx_checkpoint, name)
+    return getattr(dsx_checkpoint, name) if name in __all__ else finder(__name__)(name)

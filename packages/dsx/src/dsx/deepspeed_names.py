@@ -20,6 +20,14 @@ PLACES: dict[str, dict[str, str]] = {
         "get_accelerator": "dsx_compat.accelerator:get_accelerator",
     },
     "dsx.ops": {"op_builder": "dsx_compat.op_builder"},
+    "dsx.checkpoint": {
+        name: f"dsx_compat.checkpoint.zero_to_fp32:{name}"
+        for name in (
+            *("get_fp32_state_dict_from_zero_checkpoint", "convert_zero_checkpoint_to_fp32_state_dict"),
+            *("convert_zero_checkpoint_to_state_dict", "load_state_dict_from_zero_checkpoint"),
+            *("get_model_state_file", "get_optim_files"),
+        )
+    },
     "dsx.lr_schedules": {
         name: f"dsx_compat.lr_arguments:{name}"
         for name in (
@@ -45,7 +53,7 @@ def finder(module: str) -> Callable[[str], Any]:
         try:
             found = importlib.import_module(place)
         except ModuleNotFoundError as error:
-            if error.name != "dsx_compat":
+            if (error.name or "").partition(".")[0] != "dsx_compat":
                 raise  # a library that it needs is missing
             raise AttributeError(
                 f"{module}.{name} is a name of DeepSpeed and needs the package dsx-compat, which is not installed;"

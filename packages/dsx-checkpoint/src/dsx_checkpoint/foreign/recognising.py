@@ -7,12 +7,24 @@ from pathlib import Path
 
 from ..errors import CheckpointCorruptError, CheckpointError, words_of
 from ..folder import check_folder
+from ..reading import open_checkpoint
 from .deepspeed import deepspeed_folder, read_deepspeed
 from .plain import read_plain
-from .source import Source
+from .source import Source, of_reader
 from .torch_dcp import METADATA, read_dcp
 
-__all__ = ["read_foreign"]
+__all__ = ["read_foreign", "source_of"]
+
+
+def source_of(checkpoint_dir: str | os.PathLike[str], tag: str | None = None) -> Source:
+    """A checkpoint of dsx or of DeepSpeed; `tag`: as for `read_foreign`.
+
+    Raises:
+        CheckpointError: there is neither.
+    """
+    root = check_folder(checkpoint_dir, "checkpoint_dir")
+    found = deepspeed_folder(root, tag)
+    return of_reader(open_checkpoint(root, tag)) if found is None else read_deepspeed(found)
 
 
 def read_foreign(path: str | os.PathLike[str], tag: str | None = None) -> Source:

@@ -1,7 +1,7 @@
 """The command `ds_to_universal` of DeepSpeed, with its options. It writes a checkpoint of dsx, which can be loaded at
 every stage and with every number of ranks.
 
-    python -m dsx_checkpoint.ds_to_universal --input_folder RUN/global_step100 --output_folder RUN/universal100
+    python -m dsx_compat.checkpoint.ds_to_universal --input_folder RUN/global_step100 --output_folder RUN/universal100
 
 A checkpoint of dsx needs no conversion; it is copied.
 """
@@ -13,9 +13,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .errors import CheckpointError
-from .foreign.source import write_source
-from .zero_to_fp32 import source_of
+from dsx_checkpoint.errors import CheckpointError
+from dsx_checkpoint.foreign.recognising import source_of
+from dsx_checkpoint.foreign.source import write_source
 
 __all__ = ["main"]
 

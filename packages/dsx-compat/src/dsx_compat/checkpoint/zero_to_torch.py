@@ -1,6 +1,6 @@
 """Full weights in fp32, fp16 or bf16 from a checkpoint folder, as a command.
 
-    python -m dsx_checkpoint.zero_to_torch CHECKPOINT_DIR OUTPUT_DIR --dtype bf16 [--safe_serialization]
+    python -m dsx_compat.checkpoint.zero_to_torch CHECKPOINT_DIR OUTPUT_DIR --dtype bf16 [--safe_serialization]
 
 The weights are those of `zero_to_fp32.py` in another dtype: they are rounded once, from the masters.
 """

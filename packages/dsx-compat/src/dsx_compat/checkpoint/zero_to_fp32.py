@@ -1,7 +1,7 @@
 """Full weights from a checkpoint folder of dsx or DeepSpeed, under the names of DeepSpeed's script.
 
-    python -m dsx_checkpoint.zero_to_fp32 CHECKPOINT_DIR OUTPUT_DIR [--safe_serialization] [--max_shard_size 5GB]
-    python -m dsx_checkpoint.zero_to_torch CHECKPOINT_DIR OUTPUT_DIR --dtype bf16
+    python -m dsx_compat.checkpoint.zero_to_fp32 CHECKPOINT_DIR OUTPUT_DIR [--safe_serialization] [--max_shard_size 5GB]
+    python -m dsx_compat.checkpoint.zero_to_torch CHECKPOINT_DIR OUTPUT_DIR --dtype bf16
 
 No code in a file is executed, and tensors are read one by one. With `lazy_mode` the result reads each tensor when it is
 asked for.
@@ -19,15 +19,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from dsx_checkpoint.errors import CheckpointArgumentError, CheckpointError
+from dsx_checkpoint.exporting import export
+from dsx_checkpoint.folder import check_folder
+from dsx_checkpoint.foreign.recognising import source_of
+from dsx_checkpoint.foreign.source import Source
+from dsx_checkpoint.format import INDEX_NAME
+from dsx_checkpoint.reading import open_checkpoint
 from torch import nn
-
-from .errors import CheckpointArgumentError, CheckpointError
-from .exporting import export
-from .folder import check_folder
-from .foreign.deepspeed import deepspeed_folder, read_deepspeed
-from .foreign.source import Source, of_reader
-from .format import INDEX_NAME
-from .reading import open_checkpoint
 
 __all__ = [
     "LazyWeights",
@@ -37,7 +36,6 @@ __all__ = [
     "get_model_state_file",
     "get_optim_files",
     "load_state_dict_from_zero_checkpoint",
-    "source_of",
 ]
 
 Folder = str | os.PathLike[str]
@@ -63,13 +61,6 @@ class LazyWeights(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._tensors)
-
-
-def source_of(checkpoint_dir: Folder, tag: str | None = None) -> Source:
-    """A checkpoint of dsx or of DeepSpeed. Raises `CheckpointError` if there is neither."""
-    root = check_folder(checkpoint_dir, "checkpoint_dir")
-    found = deepspeed_folder(root, tag)
-    return of_reader(open_checkpoint(root, tag)) if found is None else read_deepspeed(found)
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
