@@ -65,7 +65,7 @@ def main():
     topology = dsx_pipe.PipeModelDataParallelTopology(
         num_pp=arguments.pipe, num_mp=arguments.model, num_dp=arguments.data
     )
-    grid = dsx_pipe.PipelineParallelGrid(topology)
+    grid = dsx_pipe.RankGrid(topology)
     slices = grid.model.group
     layers = [
         dsx_pipe.LayerSpec(Embed, slices),

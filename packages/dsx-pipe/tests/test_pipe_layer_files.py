@@ -7,8 +7,8 @@ from dsx_pipe import (
     LayerSpec,
     PipelineError,
     PipelineModule,
-    PipelineParallelGrid,
     PipeModelDataParallelTopology,
+    RankGrid,
     TiedLayerSpec,
 )
 from dsx_pipe.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, whole_state
@@ -113,7 +113,7 @@ def test_no_rank_loads_if_another_rank_cannot(tmp_path):
 
 def sliced(rank, world, folder, pipe, model, save):
     topology = PipeModelDataParallelTopology(num_pp=pipe, num_mp=model, num_dp=1)
-    group = PipelineParallelGrid(topology).model.group
+    group = RankGrid(topology).model.group
     torch.manual_seed(3 if save else 4)
     built = [
         VocabParallelEmbedding(11, 4, group=group),

@@ -166,28 +166,19 @@ def grid(rank, world):
         [nn.Linear(2, 2) for _ in range(2)], topology=PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)
     )
     g = pm.mpu()
-    ranks = (
-        g.get_stage_id(),
-        g.get_data_parallel_rank(),
-        g.get_slice_parallel_rank(),
-        g.get_slice_parallel_world_size(),
-    )
     # DeepSpeed's "model parallel" is stages and slices together
-    assert (g.get_model_parallel_rank(), g.get_model_parallel_world_size()) == (rank, 4)
-    assert dsx_comm.get_all_ranks_from_group(g.get_model_parallel_group()) == [0, 1, 2, 3]
-    assert dsx_comm.get_all_ranks_from_group(g.get_tensor_model_parallel_group()) == [rank // 2 * 2, rank // 2 * 2 + 1]
-    assert (g.is_first_stage, g.is_last_stage) == (rank < 2, rank >= 2)
+    assert (g.whole_model.rank, g.whole_model.ranks) == (rank, (0, 1, 2, 3))
     found = dsx_comm.read_mpu(g)
-    assert (found.pipe.size, found.tensor.size, found.model.size) == (2, 2, 4)
-    return ranks, g.stage_to_global(0), g.p2p_groups, pm.ckpt_layer_path("d", 0)
+    assert (found.pipe, found.data, found.tensor, found.model) == (g.pipe, g.data, g.model, g.whole_model)
+    return g.pipe.rank, g.data.rank, g.model.rank, g.pipe.ranks, g.model.ranks, pm.ckpt_layer_path("d", 0)
 
 
 def test_the_grid_is_an_mpu():
     results = run_ranks(grid, 4, backend="dsx")
-    assert [r[0] for r in results] == [(0, 0, 0, 2), (0, 0, 1, 2), (1, 0, 0, 2), (1, 0, 1, 2)]
-    assert [r[1] for r in results] == [0, 1, 0, 1]
-    assert results[0][2] == [[0, 2], [0, 2], [1, 3], [1, 3]]
-    assert results[3][3] == "d/layer_01-model_01-model_states.pt"
+    assert [r[:3] for r in results] == [(0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1)]
+    assert [r[3] for r in results] == [(0, 2), (1, 3), (0, 2), (1, 3)]
+    assert [r[4] for r in results] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    assert results[3][5] == "d/layer_01-model_01-model_states.pt"
 
 
 class WithPenalty(PipelineModule):

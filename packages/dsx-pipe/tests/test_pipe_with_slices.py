@@ -3,7 +3,7 @@
 import dsx_comm
 import pytest
 import torch
-from dsx_pipe import Pipeline, PipelineModule, PipelineParallelGrid, PipeModelDataParallelTopology
+from dsx_pipe import Pipeline, PipelineModule, PipeModelDataParallelTopology, RankGrid
 from dsx_pipe.tensor import slice_model, slice_of
 from dsx_testkit import run_ranks
 
@@ -20,7 +20,7 @@ def model_of():
 def combined(rank, world, shape, schedule, sequence_parallel=False):
     pipe_size, model_size, data_size = shape
     topology = PipeModelDataParallelTopology(num_pp=pipe_size, num_mp=model_size, num_dp=data_size)
-    grid = PipelineParallelGrid(topology)
+    grid = RankGrid(topology)
     model = slice_model(model_of(), grid.model.group, sequence_parallel=sequence_parallel)
     pm = PipelineModule(model, topology=topology, schedule=schedule, activation_checkpoint_interval=sequence_parallel)
     ids = torch.randint(0, 21, (4 * data_size, 6), generator=torch.Generator().manual_seed(1))

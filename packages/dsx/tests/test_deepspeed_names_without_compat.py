@@ -34,5 +34,5 @@ def test_the_old_module_says_so_too(without_compat):
 
 @pytest.mark.parametrize("module", PLACES)
 def test_a_misspelt_name_is_an_ordinary_error(without_compat, module):
-    with pytest.raises(AttributeError, match=f"module '{module}' has no attribute 'nothing_like_it'"):
+    with pytest.raises(AttributeError, match="has no attribute 'nothing_like_it'"):
         importlib.import_module(module).nothing_like_it

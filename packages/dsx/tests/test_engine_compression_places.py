@@ -211,7 +211,7 @@ def in_slices(rank, world, stage, folder, section):
     import dsx_pipe
     from dsx_pipe.tensor import ColumnParallelLinear, RowParallelLinear
 
-    grid = dsx_pipe.PipelineParallelGrid(dsx_pipe.PipeModelDataParallelTopology(num_pp=1, num_mp=2, num_dp=1))
+    grid = dsx_pipe.RankGrid(dsx_pipe.PipeModelDataParallelTopology(num_pp=1, num_mp=2, num_dp=1))
 
     def engine():
         torch.manual_seed(0)

@@ -228,7 +228,7 @@ def _sliced(rank, world, stage, slices, folder):
     torch.manual_seed(3)
     engine, *_ = dsx.initialize(
         model=Converted(),
-        mpu=dsx.pipe.PipelineParallelGrid(topology),
+        mpu=dsx.pipe.RankGrid(topology),
         config=config(stage, optimizer=ADAMW, expert_parallel={"enabled": True, "expert_tensor_parallel_size": slices}),
     )
     found = []

@@ -282,7 +282,7 @@ def test_a_stage_that_fails_is_named_on_all_ranks_and_training_can_go_on():
 
 def _other_mpu(rank, world_size):
     module = dsx_pipe.PipelineModule(specs(False), num_stages=2, loss_fn=token_loss)
-    dsx.initialize(model=module, config=config(0), mpu=dsx_pipe.PipelineParallelGrid())
+    dsx.initialize(model=module, config=config(0), mpu=dsx_pipe.RankGrid())
 
 
 def test_another_mpu_beside_the_module_is_refused():

@@ -26,6 +26,7 @@ DeepSpeed need.
 | `arguments`, `lr_arguments` | options of the command line, as `add_config_arguments` makes them |
 | `op_builder` | `CPUAdamBuilder().load()` and the other builders; nothing is built |
 | `checkpoint` | `zero_to_fp32`, `zero_to_torch`, `ds_to_universal` |
+| `grid` | `PipelineParallelGrid`, and the `PipelineModule` whose `mpu` it is |
 | `accelerator` | one interface to the devices: `get_accelerator()` |
 | `commands` | `deepspeed`, `ds_report`, `ds_bench`, ... |
 | `_site` | the folder that holds the package `deepspeed` and its metadata |

@@ -313,6 +313,10 @@ def renamed(engine: Engine) -> DeepSpeedEngine:
     """Change the classes of an engine and its optimizer to those with DeepSpeed's names. Returns the engine."""
     named: type = PipelineEngine if isinstance(engine, DsxPipelineEngine) else DeepSpeedEngine
     engine.__class__ = named
+    if isinstance(engine, PipelineEngine):
+        from . import grid  # lazy import: most programs have no pipeline
+
+        grid.renamed(engine.module)  # type: ignore[arg-type]
     optimizer = engine._parts.optimizer
     if isinstance(optimizer, ZeroOptimizer):
         optimizer.__class__ = DeepSpeedOptimizer

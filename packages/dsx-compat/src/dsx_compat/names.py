@@ -81,10 +81,11 @@ _BUILDERS = _of(
     " SpatialInferenceBuilder",
 )
 _TRANSFORMER = _of("dsx_ops", "DeepSpeedTransformerLayer DeepSpeedTransformerConfig")
-_PIPE = _of("dsx_pipe", "PipelineModule LayerSpec TiedLayerSpec")
-_TOPOLOGY = _of(
-    "dsx_pipe", "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid"
-)
+_PIPE = {**_of("dsx_pipe", "LayerSpec TiedLayerSpec"), "PipelineModule": "dsx_compat.grid:PipelineModule"}
+_TOPOLOGY = {
+    **_of("dsx_pipe", "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology"),
+    "PipelineParallelGrid": "dsx_compat.grid:PipelineParallelGrid",
+}
 _SCHEDULES = _of(
     "dsx_pipe.schedule.instructions",
     "PipeSchedule InferenceSchedule TrainSchedule DataParallelSchedule PipeInstruction BufferOpInstruction"

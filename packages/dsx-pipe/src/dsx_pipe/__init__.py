@@ -11,7 +11,7 @@ ZeRO or an engine.
 
 from ._version import __version__
 from .errors import PartitionError, PipelineError, ScheduleError, StageError, TensorSliceError
-from .grid import PipeDataParallelTopology, PipelineParallelGrid, PipeModelDataParallelTopology, ProcessTopology
+from .grid import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology, RankGrid
 from .layers import LayerSpec, TiedLayerSpec
 from .measure import measure_layers
 from .module import PipelineModule
@@ -64,8 +64,8 @@ __all__ = [
     "Pipeline",
     "PipelineError",
     "PipelineModule",
-    "PipelineParallelGrid",
     "ProcessTopology",
+    "RankGrid",
     "Schedule",
     "ScheduleError",
     "Span",

@@ -1,7 +1,7 @@
-"""Coordinates and groups of ranks in a grid of pipe x data x model ranks, under DeepSpeed's names.
+"""This rank's groups in a grid of pipe x data x model ranks.
 
-`ProcessTopology`, `PipeDataParallelTopology` and `PipeModelDataParallelTopology` are dsx_comm's. `PipelineParallelGrid`
-makes this rank's groups over one of them. It is also an `mpu`: engines and Megatron-style models ask it for groups.
+`ProcessTopology`, `PipeDataParallelTopology` and `PipeModelDataParallelTopology` are dsx_comm's. `RankGrid` makes this
+rank's groups over one of them. It can be given as an `mpu`: `dsx_comm.read_mpu` finds the groups in it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from .errors import PipelineError
 __all__ = [
     "PipeDataParallelTopology",
     "PipeModelDataParallelTopology",
-    "PipelineParallelGrid",
     "ProcessTopology",
+    "RankGrid",
     "topology_for",
 ]
 
@@ -62,7 +62,7 @@ def _world_size() -> int:
     return dsx_comm.get_world_size()
 
 
-class PipelineParallelGrid:
+class RankGrid:
     """This rank's coordinates and groups. All ranks of the world construct it together.
 
     Args:
@@ -70,121 +70,43 @@ class PipelineParallelGrid:
         process_group: the world that the grid covers; only the default group is supported.
 
     Attributes:
+        topology: the grid's axes and sizes.
+        registry: makes groups along further axes.
         pipe: group of the ranks of this pipeline, one per stage.
         data: group of the ranks that hold the same stage and slice.
         model: group of the ranks that share the slices of one stage ("slice parallel").
         whole_model: group of the ranks that hold parts of one copy of the model, which DeepSpeed and Megatron call
             "model parallel": stages and slices together.
-        is_first_stage, is_last_stage: whether this rank is the first or the last of its pipeline.
-        p2p_groups: global ranks of each pair of neighbouring stages; the last and the first stage are a pair too.
+        global_rank, world_size: of the world.
     """
 
     def __init__(self, topology: ProcessTopology | None = None, process_group: Any = None) -> None:
         if process_group is not None and process_group is not dsx_comm.get_world_group():
             raise PipelineError("process_group: a grid covers the default group; leave process_group out")
-        self._topo = topology or PipeDataParallelTopology(num_pp=1, num_dp=dsx_comm.get_world_size())
-        registry = GroupRegistry(self._topo)
-        self.registry = registry
+        self.topology = topology or PipeDataParallelTopology(num_pp=1, num_dp=dsx_comm.get_world_size())
+        self.registry = registry = GroupRegistry(self.topology)
         self.pipe, self.data, self.model = (registry.axis(name) for name in ("pipe", "data", "model"))
         self.whole_model = registry.axis("pipe", "model")
         self.global_rank, self.world_size = dsx_comm.get_rank(), dsx_comm.get_world_size()
-        self.pipe_parallel_size = self._topo.axis_size("pipe")
-        self.data_parallel_size = self._topo.axis_size("data")
-        self.model_parallel_size = self.slice_parallel_size = self._topo.axis_size("model")
-        self.stage_id, self.data_parallel_id = self.pipe.rank, self.data.rank
-        self.is_first_stage, self.is_last_stage = self.stage_id == 0, self.stage_id == self.pipe_parallel_size - 1
-        lists = self._topo.get_axis_comm_lists("pipe") or [[r] for r in range(self.world_size)]
-        self.p2p_groups = [
-            sorted((ranks[i], ranks[(i + 1) % len(ranks)])) for ranks in lists for i in range(len(ranks))
-        ] if self.pipe_parallel_size > 1 else []  # fmt: skip
 
-    @property
-    def topology(self) -> ProcessTopology:
-        """The grid's axes and sizes."""
-        return self._topo
+    def axis(self, *names: str) -> AxisGroup:
+        """This rank's group along one or several axes."""
+        return self.registry.axis(*names)
 
-    def stage_to_global(self, stage_id: int, **coordinates: int) -> int:
-        """Global rank of a stage of this pipeline. Other coordinates (data=, model=) choose another pipeline."""
-        place = self._topo.get_coord(self.global_rank)._asdict()
-        return self._topo.get_rank(**{**place, "pipe": stage_id, **coordinates})
-
-    def get_stage_id(self) -> int:
-        """Pipeline stage of this rank."""
-        return self.pipe.rank
-
-    def get_data_parallel_id(self) -> int:
-        """Data-parallel coordinate of this rank."""
-        return self.data.rank
-
-    def get_global_rank(self) -> int:
-        """Rank in the world."""
-        return self.global_rank
-
-    def get_pipe_parallel_rank(self) -> int:
-        """Rank among the stages."""
-        return self.pipe.rank
-
-    def get_pipe_parallel_world_size(self) -> int:
-        """Number of stages."""
-        return self.pipe.size
+    # - what `dsx_comm.read_mpu` asks for
 
     def get_pipe_parallel_group(self) -> Any:
         """Group of the stages."""
         return self.pipe.group
 
-    get_pipeline_model_parallel_rank = get_pipe_parallel_rank
-    get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
-    get_pipeline_model_parallel_group = get_pipe_parallel_group
-
-    def get_data_parallel_rank(self) -> int:
-        """Rank among the copies of this stage."""
-        return self.data.rank
-
-    def get_data_parallel_world_size(self) -> int:
-        """Number of copies of this stage."""
-        return self.data.size
-
     def get_data_parallel_group(self) -> Any:
         """Group of the copies of this stage."""
         return self.data.group
 
-    def get_data_parallel_src_rank(self) -> int:
-        """Global rank of the first copy."""
-        return self.data.ranks[0]
-
-    def get_model_parallel_rank(self) -> int:
-        """Rank among those that hold parts of one copy of the model: stages and slices together, as in DeepSpeed."""
-        return self.whole_model.rank
-
-    def get_model_parallel_world_size(self) -> int:
-        """Number of stages times number of slices."""
-        return self.whole_model.size
-
     def get_model_parallel_group(self) -> Any:
-        """Group of all ranks that hold parts of this copy of the model."""
+        """Group of all ranks that hold parts of this copy of the model, as in DeepSpeed: stages and slices together."""
         return self.whole_model.group
-
-    def get_slice_parallel_rank(self) -> int:
-        """Rank among the slices of this stage."""
-        return self.model.rank
-
-    def get_slice_parallel_world_size(self) -> int:
-        """Number of slices of this stage."""
-        return self.model.size
 
     def get_slice_parallel_group(self) -> Any:
         """Group of the slices of this stage."""
         return self.model.group
-
-    def get_slice_parallel_src_rank(self) -> int:
-        """Global rank of the first slice."""
-        return self.model.ranks[0]
-
-    get_tensor_model_parallel_rank = get_slice_parallel_rank
-    get_tensor_model_parallel_world_size = get_slice_parallel_world_size
-    get_tensor_model_parallel_group = get_slice_parallel_group
-    get_tensor_model_parallel_src_rank = get_slice_parallel_src_rank
-
-    def axis(self, *names: str) -> AxisGroup:
-        """This rank's group along one or several axes."""
-        return self.registry.axis(*names)

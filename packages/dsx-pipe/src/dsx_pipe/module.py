@@ -22,7 +22,7 @@ from torch import nn
 
 from .chunk import Chunk, Recomputation, recompute
 from .errors import PipelineError
-from .grid import PipelineParallelGrid, ProcessTopology, topology_for
+from .grid import ProcessTopology, RankGrid, topology_for
 from .layer_files import LayerFile, TorchFiles, read_layers, write_layers
 from .layers import LayerSpec, TiedLayerSpec, class_name, count_parameters, flatten_layers, parameter_at
 from .models import ModelParts, parts_of_model
@@ -71,6 +71,8 @@ class PipelineModule(nn.Module):
         ScheduleError: there is no schedule of this name, or it does not take these sizes.
     """
 
+    grid_type: type[RankGrid] = RankGrid  # dsx-compat has one with more names
+
     def __init__(
         self,
         layers: Iterable[Any] | nn.Module,
@@ -91,7 +93,7 @@ class PipelineModule(nn.Module):
         layer_times: Sequence[float | LayerCost] | None = None,
     ) -> None:
         super().__init__()
-        self._grid = PipelineParallelGrid(topology_for(num_stages, topology))
+        self._grid = self.grid_type(topology_for(num_stages, topology))
         self._groups = parallel_groups.groups_of(self._grid)  # kept: layers may make groups of their own in it
         self.stage_id = self._grid.pipe.rank
         self.dynamic_shape = dynamic_shape
@@ -105,7 +107,7 @@ class PipelineModule(nn.Module):
             self._specs = flatten_layers(layers)
         self.loss_fn = loss_fn
         self.schedule = schedule
-        self.stage_ranks = _stage_ranks_of(schedule, self._grid.pipe_parallel_size, chunks)
+        self.stage_ranks = _stage_ranks_of(schedule, self._grid.pipe.size, chunks)
         times = None if layer_times is None else [_seconds_of(t) for t in layer_times]
         self.parts = bounds_of(
             partition_method, len(self.stage_ranks), [class_name(s) for s in self._specs],
@@ -276,7 +278,7 @@ class PipelineModule(nn.Module):
     # - the grid of ranks
 
     @property
-    def grid(self) -> PipelineParallelGrid:
+    def grid(self) -> RankGrid:
         """Groups of this rank."""
         return self._grid
 
@@ -289,13 +291,13 @@ class PipelineModule(nn.Module):
         """The grid of ranks."""
         return self._grid.topology
 
-    def mpu(self) -> PipelineParallelGrid:
-        """The grid, under the interface of Megatron's mpu."""
+    def mpu(self) -> RankGrid:
+        """The grid, which has the functions of an mpu that `dsx_comm.read_mpu` asks for."""
         return self._grid
 
     def num_pipeline_stages(self) -> int:
         """Number of ranks of the pipeline."""
-        return self._grid.pipe_parallel_size
+        return self._grid.pipe.size
 
     def stage_owner(self, layer_idx: int) -> int:
         """Index in the pipeline of the rank that holds layer `layer_idx`, both counted from 0.

@@ -10,8 +10,8 @@ from typing import Any
 import dsx_checkpoint
 from dsx_checkpoint import __all__ as __all__
 
-from .deepspeed_names import finder
+from .deepspeed_names import PLACES, finder
 
 
 def __getattr__(name: str) -> Any:
-    return getattr(dsx_checkpoint, name) if name in __all__ else finder(__name__)(name)
+    return finder(__name__)(name) if name in PLACES[__name__] else getattr(dsx_checkpoint, name)

@@ -20,6 +20,7 @@ PLACES: dict[str, dict[str, str]] = {
         "get_accelerator": "dsx_compat.accelerator:get_accelerator",
     },
     "dsx.ops": {"op_builder": "dsx_compat.op_builder"},
+    "dsx.pipe": {"PipelineParallelGrid": "dsx_compat.grid:PipelineParallelGrid"},
     "dsx.checkpoint": {
         name: f"dsx_compat.checkpoint.zero_to_fp32:{name}"
         for name in (

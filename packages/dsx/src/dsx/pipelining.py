@@ -78,7 +78,7 @@ def with_parallelism(source: Any, request: Request, joins: bool, part: Callable[
     if stages > 1 and request.model_parameters:  # all of them, but those of the uncut model
         request = dataclasses.replace(request, model_parameters=None)
     topology = pipe.PipeModelDataParallelTopology(num_pp=stages, num_mp=max(1, sliced), num_dp=world // parts)
-    model, grid = request.model, request.mpu or pipe.PipelineParallelGrid(topology)
+    model, grid = request.model, request.mpu or pipe.RankGrid(topology)
     if slices is not None and sliced > 1:
         ranks = comm.read_mpu(grid).model if request.mpu is not None else grid.model
         _make_equal(model, ranks, comm)
