@@ -5,9 +5,18 @@ import sys
 
 import dsx
 import pytest
+import torch
 from dsx.deepspeed_names import PLACES
 
 NAMES = [(module, name) for module, names in PLACES.items() for name in names]
+
+
+def owner_of(name):
+    """The module of the name; for the engine an engine."""
+    if name != "dsx.Engine":
+        return importlib.import_module(name)
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    return dsx.initialize(model=torch.nn.Linear(1, 1), config=config)[0]
 
 
 @pytest.fixture
@@ -21,7 +30,7 @@ def without_compat(monkeypatch):
 
 @pytest.mark.parametrize(("module", "name"), NAMES)
 def test_the_error_names_the_package_to_install(without_compat, module, name):
-    owner = importlib.import_module(module)
+    owner = owner_of(module)
     with pytest.raises(AttributeError, match=rf"{module}\.{name} .* pip install --no-deps \./packages/dsx-compat"):
         getattr(owner, name)
     assert not hasattr(owner, name)
@@ -34,5 +43,5 @@ def test_the_old_module_says_so_too(without_compat):
 
 @pytest.mark.parametrize("module", PLACES)
 def test_a_misspelt_name_is_an_ordinary_error(without_compat, module):
-    with pytest.raises(AttributeError, match="has no attribute 'nothing_like_it'"):
-        importlib.import_module(module).nothing_like_it
+    with pytest.raises(AttributeError, match=r"has (no|an) attribute 'nothing_like_it'"):
+        owner_of(module).nothing_like_it

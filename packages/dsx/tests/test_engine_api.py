@@ -142,25 +142,11 @@ def test_sizes_and_counters(world):
     assert run_ranks(sizes, world) == [True] * world
 
 
-def test_switches_answer_from_the_configuration():
+def test_the_loss_scale_after_an_overflow():
     plain = build()
-    assert not plain.fp16_enabled() and not plain.bfloat16_enabled() and not plain.dynamic_loss_scale()
-    assert not plain.zero_optimization() and plain.scheduler_name() is None and plain.steps_per_print() is None
     assert plain.optimizer.loss_scale == plain.loss_scale() == 1.0 and not plain.optimizer.dynamic_loss_scale
-    scaled = build(
-        config=config(
-            fp16={"enabled": True, "initial_scale_power": 4},
-            zero_optimization={"stage": 2},
-            scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 4}},
-            steps_per_print=7,
-            wall_clock_breakdown=True,
-        )
-    )
-    assert scaled.fp16_enabled() and scaled.dynamic_loss_scale() and not scaled.bfloat16_enabled()
-    assert scaled.zero_optimization() and scaled.zero_optimization_partition_gradients()
-    assert not scaled.zero_optimization_partition_weights() and scaled.data_parallel_group is None
-    assert (scaled.scheduler_name(), scaled.steps_per_print()) == ("WarmupLR", 7) and scaled.wall_clock_breakdown()
-    assert scaled.optimizer_name() == scaled.get_type()
+    scaled = build(config=config(fp16={"enabled": True, "initial_scale_power": 4}))
+    assert scaled.data_parallel_group is None
     assert scaled.optimizer.loss_scale == scaled.optimizer.cur_scale == 16.0
     loss = scaled(torch.ones(2, 6, dtype=torch.float16)).float().sum() * float("inf")
     scaled.backward(loss)
@@ -170,7 +156,6 @@ def test_switches_answer_from_the_configuration():
         and scaled.optimizer.loss_scale == scaled.loss_scale() == 16.0
         and scaled.optimizer.dynamic_loss_scale
     )
-    assert build(config=config(bf16={"enabled": True})).bfloat16_enabled()
 
 
 def test_attributes_of_the_module_are_reachable():

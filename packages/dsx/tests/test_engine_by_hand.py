@@ -130,7 +130,7 @@ def test_names_of_the_optimizer_and_of_the_types():
     engine = build(1, bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"})
     assert engine.optimizer.optimizer is engine.optimizer.inner
     assert engine.optimizer.cur_scale == engine.loss_scale() == 1.0 and not engine.optimizer.dynamic_loss_scale
-    assert engine.get_data_types() == (torch.bfloat16, torch.float32)
+    assert engine.config.precision.dtype("grad_accum") == torch.float32
     assert engine.get_data_parallel_rank() == 0 and not engine.is_compiled
     engine.module[0].compile(backend="eager")
     assert engine.is_compiled

@@ -108,7 +108,7 @@ def test_optimizers_of_mup(monkeypatch):
     monkeypatch.setitem(sys.modules, "mup", types.SimpleNamespace(MuAdam=made, MuAdamW=made, MuSGD=made))
     config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "MuAdamW", "params": {"lr": 0.1}}}
     engine, *_ = dsx.initialize(model=nn.Linear(2, 2), config=config)
-    assert calls == [{"lr": 0.1}] and engine.optimizer_name() == "AdamW"
+    assert calls == [{"lr": 0.1}] and engine.get_type() == "AdamW"
     engine.destroy()
 
 

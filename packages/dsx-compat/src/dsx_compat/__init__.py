@@ -17,6 +17,7 @@ DeepSpeed need.
 | `modules` | makes modules from the tables, on first use |
 | `getters` | configured values: methods of the engine, attributes of `DeepSpeedConfig` |
 | `scaler` | the loss scale |
+| `switches` | questions to the engine: `fp16_enabled()`, `zero_optimization()`, ... |
 | `engine`, `entry`, `settings` | the engine under DeepSpeed's names; `initialize`; removal of keys without effect |
 | `parameters` | `ds_shape`, `ds_numel`, `ds_status`, ... of parameters that stage 3 manages |
 | `gradients` | norms and checks of `deepspeed.runtime.utils` that all ranks agree on |

@@ -25,12 +25,13 @@ from .errors import MemberNotSupportedError
 from .figures import ThroughputView
 from .getters import ENGINE_METHODS, Where, value_of
 from .scaler import LossScaleView
+from .switches import EngineSwitches
 from .unsupported import UNSUPPORTED_MEMBERS
 
 __all__ = ["DeepSpeedEngine", "DeepSpeedOptimizer", "ParameterOffload", "PipelineEngine", "renamed"]
 
 
-class DeepSpeedEngine(Engine):
+class DeepSpeedEngine(EngineSwitches, Engine):
     """The engine that `deepspeed.initialize` returns: a `dsx.Engine` with the additional names below."""
 
     @property

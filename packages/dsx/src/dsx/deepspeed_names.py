@@ -21,6 +21,14 @@ PLACES: dict[str, dict[str, str]] = {
     },
     "dsx.ops": {"op_builder": "dsx_compat.op_builder"},
     "dsx.pipe": {"PipelineParallelGrid": "dsx_compat.grid:PipelineParallelGrid"},
+    "dsx.Engine": {
+        name: f"dsx_compat.switches:EngineSwitches.{name}"
+        for name in (
+            *("fp16_enabled", "bfloat16_enabled", "dynamic_loss_scale", "get_data_types", "optimizer_name"),
+            *("scheduler_name", "steps_per_print", "wall_clock_breakdown", "zero_optimization"),
+            *("zero_optimization_partition_gradients", "zero_optimization_partition_weights"),
+        )
+    },
     "dsx.checkpoint": {
         name: f"dsx_compat.checkpoint.zero_to_fp32:{name}"
         for name in (
@@ -38,11 +46,11 @@ PLACES: dict[str, dict[str, str]] = {
         )
     },
 }
-"""Module of dsx -> name in it -> where the object is: `module:attribute`, or a module."""
+"""Module of dsx, or its engine -> name in it -> where the object is: `module:attribute`, or a module."""
 
 
 def finder(module: str) -> Callable[[str], Any]:
-    """The function `__getattr__` of a module of dsx: it finds the names of the table.
+    """The function `__getattr__` of a module of dsx, or of its engine: it finds the names of the table.
 
     It raises an AttributeError for every other name, and without dsx-compat, naming the way to install it.
     """
@@ -52,7 +60,7 @@ def finder(module: str) -> Callable[[str], Any]:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         place, _, attribute = PLACES[module][name].partition(":")
         try:
-            found = importlib.import_module(place)
+            found: Any = importlib.import_module(place)
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] != "dsx_compat":
                 raise  # a library that it needs is missing
@@ -60,6 +68,8 @@ def finder(module: str) -> Callable[[str], Any]:
                 f"{module}.{name} is a name of DeepSpeed and needs the package dsx-compat, which is not installed;"
                 " run in the checkout of dsx: pip install --no-deps ./packages/dsx-compat"
             ) from error
-        return getattr(found, attribute) if attribute else found
+        for part in attribute.split(".") if attribute else ():
+            found = getattr(found, part)
+        return found
 
     return find

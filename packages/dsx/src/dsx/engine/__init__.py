@@ -2,7 +2,7 @@
 
 Map:
 
-* `engine.py` has the three calls of a step. Its base classes: `accessors.py` and `switches.py` (questions),
+* `engine.py` has the three calls of a step. Its base classes: `accessors.py` (questions),
   `as_module.py` (the engine as an `nn.Module`), `by_hand.py`, `checkpoints.py`, `saving.py`. `pipeline.py` is the
   engine of a pipeline.
 * `parts.py` lists the parts of an engine, most of them with a null object: `accumulation.py`, `backwards.py`,

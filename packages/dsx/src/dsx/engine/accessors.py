@@ -167,6 +167,18 @@ class EngineAccessors:
         """Rank of this process on its machine."""
         return self._parts.topology.local_rank
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a part of the module was compiled with `torch.compile`, in place (`module.compile()`) or wrapped."""
+        from dsx_zero import is_compiled  # lazy import: only this answer needs it
+
+        return is_compiled(self._parts.module)
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """The process group over which gradients are averaged; None: all ranks."""
+        return self._parts.topology.data.group
+
     def get_data_parallel_rank(self) -> int:
         """Rank of this process among the ranks over which gradients are averaged."""
         return self._parts.topology.batches[0]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..deepspeed_names import PLACES, finder
 from .errors import EngineArgumentError
 
 if TYPE_CHECKING:
@@ -121,6 +122,8 @@ class EngineModule(nn.Module):
             try:
                 return getattr(module, name)
             except AttributeError:
+                if name in PLACES["dsx.Engine"]:
+                    return finder("dsx.Engine")(name).__get__(self)
                 raise AttributeError(
                     f"neither the engine nor its module ({type(module).__name__}) has an attribute {name!r}"
                 ) from None

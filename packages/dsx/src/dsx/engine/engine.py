@@ -33,12 +33,11 @@ from .errors import EngineArgumentError, EngineError
 from .parts import EngineParts
 from .report import LossSum, StepReport
 from .saving import WeightsMixin
-from .switches import EngineSwitches
 
 _ROUTES = ("train", "eval", "predict")
 
 
-class Engine(EngineCheckpoints, WeightsMixin, EngineByHand, EngineData, EngineSwitches, EngineAccessors, EngineModule):
+class Engine(EngineCheckpoints, WeightsMixin, EngineByHand, EngineData, EngineAccessors, EngineModule):
     """Trains `module`; built by `dsx.initialize`. It is an `nn.Module` whose only child is `module`
     (`as_module.py`).
     """

@@ -1,46 +1,45 @@
-"""The switches of the configuration, under the names that training scripts use. Nothing here changes the engine."""
+"""DeepSpeed's questions to an engine about its configuration. Nothing here changes the engine."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+__all__ = ["EngineSwitches"]
 
 if TYPE_CHECKING:
     import torch
-
-    from .parts import EngineParts
+    from dsx.engine.parts import EngineParts
 
 
 class EngineSwitches:
-    """Read-only answers from the resolved configuration."""
+    """Read-only answers from the resolved configuration. Each is a method of any engine of dsx."""
 
     _parts: EngineParts
 
     def fp16_enabled(self) -> bool:
         """Whether parameters or computation are fp16."""
-        return "fp16" in self._low()
+        precision = self._parts.config.precision
+        return "fp16" in (precision.params, precision.compute)
 
     def bfloat16_enabled(self) -> bool:
         """Whether parameters or computation are bf16."""
-        return "bf16" in self._low()
-
-    def _low(self) -> tuple[str, str]:
         precision = self._parts.config.precision
-        return precision.params, precision.compute
+        return "bf16" in (precision.params, precision.compute)
 
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale follows overflows."""
         return self._parts.scaler.state_dict()["kind"] == "dynamic"
 
     def zero_optimization(self) -> bool:
-        """Whether anything is divided among the ranks (stage 1 or above)."""
+        """Whether anything is sharded over the ranks (stage 1 or above)."""
         return self._parts.settings.zero_stage > 0
 
     def zero_optimization_partition_gradients(self) -> bool:
-        """Whether gradients are divided among the ranks (stage 2 or above)."""
+        """Whether gradients are sharded over the ranks (stage 2 or above)."""
         return self._parts.settings.zero_stage >= 2
 
     def zero_optimization_partition_weights(self) -> bool:
-        """Whether parameters are divided among the ranks (stage 3)."""
+        """Whether parameters are sharded over the ranks (stage 3)."""
         return self._parts.settings.zero_stage >= 3
 
     def optimizer_name(self) -> str:
@@ -64,15 +63,3 @@ class EngineSwitches:
         """Data types of the parameters and of gradient accumulation."""
         precision = self._parts.config.precision
         return precision.dtype("params"), precision.dtype("grad_accum")
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether a part of the module was compiled with `torch.compile`, in place (`module.compile()`) or wrapped."""
-        from dsx_zero import is_compiled  # lazy import: only this answer needs it
-
-        return is_compiled(self._parts.module)
-
-    @property
-    def data_parallel_group(self) -> Any:
-        """The process group over which gradients are averaged; None: all ranks."""
-        return self._parts.topology.data.group
