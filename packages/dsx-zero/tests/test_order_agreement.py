@@ -2,7 +2,7 @@
 gradient is lost.
 
 Ranks are threads, collectives are a fabric that checks what it is told: an operation ends only when every rank has
-issued the same one at the same place of its group.
+issued the same one at the same place of the one order of gathers and reduces.
 """
 
 import logging
@@ -11,19 +11,21 @@ import threading
 
 import pytest
 from dsx_zero.order.agreed import AgreedOrder, ScheduleDivergence
+from dsx_zero.order.ahead import GatherLimits
 from dsx_zero.order.protocol import NullOrder
-from dsx_zero.order.schedule import Kind, Pass, ReuseLimits
+from dsx_zero.order.schedule import Kind, Pass
 
 PATIENCE = 4.0
 
 
 class Fabric:
-    """What all ranks share: logs of two groups, words, and an accounting of gradients."""
+    """What all ranks share: the log of their collectives, words, and an accounting of gradients."""
 
     def __init__(self, ranks):
         self.ranks = ranks
         self.changed = threading.Condition()
         self.logs = {kind: [[] for _ in range(ranks)] for kind in ("gather", "reduce")}
+        self.all = [[] for _ in range(ranks)]
         self.rounds = [[] for _ in range(ranks)]
         self.reduced = 0
         self.broken = False
@@ -37,15 +39,16 @@ class Fabric:
 
     def issue(self, kind, rank, unit):
         with self.changed:
-            log = self.logs[kind][rank]
-            log.append(unit)
-            for other in self.logs[kind]:
-                if len(other) >= len(log) and other[len(log) - 1] != unit:
+            mine = self.all[rank]
+            mine.append((kind, unit))
+            for other in self.all:
+                if len(other) >= len(mine) and other[len(mine) - 1] != mine[-1]:
                     self.broken = True
                     self.changed.notify_all()
-                    raise AssertionError(f"{kind} {len(log) - 1}: rank {rank} {unit}, another {other[len(log) - 1]}")
+                    raise AssertionError(f"{len(mine) - 1}: rank {rank} {mine[-1]}, another {other[len(mine) - 1]}")
+            self.logs[kind][rank].append(unit)
             self.changed.notify_all()
-            return len(log)
+            return len(self.logs[kind][rank])
 
     def everybody(self, kind, count):
         return lambda: all(len(log) >= count for log in self.logs[kind])
@@ -57,7 +60,8 @@ class Rank:
     def __init__(self, fabric, rank, **options):
         self.fabric, self.rank = fabric, rank
         self.order = AgreedOrder(self, self, **options)
-        self.held, self.arrived, self.outstanding, self.gradients = {}, set(), [], {}
+        self.gathered, self.arrived, self.outstanding, self.gradients = {}, set(), [], {}
+        self.slow = set()
         self.produced, self.unread = 0, False
         self.ahead = dict.fromkeys(Pass, 0)
         self.evaluation_rounds = []
@@ -84,16 +88,19 @@ class Rank:
         return read
 
     def run_gather(self, unit):
-        self.held[unit] = self.fabric.issue("gather", self.rank, unit)
+        self.gathered[unit] = self.fabric.issue("gather", self.rank, unit)
 
     def holds(self, unit):
-        return unit in self.held
+        return unit in self.gathered
 
-    def may_run_ahead(self, unit):
-        return len(self.held) < 2 and unit not in self.held
+    def held(self):
+        return list(self.gathered)
+
+    def waits_for(self, unit):
+        return unit in self.slow
 
     def discard(self, unit):
-        self.held.pop(unit, None)
+        self.gathered.pop(unit, None)
         self.arrived.discard(unit)
 
     def run_reduce(self, unit):
@@ -109,12 +116,12 @@ class Rank:
         if unit in self.arrived:
             self.order.use(unit)
         else:
-            before = len(self.held) + (unit not in self.held)
+            before = len(self.gathered) + (unit not in self.gathered)
             self.order.gather(unit, during=during)
-            self.ahead[during] += len(self.held) - before
-        assert unit in self.held
+            self.ahead[during] += len(self.gathered) - before
+        assert unit in self.gathered
         self.arrived.add(unit)
-        self.fabric.wait(self.fabric.everybody("gather", self.held[unit]), f"rank {self.rank} gather {unit}")
+        self.fabric.wait(self.fabric.everybody("gather", self.gathered[unit]), f"rank {self.rank} gather {unit}")
         if not self.order.keeps(unit):
             self.discard(unit)
 
@@ -152,15 +159,17 @@ class Rank:
         for unit in units:
             self.use(unit, Pass.EVALUATION)
         self.order.end_forward(during=Pass.EVALUATION)
-        for unit in [*self.held]:
+        for unit in [*self.gathered]:
             self.discard(unit)
         self.evaluation_rounds.append(len(self.fabric.rounds[self.rank]) - before)
 
 
-def run(programs, **options):
-    """``programs[rank][step]``; returns fabric and ranks."""
+def run(programs, slow=(), **options):
+    """``programs[rank][step]``; returns fabric and ranks. ``slow``: units whose shards a rank waits for."""
     fabric = Fabric(len(programs))
     ranks = [Rank(fabric, rank, **options) for rank in range(len(programs))]
+    for rank, units in zip(ranks, slow):
+        rank.slow = set(units)
     errors = []
 
     def work(rank, steps):
@@ -226,9 +235,24 @@ def test_lasting_change_is_learnt_anew():
     assert str(ranks[0].order.schedule).startswith("gather(0) gather(2) gather(1)")
 
 
+@pytest.mark.parametrize(
+    ("slow", "issued"),
+    [
+        (((), ()), "0 1 2 2 1 r2 0 r1 r0"),  # the next unit is gathered with the use of the one before
+        (((1,), (1,)), "0 1 2 2 r2 1 0 r1 r0"),
+        (((), (1,)), "0 1 2 2 r2 1 r1 0 r0"),  # one rank waits for its shard: no rank gathers early there
+    ],
+)
+def test_gathers_run_ahead_on_all_ranks_or_on_none(slow, issued):
+    limits = GatherLimits((1, 1, 1), max_live=2, prefetch=1)
+    fabric, _ = run([[FULL] * 4] * 2, slow, limits=limits)
+    names = [f"r{unit}" if kind == "reduce" else str(unit) for kind, unit in fabric.all[0]]
+    assert " ".join(names[-9:]) == issued
+
+
 def test_kept_units_are_gathered_once():
     reuse = [("forward", [0, 1, 0, 1]), ("backward", [1, 0])]
-    limits = ReuseLimits([1, 1], max_reuse_distance=10, max_live=10)
+    limits = GatherLimits((1, 1), max_reuse_distance=10, max_live=10)
     fabric, _ = run([[reuse] * 4] * 2, limits=limits)
     assert fabric.logs["gather"][0][12:] == [0, 1, 1, 0] * 2
 
@@ -236,7 +260,7 @@ def test_kept_units_are_gathered_once():
 def test_ranks_that_executed_different_things_are_told():
     class Broken(AgreedOrder):
         def boundary(self, pending):
-            self._sums[Kind.GATHER] += self._channel.rank  # as if this rank had executed something else
+            self._sum += self._channel.rank  # as if this rank had executed something else
             super().boundary(pending)
 
     fabric = Fabric(2)
@@ -262,7 +286,8 @@ LOOK = ("evaluate", [0, 1, 2])
 
 
 def test_forwards_without_gradients_freeze_and_prefetch():
-    fabric, ranks = run([[[LOOK, LOOK, LOOK, *FULL], [LOOK, *FULL], [LOOK, LOOK]]] * 3)
+    limits = GatherLimits((1, 1, 1), max_live=3, prefetch=1)
+    fabric, ranks = run([[[LOOK, LOOK, LOOK, *FULL], [LOOK, *FULL], [LOOK, LOOK]]] * 3, limits=limits)
     for rank in ranks:
         # Two forwards agree on three gathers and their end; the others need a word where they begin and end.
         assert rank.evaluation_rounds == [4, 4, 2, 2, 2, 2]
@@ -356,7 +381,12 @@ def test_random_programs_never_hang_and_lose_nothing(seed):
     evaluates = rng.random() < 0.5
     common = _random_step(rng, units, evaluates)
     frozen = [common] * rng.choice([0, 2, 3])
-    limits = ReuseLimits([1] * units, max_reuse_distance=rng.choice([0, 3]), max_live=100)
+    limits = GatherLimits(
+        (1,) * units,
+        max_reuse_distance=rng.choice([0, 3]),
+        max_live=rng.choice([2, 100]),
+        prefetch=rng.choice([0, 1, 3]),
+    )
     programs = [
         frozen
         + [common if rng.random() < 0.4 else _random_step(rng, units, evaluates) for _ in range(4)]

@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+from dsx_zero.order.ahead import GatherLimits, Need
 from dsx_zero.order.schedule import Decision, Kind, Operation, Pass, Post, Schedule, checksum, decide, elide_gathers
 
 G, R = (lambda u: Operation(Kind.GATHER, u)), (lambda u: Operation(Kind.REDUCE, u))
@@ -128,3 +129,46 @@ def test_units_kept_at_the_same_time_share_the_live_limit():
 def test_an_impossible_schedule_is_refused(entries):
     with pytest.raises(ValueError, match="schedule entry"):
         Schedule(entries).validate(2)
+
+
+HELD_ALIKE = Need(frozenset())
+NOTHING = {"max_live": 100, "prefetch": 100}
+
+
+@pytest.mark.parametrize(
+    ("limits", "needs", "ahead"),
+    [
+        ({"max_live": 100, "prefetch": 10}, {}, {0: (1,), 1: (2,)}),  # units 0, 1 and 2 have 10, 10 and 5 elements
+        ({"max_live": 100, "prefetch": 15}, {}, {0: (1, 2)}),
+        ({"max_live": 100, "prefetch": 1}, {}, {0: (1,), 1: (2,)}),  # one unit is always allowed
+        ({"max_live": 100, "prefetch": 0}, {}, {}),
+        ({"max_live": 19, "prefetch": 100}, {}, {1: (2,)}),
+        ({"max_live": 14, "prefetch": 100}, {}, {}),
+        (NOTHING, {1: Need(frozenset(), waits=True)}, {1: (2,)}),  # a shard on a disk
+        (NOTHING, {1: None}, {}),  # the ranks said different things at place 1, so that nothing is known there
+        (NOTHING, {0: Need(frozenset({1}))}, {1: (2,)}),  # unit 1 is not free yet
+    ],
+)
+def test_what_runs_ahead_follows_from_what_all_ranks_said(limits, needs, ahead):
+    step = [G(0), G(1), G(2), FWD, G(2), R(2), BWD, G(0)]
+    said = [needs.get(place, HELD_ALIKE) if entry.kind is Kind.GATHER else None for place, entry in enumerate(step)]
+    said[4] = None  # only the forward is looked at
+    schedule = GatherLimits((10, 10, 5), **limits).apply(step, said)
+    assert {place: found for place, found in enumerate(schedule.ahead) if found} == ahead
+    order, due = schedule.issued
+    assert sorted(order) == [place for place, entry in enumerate(step) if entry.unit >= 0]
+    assert all(order.index(place) < due[place] for place in order)
+
+
+def test_no_gather_runs_ahead_over_the_end_of_a_backward():
+    step = [G(0), FWD, G(1), R(1), BWD, G(0), FWD]
+    schedule = GatherLimits((1, 1), max_live=9, prefetch=9).apply(step, [HELD_ALIKE] * len(step))
+    assert schedule.ahead == ((2,), (), (), (), (), (), ())
+
+
+def test_a_unit_that_is_kept_is_not_gathered_ahead_meanwhile():
+    step = [G(0), G(1), G(0), FWD, G(0)]
+    limits = GatherLimits((1, 1), max_live=9, prefetch=9, max_reuse_distance=9)
+    schedule = limits.apply(step, [HELD_ALIKE] * len(step))
+    assert schedule.entries[2] == U(0)
+    assert schedule.ahead == ((1,), (), (), (), ())

@@ -57,7 +57,7 @@ class Rank:
     def run_gather(self, unit):
         raise AssertionError("nothing is gathered")
 
-    holds = may_run_ahead = discard = run_gather
+    holds = held = waits_for = discard = run_gather
 
     def run_reduce(self, unit):
         self.sums += self.gradients.pop(unit, 0)

@@ -6,8 +6,9 @@ import pytest
 import torch
 from dsx_comm import RankSet
 from dsx_comm.lanes import CudaLane, make_lane
+from dsx_zero.gather.executor import GatherExecutor
 from dsx_zero.gather.hooks import UnitHooks
-from dsx_zero.gather.lifetime import GatherExecutor, GatherLifetime, GatherLimits
+from dsx_zero.gather.lifetime import GatherLifetime
 from dsx_zero.order.backward import BackwardClock
 from dsx_zero.order.executor import CollectiveExecutor
 from dsx_zero.order.protocol import NullOrder
@@ -49,7 +50,7 @@ def test_gradients_and_memory_on_a_side_stream(reentrant):
             torch.cuda._sleep(2_000_000)  # a gather that arrives late: who does not wait for it reads something else
             out.copy_(source)
 
-    gathers = GatherExecutor(units, transport=SlowCopy(), lane=lane, limits=GatherLimits())
+    gathers = GatherExecutor(units, transport=SlowCopy(), lane=lane)
     order = NullOrder(CollectiveExecutor(lambda unit: None, gathers))
     lifetime = GatherLifetime(units, executor=gathers, order=order, clock=BackwardClock(order))
     UnitHooks(model, units, lifetime)

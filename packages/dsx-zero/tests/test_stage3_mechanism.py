@@ -12,8 +12,9 @@ import torch
 from dsx_comm import RankSet
 from dsx_comm.lanes import DeferringLane
 from dsx_testkit import assert_close_named, tiny
+from dsx_zero.gather.executor import GatherExecutor
 from dsx_zero.gather.hooks import UnitHooks
-from dsx_zero.gather.lifetime import GatherExecutor, GatherLifetime, GatherLimits
+from dsx_zero.gather.lifetime import GatherLifetime
 from dsx_zero.order.backward import BackwardClock
 from dsx_zero.order.executor import CollectiveExecutor
 from dsx_zero.order.protocol import NullOrder
@@ -38,7 +39,7 @@ class Sharded:
         for unit in self.units:
             unit.adopt(model, {info.name: info for info in infos})
         self.gathers = 0
-        gathers = GatherExecutor(self.units, transport=self, lane=DeferringLane(), limits=GatherLimits())
+        gathers = GatherExecutor(self.units, transport=self, lane=DeferringLane())
         order = NullOrder(CollectiveExecutor(lambda unit: None, gathers))
         self.lifetime = GatherLifetime(self.units, executor=gathers, order=order, clock=BackwardClock(order))
         self.hooks = UnitHooks(model, self.units, self.lifetime)

@@ -112,7 +112,10 @@ class Rank:
     def holds(self, unit):
         return True
 
-    def may_run_ahead(self, unit):
+    def held(self):
+        return ()
+
+    def waits_for(self, unit):
         return False
 
     def discard(self, unit):

@@ -14,7 +14,7 @@ import torch
 from dsx_comm import RankSet
 from dsx_comm.lanes import CudaLane, lanes_from
 from dsx_testkit import FakeCuda, MemoryStore, StreamMemory, run_ranks
-from dsx_zero.gather.executor import GatherExecutor, GatherLimits
+from dsx_zero.gather.executor import GatherExecutor
 from dsx_zero.homes.home import HostHome, accumulate
 from dsx_zero.params.partitioned_unit import PartitionedUnit
 from dsx_zero.plan.units import find_parameters, plan_units
@@ -90,7 +90,7 @@ def test_memory_that_nobody_reads_is_the_lanes_own_too():
         for unit in units:
             unit.adopt(model, {info.name: info for info in find_parameters(model)})
         lane = CudaLane(torch.device("cuda"))
-        gathers = GatherExecutor(units, transport=PlainGather(), lane=lane, limits=GatherLimits())
+        gathers = GatherExecutor(units, transport=PlainGather(), lane=lane)
         for _ in range(2):
             for unit in units:
                 gathers.run_gather(unit.index)
@@ -103,7 +103,7 @@ def test_memory_that_nobody_reads_is_the_lanes_own_too():
 
 def test_the_first_gather_sees_shards_that_were_written_on_the_device():
     with FakeCuda().installed() as cuda:
-        GatherExecutor([], transport=PlainGather(), lane=CudaLane(torch.device("cuda")), limits=GatherLimits())
+        GatherExecutor([], transport=PlainGather(), lane=CudaLane(torch.device("cuda")))
     assert cuda.log == ["stream 1 waits for default"]
 
 

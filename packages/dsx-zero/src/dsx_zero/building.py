@@ -42,11 +42,11 @@ from .homes.chosen import (
 )
 from .homes.tiers import Placement, UnitPlacement
 from .order.agreed import AgreedOrder
+from .order.ahead import GatherLimits
 from .order.backward import BackwardClock
 from .order.channel import AskingChannel, OneRank, channel_of
 from .order.executor import CollectiveExecutor
 from .order.protocol import Channel, NullOrder, Order
-from .order.schedule import ReuseLimits
 from .params.flat import FlatGroup, Unit
 from .params.kept import KeptGroups
 from .params.memory import Memory, OrdinaryMemory, memory_of
@@ -311,9 +311,9 @@ class _Build:
 
     def partitioned(self, inner: Any) -> Runtime:
         """Stage 3: the modules get other parameters, which take the places of the old ones in the optimizer."""
-        from .gather.executor import GatherExecutor, GatherLimits  # lazy import: stages 0-2 need none of it
+        from .gather.executor import GatherExecutor  # lazy import: stages 0-2 need none of it
         from .gather.lifetime import GatherLifetime
-        from .gather.stage3 import Stage3, partition, read_ahead_of, reuse_limits
+        from .gather.stage3 import Stage3, limits_of, partition, read_ahead_of
 
         settings = self.settings
         sets = dict.fromkeys(group.key.ranks for plan in self.plans for group in plan.groups)
@@ -328,16 +328,12 @@ class _Build:
             found.partitioned,
             transport=self.transports.gather(tuple(with_gathers.values())),
             lane=lane,
-            limits=GatherLimits(settings.size("stage3_prefetch_bucket_size"), settings.stage3_max_live_parameters),
             ahead=read_ahead_of(found.partitioned, self.placement.parameters),
         )
-        limits = reuse_limits(
-            found.partitioned,
-            max_reuse_distance=settings.stage3_max_reuse_distance,
-            max_live=settings.stage3_max_live_parameters,
-        )
         reductions = self._reductions(found.units, 3, lambda: gradients.complete())
-        order = self._order(CollectiveExecutor(reductions.run_reduce, gathers), channel, limits)
+        order = self._order(
+            CollectiveExecutor(reductions.run_reduce, gathers), channel, limits_of(found.partitioned, settings)
+        )
         clock = BackwardClock(order)
         # Before the gradients: a backward begins for it first, and ends for it last.
         lifetime = GatherLifetime(found.partitioned, executor=gathers, order=order, clock=clock)
@@ -424,7 +420,9 @@ class _Build:
     def _rows_transport(self, ranks: dsx_comm.RankSet, op: Any) -> ReduceTransport:
         return Cast(RowsAllReduce(op, self.groups.take_for_rows(ranks)), self.precision.wire_dtype)
 
-    def _order(self, executor: CollectiveExecutor, channel: Channel | None, limits: ReuseLimits | None = None) -> Order:
+    def _order(
+        self, executor: CollectiveExecutor, channel: Channel | None, limits: GatherLimits | None = None
+    ) -> Order:
         """What the ranks agree on over the channel; None: every need is executed as it comes."""
         if channel is None:
             return NullOrder(executor)

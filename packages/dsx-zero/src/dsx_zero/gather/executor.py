@@ -4,8 +4,7 @@ calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,26 +18,11 @@ from ..params.storage import GatheredStorage
 from ..transports.protocol import Then, Transport
 from .read_ahead import ReadAhead
 
-__all__ = ["GatherExecutor", "GatherLimits"]
+__all__ = ["GatherExecutor"]
 
 
 _Shard = torch.Tensor | Callable[[], torch.Tensor]
 """A shard on the device, or what brings it there in a job of the lane (`fetching`)."""
-
-
-@dataclass(frozen=True)
-class GatherLimits:
-    """How many elements may be gathered at once.
-
-    Attributes:
-        prefetch_bucket_size: most elements that are gathered ahead of their use; one unit is always allowed, unless
-            this is 0.
-        max_live_parameters: most gathered elements with which a unit may be gathered ahead or kept for reuse. A unit
-            that is needed now is gathered in any case.
-    """
-
-    prefetch_bucket_size: int = 50_000_000
-    max_live_parameters: int = 1_000_000_000
 
 
 class GatherExecutor:
@@ -49,7 +33,6 @@ class GatherExecutor:
     Args:
         transport: carries the shards.
         lane: runs the gathers.
-        limits: bound prefetching.
         ahead: reads shards from disk before their gathers; None: no shards are on disk.
     """
 
@@ -59,18 +42,15 @@ class GatherExecutor:
         *,
         transport: Transport,
         lane: Lane,
-        limits: GatherLimits,
         ahead: ReadAhead | None = None,
     ) -> None:
         self._ahead = ahead
         self._units = {unit.index: unit for unit in units}
-        self._transport, self._lane, self._limits = transport, lane, limits
+        self._transport, self._lane = transport, lane
         lane.see_writes_so_far()  # of the shards, on the device
         self._tickets: dict[int, list[Ticket]] = {}
         self._to_scratch: list[Ticket] = []
-        self.live = 0
-        """Elements of all gathered units."""
-        self._under_way = 0  # elements of units whose gather is in flight
+        self._held: set[int] = set()
 
     def run_gather(self, unit: int) -> None:
         """See ``Executor``. A unit that is gathered already is gathered to scratch memory, because others need it."""
@@ -80,8 +60,7 @@ class GatherExecutor:
             return
         if self._ahead is not None:
             self._ahead.note_gather(unit)
-        self.live += target.numel
-        self._under_way += target.numel
+        self._held.add(unit)
         target.state = UnitState.GATHERING
         self._tickets[unit] = []
         try:
@@ -145,7 +124,6 @@ class GatherExecutor:
         if target.state is UnitState.GATHERING:
             for ticket in self._tickets.pop(unit):
                 ticket.wait()
-            self._under_way -= target.numel
             target.state = UnitState.GATHERED
         target.swap_in()
 
@@ -174,20 +152,15 @@ class GatherExecutor:
         for store in target.storages:
             self._lane.free_after_use(store)
         target.state = UnitState.PARTITIONED
-        self.live -= target.numel
+        self._held.discard(unit)
 
-    def may_run_ahead(self, unit: int) -> bool:
-        """See ``Executor``: whether the limits allow this gather before its use."""
-        target = self._units[unit]
-        ahead, limits = self._under_way, self._limits
-        if target.state is not UnitState.PARTITIONED or self.live + target.numel > limits.max_live_parameters:
-            return False
-        if ahead and self._ahead is not None and self._ahead.blocks_host(unit):
-            # One at a time: such a gather blocks the host until the disk has delivered its shard. (A rank knows whether
-            # its own shard has arrived. But the ranks know different things, and they must gather ahead alike where an
-            # evaluation comes between.)
-            return False
-        return limits.prefetch_bucket_size > 0 and (not ahead or ahead + target.numel <= limits.prefetch_bucket_size)
+    def held(self) -> Collection[int]:
+        """See ``Executor``."""
+        return self._held
+
+    def waits_for(self, unit: int) -> bool:
+        """See ``Executor``."""
+        return self._ahead is not None and self._ahead.blocks_host(unit)
 
     def kept_tensors(self) -> list[torch.Tensor]:
         """The tensors that the transport keeps between gathers."""

@@ -28,9 +28,9 @@ from ..order.protocol import Order
 from ..order.schedule import Pass
 from ..params.partitioned_unit import GatherOnUse, PartitionedUnit, UnitState
 from ..params.tensors import tensors_in
-from .executor import GatherExecutor, GatherLimits
+from .executor import GatherExecutor
 
-__all__ = ["GatherExecutor", "GatherLimits", "GatherLifetime", "Use"]
+__all__ = ["GatherLifetime", "Use"]
 
 
 class Use:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import dsx_comm
 import torch
@@ -19,8 +19,8 @@ from torch import nn
 
 from ..homes.home import ReadsAhead, write
 from ..homes.tiers import Tier
+from ..order.ahead import GatherLimits
 from ..order.protocol import Order
-from ..order.schedule import ReuseLimits
 from ..params.flat import FlatGroup, Unit
 from ..params.kept import KeptGroups
 from ..params.memory import memory_of
@@ -36,7 +36,10 @@ from .publishing import Gathering, broadcast_first
 from .read_ahead import ReadAhead
 from .registry import remember
 
-__all__ = ["Partition", "Stage3", "partition", "read_ahead_of", "reuse_limits"]
+if TYPE_CHECKING:
+    from ..config import ZeroConfig
+
+__all__ = ["Partition", "Stage3", "partition", "read_ahead_of", "limits_of"]
 
 
 class _HasHooks(Protocol):
@@ -235,10 +238,12 @@ def _resident(
     return Unit(plan, tuple(groups)), replaced
 
 
-def reuse_limits(units: Sequence[PartitionedUnit], *, max_reuse_distance: int, max_live: int) -> ReuseLimits:
-    """The limits, in elements, that decide whether one of these units stays gathered until its next use."""
+def limits_of(units: Sequence[PartitionedUnit], settings: ZeroConfig) -> GatherLimits:
+    """How many elements of these units may be gathered at once."""
     numel = {unit.index: unit.numel for unit in units}
-    top = max(numel, default=-1) + 1
-    return ReuseLimits(
-        [numel.get(index, 0) for index in range(top)], max_reuse_distance=max_reuse_distance, max_live=max_live
+    return GatherLimits(
+        tuple(numel.get(index, 0) for index in range(max(numel, default=-1) + 1)),
+        max_reuse_distance=settings.stage3_max_reuse_distance,
+        max_live=settings.stage3_max_live_parameters,
+        prefetch=settings.size("stage3_prefetch_bucket_size"),
     )

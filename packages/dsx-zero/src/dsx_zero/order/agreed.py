@@ -34,11 +34,12 @@ import dsx_comm
 from dsx_core import with_code
 
 from ..errors import ZeroStateError
+from .ahead import GatherLimits, Need
 from .evaluation import EvaluationOrder
 from .executor import Executor
 from .protocol import Channel, EditWatch, NoRowSum, RowSum
 from .replay import Replay
-from .schedule import Decision, Kind, Operation, Pass, Post, ReuseLimits, Schedule, checksum, decide
+from .schedule import Decision, Kind, Operation, Pass, Post, Schedule, checksum, decide
 from .sums import all_say_the_same, declining_row, row_of
 
 __all__ = ["AgreedOrder", "ScheduleDivergence"]
@@ -65,7 +66,7 @@ class AgreedOrder:
     Args:
         executor: executes the operations.
         channel: sends words between the ranks.
-        limits: decide which units stay gathered until their next use; None: none do.
+        limits: decide which units stay gathered until their next use, and which gathers run ahead; None: none do.
         names: names of the units, by which a hang is explained.
         alone: there is no other rank, so that gathers which this one does not need are not issued.
     """
@@ -75,19 +76,19 @@ class AgreedOrder:
         executor: Executor,
         channel: Channel,
         *,
-        limits: ReuseLimits | None = None,
+        limits: GatherLimits | None = None,
         names: Mapping[int, str] | None = None,
         alone: bool = False,
     ) -> None:
         self._executor, self._channel, self._names = executor, channel, names or {}
-        self._limits = limits or ReuseLimits()
+        self._limits = limits or GatherLimits()
         self._alone = alone
         self._replay: Replay | None = None
         self._schedule: Schedule | None = None
         self._deviating_steps = self._uniform_steps = 0
         self._edits: EditWatch | None = None
         self._row_sum: RowSum = NoRowSum()
-        self._evaluation = EvaluationOrder(self._limits.apply)
+        self._evaluation = EvaluationOrder(self._limits)
         self._has_evaluated = False
         """Whether this rank's last pass was a forward without gradients."""
         self._begun: Callable[[], list[tuple[int, ...]]] | None = None
@@ -95,10 +96,12 @@ class AgreedOrder:
         self._new_step()
 
     def _new_step(self) -> None:
-        self._sums = {Kind.GATHER: 0, Kind.REDUCE: 0}
+        self._sum = 0  # of this step's operations, as far as they were taken from `_executed`
         self._deviation: Operation | None = None
         self._uniform = True
         self._record: list[Operation] = []
+        self._needs: list[Need | None] = []
+        """For every operation of the record what all ranks said alike with it."""
         self._executed: list[Operation] = []  # since the checksums were last extended
         self._replay = None if self._schedule is None else self._begin(self._schedule)
         self._takes_part = self._schedule is not None and self._row_sum.ranks > 0
@@ -275,11 +278,10 @@ class AgreedOrder:
             self._executor.run_reduce(operation.unit)
 
     def _checksum(self) -> int:
-        """The checksum of this step's operations. Gathers and reduces have one each: their relative order varies."""
-        for kind, before in self._sums.items():
-            self._sums[kind] = checksum([found for found in self._executed if found.kind is kind], before)
+        """The checksum of this step's operations, in the one order in which they were issued."""
+        self._sum = checksum(self._executed, self._sum)
         self._executed.clear()
-        return (self._sums[Kind.GATHER] << 31) ^ self._sums[Kind.REDUCE]
+        return self._sum
 
     def _deviate(self, wanted: Operation) -> None:
         if self._replay is not None:
@@ -307,7 +309,8 @@ class AgreedOrder:
         name = self._names.get(wanted.unit, str(wanted))  # where a hang is explained
         found, work = 0.0 if squares is None else squares(), meanwhile
         while True:
-            mine = self._post(wanted, during, edits, skipped, found)
+            need = self._need_of(wanted)
+            mine = self._post(wanted, during, edits, skipped, found, 0 if need is None else need.checksum())
             with dsx_comm.unit(name):
                 answers = self._channel.post(mine.to_words())
                 try:
@@ -326,16 +329,28 @@ class AgreedOrder:
             self._carry_out(decision, wanted)
             if any(operation.kind is Kind.REDUCE for operation in decision.operations):
                 found, work = 0.0 if squares is None else squares(), meanwhile  # late gradients have been reduced
-            self._note(posts)
+            self._note(posts, need)
             if self._channel.rank in decision.resume:
                 return posts
 
+    def _need_of(self, wanted: Operation) -> Need | None:
+        """What this rank says of itself with its wish for a gather."""
+        if wanted.kind is not Kind.GATHER:
+            return None
+        return Need(frozenset(self._executor.held()), self._executor.waits_for(wanted.unit))
+
     def _post(
-        self, wanted: Operation, during: Pass, edits: int = 0, skipped: bool = False, squares: float = 0.0
+        self,
+        wanted: Operation,
+        during: Pass,
+        edits: int = 0,
+        skipped: bool = False,
+        squares: float = 0.0,
+        need: int = 0,
     ) -> Post:
         """The post of this rank for the next round."""
         position = 0 if self._replay is None else self._replay.position
-        return Post(wanted, during, position, self._checksum(), self._deviation, edits, skipped, squares)
+        return Post(wanted, during, position, self._checksum(), self._deviation, edits, skipped, squares, need)
 
     def _carry_out(self, decision: Decision, wanted: Operation) -> None:
         if self._replay is not None:
@@ -349,15 +364,20 @@ class AgreedOrder:
             if operation.kind is Kind.GATHER and operation != wanted:
                 self._executor.discard(operation.unit)
 
-    def _note(self, posts: list[Post]) -> None:
-        """Record the round for the schedules: that of the training step, if it is still uniform, and of evaluation."""
+    def _note(self, posts: list[Post], need: Need | None = None) -> None:
+        """Record the round for the schedules: that of the training step, if it is still uniform, and of evaluation.
+        ``need`` is what this rank said with its wish.
+        """
         operation = posts[0].operation
+        if any(post.need != posts[0].need for post in posts):
+            need = None  # the ranks hold different units
         if any(post.during is Pass.TRAINING for post in posts):
             if any(post.operation != operation or post.during is not Pass.TRAINING for post in posts):
                 self._uniform = False
             elif operation.kind < Kind.BOUNDARY:
                 self._record.append(operation)
-        self._evaluation.note(posts)
+                self._needs.append(need)
+        self._evaluation.note(posts, need)
 
     def _finish(self, posts: list[Post]) -> None:
         """All ranks are at the boundary: compare, and choose the mode of the next step.
@@ -371,7 +391,7 @@ class AgreedOrder:
                 " rank has to build the same model and shard it with the same arguments"
             )
         deviations = [(rank, post.deviation) for rank, post in enumerate(posts) if post.deviation is not None]
-        frozen, uniform, record = self._schedule is not None, self._uniform, self._record
+        frozen, uniform = self._schedule is not None, self._uniform
         if deviations:
             self._report(deviations)
         self._deviating_steps = self._deviating_steps + 1 if deviations else 0
@@ -379,7 +399,7 @@ class AgreedOrder:
             self._schedule = None
         self._uniform_steps = self._uniform_steps + 1 if uniform else 0
         if not frozen and self._uniform_steps >= _FREEZE_AFTER:
-            self._schedule = self._limits.apply(Schedule(tuple(record)))
+            self._schedule = self._limits.apply(self._record, self._needs)
             _log.debug("the order of collectives is frozen:\n%s", self._schedule)
         self._new_step()
         if self._edits is not None and self._edits.differ([post.edits for post in posts]):

@@ -16,8 +16,9 @@ This file has the state and how each round changes it; `agreed` runs the rounds 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from .ahead import GatherLimits, Need
 from .replay import Replay
 from .schedule import Kind, Operation, Pass, Post, Schedule
 
@@ -32,50 +33,53 @@ class EvaluationOrder:
     The state depends only on rounds, which are the same for all ranks. So all ranks have the same schedule.
 
     Args:
-        limits: turns a gather into a use where the unit may still be gathered (`ReuseLimits.apply`).
+        limits: decide which units stay gathered, and which gathers run ahead of their use.
     """
 
-    def __init__(self, limits: Callable[[Schedule], Schedule]) -> None:
+    def __init__(self, limits: GatherLimits) -> None:
         self.schedule: Schedule | None = None
         """None while the ranks agree on each gather."""
         self.replay: Replay | None = None
         """This rank's position in the running forward; None if it does not follow the schedule."""
         self._limits = limits
         self._record: list[Operation] = []
+        self._needs: list[Need | None] = []
+        """For every operation of the record what all ranks said alike with it."""
         self._last: list[Operation] | None = None  # what all ranks asked for in the forward before
         self._uniform = True
 
-    def note(self, posts: Sequence[Post]) -> None:
-        """Update the state after a round with the posts of all ranks."""
+    def note(self, posts: Sequence[Post], need: Need | None) -> None:
+        """Update the state after a round with the posts of all ranks; `need` is what they all said alike."""
         evaluating = [post for post in posts if post.during is Pass.EVALUATION]
         if not evaluating:
             return
         operation = posts[0].operation
         alike = len(evaluating) == len(posts) and all(post.operation == operation for post in posts)
         if self.schedule is None:
-            self._learn(operation, alike)
+            self._learn(operation, alike, need)
         elif any(post.operation.kind is Kind.GATHER for post in evaluating):
             needs = [f"rank {r} needed {p.operation}" for r, p in enumerate(posts) if p.operation.kind is Kind.GATHER]
             _log.debug("the order of forwards without gradients is agreed on again: %s", "; ".join(needs))
             self._drop()
-            self._learn(operation, alike)
+            self._learn(operation, alike, need)
             self._uniform = False  # the record lacks the beginning of this forward
         elif alike and operation.kind is Kind.FORWARD_END and all(post.skipped for post in posts):
             self._drop()
 
     def _drop(self) -> None:
         self.schedule = self.replay = self._last = None
-        self._record, self._uniform = [], True
+        self._record, self._needs, self._uniform = [], [], True
 
-    def _learn(self, operation: Operation, alike: bool) -> None:
+    def _learn(self, operation: Operation, alike: bool, need: Need | None) -> None:
         if not alike:
             self._uniform = False
         elif operation.kind is Kind.GATHER:
             self._record.append(operation)
+            self._needs.append(need)
         elif operation.kind is Kind.FORWARD_END:
             record = [*self._record, operation] if self._uniform and self._record else None
             if record is not None and record == self._last:
-                self.schedule = self._limits(Schedule(tuple(record)))
+                self.schedule = self._limits.apply(record, [*self._needs, None])
                 _log.debug("the order of forwards without gradients is frozen:\n%s", self.schedule)
             self._last = record
-            self._record, self._uniform = [], True
+            self._record, self._needs, self._uniform = [], [], True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Protocol
 
 from ..errors import ZeroStateError
@@ -24,8 +25,12 @@ class Gathers(Protocol):
         """Whether the unit is gathered on this rank, or its gather is in flight."""
         ...
 
-    def may_run_ahead(self, unit: int) -> bool:
-        """Whether the unit may be gathered before it is needed."""
+    def held(self) -> Collection[int]:
+        """The units that are gathered on this rank, or whose gathers are in flight."""
+        ...
+
+    def waits_for(self, unit: int) -> bool:
+        """Whether a gather of the unit makes the host wait for this rank's shard (on a disk)."""
         ...
 
 
@@ -51,7 +56,11 @@ class NoGathers:
         """True: whole units are always in memory."""
         return True
 
-    def may_run_ahead(self, unit: int) -> bool:
+    def held(self) -> Collection[int]:
+        """None: nothing is gathered."""
+        return ()
+
+    def waits_for(self, unit: int) -> bool:
         """False: there is nothing to gather."""
         return False
 
@@ -62,6 +71,10 @@ class _OnUnit(Protocol):
 
 class _AskUnit(Protocol):
     def __call__(self, unit: int) -> bool: ...
+
+
+class _Held(Protocol):
+    def __call__(self) -> Collection[int]: ...
 
 
 class CollectiveExecutor:
@@ -76,4 +89,5 @@ class CollectiveExecutor:
         self.run_gather: _OnUnit = gathers.run_gather
         self.discard: _OnUnit = gathers.discard
         self.holds: _AskUnit = gathers.holds
-        self.may_run_ahead: _AskUnit = gathers.may_run_ahead
+        self.held: _Held = gathers.held
+        self.waits_for: _AskUnit = gathers.waits_for

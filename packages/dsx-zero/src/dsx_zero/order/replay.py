@@ -11,10 +11,11 @@ __all__ = ["Replay"]
 class Replay:
     """How far a rank has come in a frozen schedule.
 
-    ``position`` is the place after the last entry that this rank has used or passed by. Gathers may have been issued
-    ahead of it. A reduce is issued when the rank has offered it (its gradients are complete) and every earlier reduce
-    and gather has been issued. A rank that passes by a reduce issues it with the gradients that it has. So a rank that
-    waits in one operation has issued everything before it, and no two ranks wait for each other.
+    ``position`` is the place after the last entry that this rank has used or passed by. All ranks issue the gathers and
+    reduces in one order (`Schedule.issued`), in which some gathers come before their use. What is due at a place, a
+    rank has issued when it has come there. A reduce may be issued earlier, when the rank has offered it (its gradients
+    are complete) and it is the next one in that order. A rank that passes by a reduce issues it with the gradients that
+    it has. So a rank that waits in one operation has issued everything before it, and no two ranks wait for each other.
 
     The usual case, in which a rank needs the next entry, takes few calls: each call is host time between two kernels.
 
@@ -31,15 +32,17 @@ class Replay:
         self.schedule = schedule
         self.position = 0
         self._executor, self._executed, self._alone = executor, executed, alone
-        self._gather_place = schedule.gathers[0]
-        """Place of the next gather to issue; the schedule's length if there is none."""
+        self._order, self._due = schedule.issued
+        self._issued = 0
+        """How many operations of the order have been issued."""
         self._reduce_place = schedule.reduces[0]
+        """Place of the next reduce to issue; the schedule's length if there is none."""
         self._offered: set[int] = set()
         self.skipped = False
         """Whether the rank has passed by a gather."""
 
     def gather(self, unit: int) -> bool:
-        """This rank needs a unit now. On return its gather has been issued, and later ones as the executor allows.
+        """This rank needs a unit now. On return its gather has been issued, and those that run ahead of their use.
 
         Returns:
             False if the rest of the schedule does not have the unit, or if the gathered unit was discarded.
@@ -51,11 +54,6 @@ class Replay:
                 return False
             place = found
         self._use(place)
-        stop = self.schedule.backward_ends[self.position]  # after the end of a backward parameters may change
-        while self._gather_place < stop and self._executor.may_run_ahead(entries[self._gather_place].unit):
-            self._issue_gather()
-            if self._reduce_place in self._offered:
-                self._issue_offered()
         return self._executor.holds(unit)
 
     def use(self, unit: int) -> None:
@@ -78,16 +76,14 @@ class Replay:
                 return
             place = found
         self._offered.add(place)
-        while self._reduce_place in self._offered and self._reduce_place < self._gather_place:
-            self._issue_reduce()
+        self._issue_offered()
 
     def pass_by(self, stop: int) -> None:
         """Execute everything before ``stop``, and discard the units gathered there."""
         entries = self.schedule.entries
         for place in range(self.position, stop):
-            if self._alone and place == self._gather_place:
-                self._gather_place = self.schedule.gathers[place + 1]  # no other rank needs this one's shard
-            self._issue(place + 1)
+            if self._issued < self._due[place]:
+                self._issue(self._due[place], unless_before=stop if self._alone else 0)
             if entries[place].kind in (Kind.GATHER, Kind.USE):
                 self.skipped = True
                 self._executor.discard(entries[place].unit)
@@ -101,33 +97,31 @@ class Replay:
         """The rank needs the unit of the entry at ``place`` now."""
         if self.schedule.needs[self.position] < place:
             self.pass_by(place)
-        if self._gather_place <= place or self._reduce_place <= place:
-            self._issue(place + 1)
+        if self._issued < self._due[place]:
+            self._issue(self._due[place])
         self.position = place + 1
         if self._reduce_place in self._offered:
             self._issue_offered()
 
-    def _issue(self, stop: int) -> None:
-        """Issue all operations before place ``stop`` that have not been issued."""
-        while self._gather_place < stop or self._reduce_place < stop:
-            if self._gather_place < self._reduce_place:
-                self._issue_gather()
-            else:
-                self._issue_reduce()
+    def _issue(self, stop: int, *, unless_before: int = 0) -> None:
+        """Issue the operations up to number ``stop`` of the order, but no gathers of places ``unless_before``: no other
+        rank needs this one's shard.
+        """
+        order, entries = self._order, self.schedule.entries
+        while self._issued < stop:
+            place = order[self._issued]
+            self._issued += 1
+            operation = entries[place]
+            if operation.kind is Kind.REDUCE:
+                self._reduce_place = self.schedule.reduces[place + 1]
+                self._executed.append(operation)
+                self._executor.run_reduce(operation.unit)
+            elif place >= unless_before:
+                self._executed.append(operation)
+                self._executor.run_gather(operation.unit)
 
     def _issue_offered(self) -> None:
-        """Issue the next reduces, as long as they are offered and no gather comes before them."""
-        while self._reduce_place in self._offered and self._reduce_place < self._gather_place:
-            self._issue_reduce()
-
-    def _issue_gather(self) -> None:
-        operation = self.schedule.entries[self._gather_place]
-        self._gather_place = self.schedule.gathers[self._gather_place + 1]
-        self._executed.append(operation)
-        self._executor.run_gather(operation.unit)
-
-    def _issue_reduce(self) -> None:
-        operation = self.schedule.entries[self._reduce_place]
-        self._reduce_place = self.schedule.reduces[self._reduce_place + 1]
-        self._executed.append(operation)
-        self._executor.run_reduce(operation.unit)
+        """Issue the next operations of the order, as long as they are offered reduces."""
+        order, offered = self._order, self._offered
+        while self._issued < len(order) and order[self._issued] in offered:
+            self._issue(self._issued + 1)

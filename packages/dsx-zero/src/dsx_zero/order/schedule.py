@@ -24,7 +24,6 @@ __all__ = [
     "Operation",
     "Pass",
     "Post",
-    "ReuseLimits",
     "Schedule",
     "checksum",
     "decide",
@@ -87,7 +86,8 @@ class Post:
     schedule (0 without one), ``checksum`` covers everything it has executed in this step, ``deviation`` is the first
     operation it needed beyond the schedule, ``edits`` stands for what its user wrote into parameters since the last
     step, ``skipped`` says whether a forward without gradients passed by gathers of its frozen order, ``squares`` is
-    this rank's sum of squares of its gradients, where the ranks' are to be added up.
+    this rank's sum of squares of its gradients, where the ranks' are to be added up, ``need`` stands for what it holds
+    when it asks for a gather (``ahead.Need``).
     """
 
     operation: Operation
@@ -98,11 +98,12 @@ class Post:
     edits: int = 0
     skipped: bool = False
     squares: float = 0.0
+    need: int = 0
 
-    WORDS = 10
+    WORDS = 11
 
     def to_words(self) -> tuple[int, ...]:
-        """Ten integers, for the wire."""
+        """Integers, for the wire."""
         strayed = self.deviation
         return (
             int(self.operation.kind),
@@ -115,16 +116,16 @@ class Post:
             self.edits,
             int(self.skipped),
             _bits(self.squares),
+            self.need,
         )
 
     @classmethod
     def from_words(cls, words: Sequence[int]) -> Post:
         """The inverse of ``to_words``."""
-        kind, unit, during, position, digest, strayed_kind, strayed_unit, edits, skipped, bits = words
+        kind, unit, during, position, digest, strayed_kind, strayed_unit, edits, skipped, bits, need = words
         strayed = None if strayed_kind < 0 else Operation(Kind(strayed_kind), strayed_unit)
-        return cls(
-            Operation(Kind(kind), unit), Pass(during), position, digest, strayed, edits, bool(skipped), _number(bits)
-        )
+        wanted, squares = Operation(Kind(kind), unit), _number(bits)
+        return cls(wanted, Pass(during), position, digest, strayed, edits, bool(skipped), squares, need)
 
 
 def _bits(number: float) -> int:
@@ -201,9 +202,15 @@ def checksum(operations: Sequence[Operation], before: int = 0) -> int:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The operations of one complete step in the agreed order, marks included."""
+    """The operations of one complete step in the agreed order, marks included.
+
+    Attributes:
+        ahead: for every place the places of the gathers that are issued when a rank has come to it, before they are
+            needed; empty: none are.
+    """
 
     entries: tuple[Operation, ...]
+    ahead: tuple[tuple[int, ...], ...] = ()
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -227,9 +234,19 @@ class Schedule:
         return found
 
     @cached_property
-    def gathers(self) -> list[int]:
-        """For every place the place of the next gather at or after it (``len(entries)`` if there is none)."""
-        return _next_places(self.entries, frozenset({Kind.GATHER}))
+    def issued(self) -> tuple[list[int], list[int]]:
+        """The places of gathers and reduces in the order in which all ranks issue them, and for every place how many of
+        these a rank has issued when it has come there.
+        """
+        order, counts, early = list[int](), list[int](), set[int]()
+        for place, entry in enumerate(self.entries):
+            if entry.kind in (Kind.GATHER, Kind.REDUCE) and place not in early:
+                order.append(place)
+            if self.ahead:
+                order.extend(self.ahead[place])
+                early.update(self.ahead[place])
+            counts.append(len(order))
+        return order, counts
 
     @cached_property
     def reduces(self) -> list[int]:
@@ -344,16 +361,3 @@ def elide_gathers(schedule: Schedule, numel: Sequence[int], *, max_reuse_distanc
                 for i in between:
                     kept[i - start] += size
     return Schedule(tuple(entries))
-
-
-class ReuseLimits:
-    """Limits, in elements, that decide whether a unit stays gathered until its next use; see `elide_gathers`."""
-
-    def __init__(self, numel: Sequence[int] = (), *, max_reuse_distance: int = 0, max_live: int = 0) -> None:
-        self.numel, self.max_reuse_distance, self.max_live = tuple(numel), max_reuse_distance, max_live
-
-    def apply(self, schedule: Schedule) -> Schedule:
-        """The schedule with uses instead of the gathers that these limits make unnecessary."""
-        if not self.numel or self.max_reuse_distance <= 0:
-            return schedule
-        return elide_gathers(schedule, self.numel, max_reuse_distance=self.max_reuse_distance, max_live=self.max_live)
