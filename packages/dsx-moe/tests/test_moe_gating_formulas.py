@@ -174,3 +174,24 @@ def test_two_experts_of_a_row_of_minus_infinity_stay_distinct():
 def test_wrong_arguments_are_named(call, words):
     with pytest.raises(MoEConfigError, match=words):
         call()
+
+
+@pytest.mark.parametrize("gate", [top1_gating, top2_gating, lambda x, **more: topk_gating(x, 3, **more)])
+def test_routes_that_are_cut_later_are_the_same(gate):
+    """Dropped routes may stay until the host knows their number; values and gradients do not change."""
+    results = []
+    for cut in (True, False):
+        torch.manual_seed(0)
+        logits = torch.randn(20, 4, dtype=torch.float64).requires_grad_()
+        used = torch.arange(20) % 5 != 0
+        routing = gate(logits, capacity_factor=0.5, min_capacity=1, used_token=used, cut=cut).routing
+        assert routing.uncut is not cut
+        total = int(routing.counts.sum())
+        assert 0 < total < int(routing.requested.sum()) and (routing.token.numel() == total) is cut
+        dense = routing.combine_weights()
+        routing = routing.cut(total)
+        dense.square().sum().backward()
+        fields = (routing.token, routing.expert, routing.weight, routing.slot, routing.counts, routing.requested)
+        results.append((routing.uncut, *fields, dense, logits.grad))
+    for one, other in zip(*results, strict=True):
+        assert one == other if isinstance(one, bool) else torch.equal(one, other)

@@ -43,6 +43,10 @@ class RankReport:
         self.needs_grad = bool(gathered[:, -1].any())
         """Whether a rank of the group needs the gradient of its rows."""
 
+    def routes_of(self, rank: int) -> int:
+        """Number of rows that a rank of the group sends."""
+        return int(self.counts[rank].sum())
+
 
 def exchange_counts(tokens: torch.Tensor, routing: Routing, bad: torch.Tensor, exchange: Exchange) -> RankReport:
     """Exchange the counts and flags of all ranks of the group (collective).

@@ -102,9 +102,13 @@ class TopKGate(nn.Module):
                 wide_tokens = wide_tokens * torch.empty_like(wide_tokens).uniform_(1 - _JITTER, 1 + _JITTER)
             return F.linear(wide_tokens, self.wg.weight.to(wide))
 
-    def route(self, logits: torch.Tensor, used_token: torch.Tensor | None = None) -> tuple[Routing, torch.Tensor]:
-        """logits [T, E] -> (routing, loss). The loss is the balancing loss plus the weighted z-loss, 0-D."""
-        gating = self._gate(logits, used_token)
+    def route(
+        self, logits: torch.Tensor, used_token: torch.Tensor | None = None, *, cut: bool = True
+    ) -> tuple[Routing, torch.Tensor]:
+        """logits [T, E] -> (routing, loss). The loss is the balancing loss plus the weighted z-loss, 0-D. `cut`: see
+        `build_routing`.
+        """
+        gating = self._gate(logits, used_token, cut)
         loss = gating.l_aux
         if self.z_loss_weight:
             loss = loss + self.z_loss_weight * router_z_loss(logits)
@@ -117,7 +121,7 @@ class TopKGate(nn.Module):
         """Route tokens [T, h]: `route` of their `logits`."""
         return self.route(self.logits(tokens), used_token)
 
-    def _gate(self, logits: torch.Tensor, used_token: torch.Tensor | None) -> Gating:
+    def _gate(self, logits: torch.Tensor, used_token: torch.Tensor | None, cut: bool) -> Gating:
         factor = self.capacity_factor if self.training else self.eval_capacity_factor
         drops, limit = self.drop_tokens, self.min_capacity
         if self.k == 1:
@@ -130,11 +134,18 @@ class TopKGate(nn.Module):
                 drop_tokens=drops,
                 use_rts=self.use_rts and self.training,
                 selection_bias=self.expert_bias,
+                cut=cut,
             )
         if self.k == 2 and self.expert_bias is None:
             sampling = self.top2_2nd_expert_sampling and self.training
             return top2_gating(
-                logits, factor, limit, used_token=used_token, drop_tokens=drops, top2_2nd_expert_sampling=sampling
+                logits,
+                factor,
+                limit,
+                used_token=used_token,
+                drop_tokens=drops,
+                top2_2nd_expert_sampling=sampling,
+                cut=cut,
             )
         return topk_gating(
             logits,
@@ -145,6 +156,7 @@ class TopKGate(nn.Module):
             drop_tokens=drops,
             drop_policy=self.drop_policy,
             selection_bias=self.expert_bias,
+            cut=cut,
         )
 
 

@@ -64,6 +64,7 @@ def top1_gating(
     drop_tokens: bool = True,
     use_rts: bool = True,
     selection_bias: torch.Tensor | None = None,
+    cut: bool = True,
 ) -> Gating:
     """Route every token to one expert.
 
@@ -75,6 +76,7 @@ def top1_gating(
         drop_tokens: drop tokens above the capacity; False: every expert takes all tokens that request it.
         use_rts: an expert over capacity keeps random tokens; False: it keeps the earliest.
         selection_bias: [E], added to the gates for the choice of the expert, and not to the weights.
+        cut: see `build_routing`.
 
     Raises:
         MoEConfigError: shapes do not fit.
@@ -97,7 +99,7 @@ def top1_gating(
         kept = keep_most_preferred(chosen.view(-1), wanted.view(-1), preference, num_experts, capacity)
     weights = gates.gather(1, chosen)
     asked = None if used_token is None else wanted  # None: the number of routes is known from the shapes
-    routing = build_routing(chosen, weights, num_experts, wanted=asked, kept=kept, capacity=capacity)
+    routing = build_routing(chosen, weights, num_experts, wanted=asked, kept=kept, capacity=capacity, cut=cut)
     return Gating(routing, l_aux)
 
 
@@ -109,6 +111,7 @@ def top2_gating(
     used_token: torch.Tensor | None = None,
     drop_tokens: bool = True,
     top2_2nd_expert_sampling: bool = True,
+    cut: bool = True,
 ) -> Gating:
     """Route every token to two experts. Other arguments are as for `top1_gating`.
 
@@ -136,7 +139,7 @@ def top2_gating(
         kept = keep_most_preferred(queue, requested, None, num_experts, capacity).view(2, num_tokens).t()
     weights = _normalised_weights(gates.gather(1, chosen), kept)
     asked = None if used_token is None else wanted  # None: the number of routes is known from the shapes
-    routing = build_routing(chosen, weights, num_experts, wanted=asked, kept=kept, capacity=capacity)
+    routing = build_routing(chosen, weights, num_experts, wanted=asked, kept=kept, capacity=capacity, cut=cut)
     return Gating(routing, l_aux)
 
 
@@ -150,6 +153,7 @@ def topk_gating(
     drop_tokens: bool = True,
     drop_policy: DropPolicy = "probs",
     selection_bias: torch.Tensor | None = None,
+    cut: bool = True,
 ) -> Gating:
     """Route every token to the k experts of its largest gates. Other arguments are as for `top1_gating`.
 
@@ -177,7 +181,7 @@ def topk_gating(
         kept = keep_most_preferred(chosen.view(-1), wanted.view(-1), preference, num_experts, capacity).view_as(chosen)
     weights = _normalised_weights(top, kept)
     asked = None if used_token is None else wanted  # None: the number of routes is known from the shapes
-    routing = build_routing(chosen, weights, num_experts, wanted=asked, kept=kept, capacity=capacity)
+    routing = build_routing(chosen, weights, num_experts, wanted=asked, kept=kept, capacity=capacity, cut=cut)
     return Gating(routing, l_aux)
 
 

@@ -89,6 +89,7 @@ class PackedExpertShard(ExpertShard):
             weights.reshape(chosen.shape),
             self.num_experts,
             wanted=chosen < self.num_experts,
+            cut=chosen.device.type == "cpu",
         )
         bad = torch.isfinite(weights.detach()).all().logical_not()
         out = self.dispatch(tokens, routing, self.compute, bad, self.name)

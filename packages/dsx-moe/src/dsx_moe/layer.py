@@ -112,6 +112,7 @@ class ExpertDispatch:
         group = self.tensor_group
         if group is not None:
             tokens = copy_to_group(tokens, group)
+            routing = routing.cut(int(routing.counts.sum())) if routing.uncut else routing
             routing = own_share(replace(routing, weight=copy_to_group(routing.weight, group)), group)
             experts = GatheredExperts(experts, group)
         if self.exchange is None:
@@ -120,11 +121,12 @@ class ExpertDispatch:
                 raise _not_finite(name, [dsx_comm.get_rank() if dsx_comm.is_initialized() else 0])
             if during_transfer is not None:
                 during_transfer()
-            out = run_local(tokens, routing, experts, counts)
+            out = run_local(tokens, routing.cut(sum(counts)), experts, counts)
         else:
             report = exchange_counts(tokens, routing, bad, self.exchange)
             if report.bad_ranks:
                 raise _not_finite(name, [self.groups.expert.ranks[place] for place in report.bad_ranks])
+            routing = routing.cut(report.routes_of(self.exchange.rank))
             out = run_exchanged(tokens, routing, experts, self.exchange, report, self.chunks, during_transfer)
         return out if group is None else sum_over_group(out, group)
 
@@ -270,7 +272,8 @@ class MoE(nn.Module):
         refuse_wrappers(self.experts, self.groups, self.label)
         tokens = hidden_states.reshape(-1, self.hidden_size)
         logits = self.gate.logits(tokens)
-        routing, l_aux = self.gate.route(logits, used_token)
+        # on a device the number of kept routes is read with those of the other ranks
+        routing, l_aux = self.gate.route(logits, used_token, cut=logits.device.type == "cpu")
         bad = torch.isfinite(logits.detach()).all().logical_not()
         dense: list[Any] = []  # output of the dense expert, which runs while tokens are sent
         during_transfer = (lambda: dense.append(self.mlp(hidden_states))) if self.use_residual else None

@@ -8,7 +8,7 @@ are sent (`dispatch`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,6 +25,7 @@ class Routing:
         counts: int64 [E], number of routes of each expert (the sizes of the segments).
         requested: int64 [E], number of routes to each expert before dropping.
         capacity: largest number of routes that an expert takes; None: no limit.
+        uncut: dropped routes are still in the arrays, behind the others: R counts them, and `cut` removes them.
     """
 
     token: torch.Tensor
@@ -34,11 +35,25 @@ class Routing:
     counts: torch.Tensor
     requested: torch.Tensor
     capacity: int | None = None
+    uncut: bool = False
 
     @property
     def num_tokens(self) -> int:
         """T, the number of tokens that were routed."""
         return self.slot.shape[0]
+
+    def cut(self, routes: int) -> Routing:
+        """The same routing without its dropped routes. `routes`: the sum of `counts`, which the host has read."""
+        if not self.uncut:
+            return self
+        return replace(
+            self,
+            token=self.token[:routes],
+            expert=self.expert[:routes],
+            weight=self.weight[:routes],
+            slot=self.slot.clamp(max=routes),
+            uncut=False,
+        )
 
     def dropped_share(self) -> torch.Tensor:
         """The share of the requested routes that were dropped (0-D float32; 0 if none was requested)."""
@@ -53,6 +68,8 @@ class Routing:
         Args:
             capacity: C; None: the capacity of this routing, or the size of the largest segment if it has no limit.
         """
+        if self.uncut:
+            return self.cut(int(self.counts.sum())).combine_weights(capacity)
         limit = capacity or self.capacity or max(int(self.counts.max()), 1)
         starts = self.counts.cumsum(0) - self.counts
         place = torch.arange(self.token.numel(), device=self.token.device) - starts[self.expert]
@@ -68,6 +85,7 @@ def build_routing(
     wanted: torch.Tensor | None = None,
     kept: torch.Tensor | None = None,
     capacity: int | None = None,
+    cut: bool = True,
 ) -> Routing:
     """Sort the choices of all tokens by expert.
 
@@ -78,6 +96,8 @@ def build_routing(
         wanted: bool [T, K], the routes that were requested; None: all. Other routes are not counted.
         kept: bool [T, K], the routes that the capacity leaves; None: all that are wanted.
         capacity: recorded as `Routing.capacity`; it has no other effect.
+        cut: False: dropped routes stay in the arrays (`Routing.uncut`). To remove them, the host has to wait for a
+            device that knows their number.
     """
     choices = experts.shape[1]
     flat = experts.reshape(-1)
@@ -86,8 +106,8 @@ def build_routing(
     order = torch.where(kept_flat, flat, num_experts).sort(stable=True).indices
     requested = count_by_expert(flat, wanted_flat, num_experts)
     counts = requested if kept is None else count_by_expert(flat, kept_flat, num_experts)
-    everything = wanted is None and kept is None  # else the host has to wait for the number of routes
-    routes = order if everything else order[: int(counts.sum())]
+    drops = wanted is not None or kept is not None
+    routes = order[: int(counts.sum())] if drops and cut else order
     slot = torch.full_like(flat, routes.numel())
     slot[routes] = torch.arange(routes.numel(), device=flat.device)
     return Routing(
@@ -98,6 +118,7 @@ def build_routing(
         counts=counts,
         requested=requested,
         capacity=capacity,
+        uncut=drops and not cut,
     )
 
 
