@@ -178,7 +178,9 @@ def topk_gating(
     if drop_tokens:
         capacity = expert_capacity(num_tokens, num_experts, capacity_factor * k, min_capacity)
         preference = top.detach().reshape(-1) if drop_policy == "probs" else None
-        kept = keep_most_preferred(chosen.view(-1), wanted.view(-1), preference, num_experts, capacity).view_as(chosen)
+        kept = keep_most_preferred(chosen.view(-1), wanted.reshape(-1), preference, num_experts, capacity).view_as(
+            chosen
+        )
     weights = _normalised_weights(top, kept)
     asked = None if used_token is None else wanted  # None: the number of routes is known from the shapes
     routing = build_routing(chosen, weights, num_experts, wanted=asked, kept=kept, capacity=capacity, cut=cut)
