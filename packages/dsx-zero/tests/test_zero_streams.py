@@ -7,19 +7,22 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import dsx_zero
 import pytest
 import torch
 from dsx_comm import RankSet
 from dsx_comm.lanes import CudaLane, lanes_from
-from dsx_testkit import FakeCuda, MemoryStore, StreamMemory, run_ranks
+from dsx_testkit import FakeCuda, MemoryStore, RecordingWork, StreamMemory, run_ranks
 from dsx_zero.gather.executor import GatherExecutor
 from dsx_zero.homes.home import HostHome, accumulate
 from dsx_zero.params.partitioned_unit import PartitionedUnit
 from dsx_zero.plan.units import find_parameters, plan_units
 from dsx_zero.step.norm import sum_of_squares
 from dsx_zero.transports.gathers import PlainGather
+from dsx_zero.transports.protocol import Stateless
+from dsx_zero.transports.turns import InTurn, Turns
 
 HOST = {"device": "cpu"}
 DISK = {"device": "nvme"}
@@ -130,3 +133,30 @@ def test_adding_to_host_memory_is_the_devices_work_and_the_host_waits_only_to_re
         home.view()
         assert cuda.host.clock.get("stream 1", 0) > before.get("stream 1", 0)
     assert memory.reports == []
+
+
+def test_collectives_take_turns_on_the_device_and_the_copies_before_them_do_not():
+    device, turns = torch.device("cuda"), Turns()
+    group = SimpleNamespace(key=SimpleNamespace(device=device))
+
+    class Sent(Stateless):
+        def start(self, out, source, group, label):
+            cuda.note(label)
+            return RecordingWork()
+
+    with FakeCuda().installed() as cuda:
+        gathers, reduces, sent = CudaLane(device), CudaLane(device), InTurn(Sent(), turns)
+
+        def fetched_and_gathered(label):
+            cuda.note("copy")
+            return sent.start(None, None, group, label)
+
+        gathers.submit(lambda: fetched_and_gathered("first"))
+        reduces.submit(lambda: sent.start(None, None, group, "second"))
+        gathers.submit(lambda: fetched_and_gathered("third"))
+    # each lane has an event for its ticket, behind the event of the turn
+    assert cuda.log == [
+        *("copy", "first", "event 1 on stream 1", "event 2 on stream 1"),
+        *("stream 2 waits for event 1", "second", "event 3 on stream 2", "event 4 on stream 2"),
+        *("copy", "stream 1 waits for event 3", "third", "event 5 on stream 1", "event 6 on stream 1"),
+    ]

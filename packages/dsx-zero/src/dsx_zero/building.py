@@ -7,7 +7,7 @@ This module does not depend on the user's optimizer object (`ZeroOptimizer`), wh
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -71,8 +71,9 @@ from .step.plan import Pipeline, StepPlan
 from .step.runner import plan_step
 from .step.states import OptimizerStates
 from .transports.chosen import Transports
-from .transports.protocol import ReduceTransport
+from .transports.protocol import ReduceTransport, Transport
 from .transports.reductions import Cast, RowsAllReduce
+from .transports.turns import InTurn, ReducesInTurn, Turns
 
 if TYPE_CHECKING:
     from .config import ZeroConfig
@@ -236,6 +237,7 @@ class Builder:
         self.moving_lanes = {"tiers": self.lane}
         """Those on which copies between tiers run: that of gathers too, which fetch shards."""
         self._device = device
+        self._turns = Turns() if device.type == "cuda" else None
         self._with_gathers: dict[dsx_comm.RankSet, dsx_comm.RankSet] = {}
         self._channel: AskingChannel | None = None
         self._agreement_group: Any = None
@@ -252,6 +254,15 @@ class Builder:
         if ranks not in self._with_gathers:
             self._with_gathers[ranks] = self.recipe.groups.take_for_gathers(ranks)
         return self._with_gathers[ranks]
+
+    def gather_transport(self, sets: Collection[dsx_comm.RankSet]) -> Transport:
+        """For the parameters of stage 3, which these sets share."""
+        made = self.recipe.transports.gather(sets)
+        return made if self._turns is None else InTurn(made, self._turns)
+
+    def in_turn(self, made: ReduceTransport) -> ReduceTransport:
+        """The transport for gradients, whose messages follow those for parameters on a CUDA device."""
+        return made if self._turns is None else ReducesInTurn(made, self._turns)
 
     def channel(self) -> AskingChannel | None:
         """For the words of the order (collective the first time); None where there is one rank."""
@@ -326,7 +337,7 @@ class _Build:
         lane = self._builder.moving_lanes["gathers"] = make_lane(self.device)
         gathers = GatherExecutor(
             found.partitioned,
-            transport=self.transports.gather(tuple(with_gathers.values())),
+            transport=self._builder.gather_transport(tuple(with_gathers.values())),
             lane=lane,
             ahead=read_ahead_of(found.partitioned, self.placement.parameters),
         )
@@ -394,7 +405,7 @@ class _Build:
             if ranks.size == 1:
                 return LocalReducer.of(ranks, self.reduction)
             rows = partial(self._rows_transport, ranks) if ranks in with_rows else None
-            return Reducer(ranks, self.reduction, partial(self.transports.reduce, scatters=stage > 0), lane, rows)
+            return Reducer(ranks, self.reduction, partial(self._reduce_transport, stage > 0), lane, rows)
 
         differ = any(
             group.ranks.holders is not self.data.group or group.ranks.tensor_groups
@@ -418,7 +429,12 @@ class _Build:
         )
 
     def _rows_transport(self, ranks: dsx_comm.RankSet, op: Any) -> ReduceTransport:
-        return Cast(RowsAllReduce(op, self.groups.take_for_rows(ranks)), self.precision.wire_dtype)
+        return self._builder.in_turn(
+            Cast(RowsAllReduce(op, self.groups.take_for_rows(ranks)), self.precision.wire_dtype)
+        )
+
+    def _reduce_transport(self, scatters: bool, op: Any, ranks: dsx_comm.RankSet) -> ReduceTransport:
+        return self._builder.in_turn(self.transports.reduce(op, ranks, scatters=scatters))
 
     def _order(
         self, executor: CollectiveExecutor, channel: Channel | None, limits: GatherLimits | None = None
