@@ -1,6 +1,7 @@
 """Operators that make the host wait for a device: a forward of dropless experts has one, the reading of the counts."""
 
 import dsx_moe
+import pytest
 import torch
 from dsx_moe import MoE
 from dsx_testkit import run_ranks
@@ -66,3 +67,24 @@ def test_clipping_reads_nothing():
     kept = {name: p.grad.clone() for name, p in model.named_parameters()}
     assert not dsx_moe.clip_grad_norm_(model, 0.5).isfinite()
     assert all(torch.equal(p.grad, kept[name]) for name, p in model.named_parameters())
+
+
+def clipped(rank, world):
+    model = MoE(6, lambda i: nn.Linear(6, 6), 4, world, k=2)
+    for name, parameter in model.named_parameters():
+        parameter.grad = torch.full_like(parameter, 1.0 if "experts" in name else 2.0)
+    dense = sum(p.numel() for name, p in model.named_parameters() if "experts" not in name)
+    with CountWaits() as waits:
+        norm = dsx_moe.clip_grad_norm_(model, 1.0)
+    left = {name: float(p.grad.max()) for name, p in model.named_parameters()}
+    return waits.seen, float(norm), dense, left
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_clipping_on_several_ranks_reads_nothing_and_counts_each_expert_once(world):
+    for seen, norm, dense, left in run_ranks(clipped, world, backend="gloo"):
+        assert seen == []
+        expected = (4 * dense + 4 * (36 + 6)) ** 0.5  # four experts of 42 elements, whichever rank holds them
+        assert norm == pytest.approx(expected, rel=1e-12)
+        for name, value in left.items():
+            assert value == pytest.approx((1 if "experts" in name else 2) / (expected + 1e-6), rel=1e-6), name
