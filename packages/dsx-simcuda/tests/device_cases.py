@@ -5,8 +5,10 @@ and the lines that the reports blame.
 """
 
 import copy
+import ctypes
 import io
 import json
+import os
 import sys
 
 import dsx_simcuda
@@ -388,6 +390,53 @@ def registered_memory_waited_for():
 
 
 @case
+def native_read_too_early():
+    host = torch.zeros(SIZE)
+    torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0)
+    host.copy_(ones(SIZE), non_blocking=True)  # LINE native_read_too_early earlier
+    dsx_simcuda.host_reads(host, by="file writer")  # LINE native_read_too_early later
+    ctypes.string_at(host.data_ptr(), host.nbytes)
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
+
+
+@case
+def native_write_too_early():
+    host = torch.ones(SIZE).pin_memory()
+    host.to("cuda", non_blocking=True)  # LINE native_write_too_early earlier
+    dsx_simcuda.host_writes(host[:10])  # LINE native_write_too_early later
+    torch.cuda.synchronize()
+
+
+@case
+def native_system_call_too_early():
+    host = torch.empty(SIZE, pin_memory=True)
+    host.copy_(ones(SIZE), non_blocking=True)
+    dsx_simcuda.host_reads(host)
+    with open(os.devnull, "wb", buffering=0) as file:
+        file.write(memoryview(host.numpy()))
+    torch.cuda.synchronize()
+
+
+@case
+def native_accesses_in_time():
+    host = torch.ones(SIZE).pin_memory()
+    dsx_simcuda.host_writes(host)
+    values = host.to("cuda", non_blocking=True)
+    dsx_simcuda.host_reads(host)  # the copy reads, too
+    torch.cuda.synchronize()
+    dsx_simcuda.host_writes(host)
+    host.copy_(values * 2, non_blocking=True)
+    torch.cuda.current_stream().synchronize()
+    dsx_simcuda.host_reads(host[:1], by="file writer")
+    dsx_simcuda.host_reads(torch.zeros(3))
+    try:
+        dsx_simcuda.host_reads(values)
+    except ValueError as error:
+        return host.sum().item(), str(error)
+
+
+@case
 def pageable_source_may_change():
     source = torch.ones(SIZE)
     copied = source.to("cuda", non_blocking=True)
@@ -497,6 +546,29 @@ def layers():
         nn.TransformerEncoderLayer(8, 2, batch_first=True).cuda()(randn(2, 3, 8)),
     ]
     return [part.isfinite().all().item() for part in parts]
+
+
+def _trained(recurrent, options, device):
+    torch.manual_seed(0)
+    layer, inputs = recurrent(5, 7, **options).double().to(device), torch.randn(4, 3, 5).double().to(device)
+    inputs.requires_grad_()
+    outputs, state = layer(inputs)
+    (outputs.square().sum() + (state[1] if isinstance(state, tuple) else state).sin().sum()).backward()
+    return [t.cpu() for t in (outputs.detach(), inputs.grad, *(p.grad for p in layer.parameters()))]
+
+
+@case
+def recurrent_layers():
+    options = [{}, {"num_layers": 2, "bidirectional": True}, {"batch_first": True, "bias": False}]
+    cases = [(kind, some) for kind in (nn.LSTM, nn.GRU, nn.RNN) for some in options] + [(nn.LSTM, {"proj_size": 3})]
+    equal = [
+        all(torch.allclose(a, b) for a, b in zip(*(_trained(*one, device) for device in ("cpu", "cuda"))))
+        for one in cases
+    ]
+    packed = nn.utils.rnn.pack_sequence([randn(4, 5), randn(2, 5)])
+    with torch.autocast("cuda", torch.bfloat16):
+        kind = nn.LSTM(5, 7).cuda()(packed)[0].data.dtype
+    return equal, str(kind), str(nn.GRUCell(5, 7).cuda().half()(randn(3, 5).half()).dtype)
 
 
 def _steps(optimizer_class, device, **options):

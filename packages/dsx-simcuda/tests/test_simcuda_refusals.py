@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import subprocess
 import sys
 
@@ -18,11 +19,19 @@ def test_torch_imported_first_is_refused(built):
     assert "[DSX901]" in done.stderr and "python -m dsx_simcuda train.py" in done.stderr
 
 
-def test_another_version_of_torch_is_refused(monkeypatch):
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.10.1+cpu")
-    with pytest.raises(dsx_simcuda.RefusedHere, match=r"torch 2\.10\.1.*expected one of 2\.11, 2\.12, 2\.13") as caught:
+@pytest.mark.parametrize("version", ["2.10.1+cpu", "2.11.0+cpu", "2.12.1", "2.14.0.dev1+cpu"])
+def test_another_version_of_torch_is_refused_and_can_be_tried(monkeypatch, version):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    text = rf"torch {re.escape(version)} .*expected 2\.13 .* DSX_SIMCUDA_ANY_TORCH=1 to try"
+    with pytest.raises(dsx_simcuda.RefusedHere, match=text) as caught:
         dsx_simcuda.build()
     assert "[DSX903]" in str(caught.value)
+    monkeypatch.setenv("DSX_SIMCUDA_ANY_TORCH", "1")
+    assert building.torch_folder().name == "torch"
+
+
+def test_the_tests_run_with_a_version_that_is_called_tested():
+    assert any(importlib.metadata.version("torch").startswith(version) for version in dsx_simcuda.TESTED)
 
 
 def test_a_real_gpu_is_refused_unless_forced(monkeypatch):

@@ -14,6 +14,7 @@ from .building import TESTED, build
 from .errors import BuildFailed, ImportedTooLate, RefusedHere, SimcudaError
 from .findings import HostSync, Report, Seen, host_syncs, reports, watch
 from .frames import Frame
+from .host_memory import host_reads, host_writes
 from .installing import get_option, install, is_installed, set_option, synchronize
 from .operation import Operation
 from .options import MODES, Options
@@ -38,7 +39,9 @@ __all__ = [
     "__version__",
     "build",
     "get_option",
+    "host_reads",
     "host_syncs",
+    "host_writes",
     "install",
     "is_installed",
     "name_stream",

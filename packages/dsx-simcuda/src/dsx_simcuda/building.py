@@ -23,7 +23,8 @@ from pathlib import Path
 
 from .errors import BuildFailed, RefusedHere
 
-TESTED = ("2.11", "2.12", "2.13")
+TESTED = ("2.13",)
+"""Versions of torch with which the test suite of this package has passed."""
 SOURCES = Path(__file__).resolve().parent / "csrc"
 DEVICE = "libdsx_simcuda.so"
 GROUP = "_dsx_simnccl.so"
@@ -45,8 +46,9 @@ def torch_folder() -> Path:
     minor = ".".join(version.split("+")[0].split(".")[:2])
     if minor not in TESTED and os.environ.get("DSX_SIMCUDA_ANY_TORCH") != "1":
         raise RefusedHere(
-            f"torch {version} was never tested with dsx-simcuda, expected one of {', '.join(TESTED)} (torch's internal"
-            " headers differ between versions); install one of these, or set DSX_SIMCUDA_ANY_TORCH=1 to try"
+            f"torch {version} was never tested with dsx-simcuda, expected {' or '.join(TESTED)} (torch's internal"
+            " headers differ between versions); install the CPU build of that version, or set"
+            " DSX_SIMCUDA_ANY_TORCH=1 to try"
         )
     return root
 

@@ -73,6 +73,7 @@ def _declare(library: Any) -> None:
     library.sim_set_limit.argtypes = [ctypes.c_int, size]
     library.sim_pin.argtypes = [pointer, size]
     library.sim_unpin.argtypes = [pointer]
+    library.sim_host_access.argtypes = [pointer, size, ctypes.c_int, text]
     library.sim_elapsed.argtypes = [pointer, pointer, ctypes.POINTER(number)]
     library.sim_sleep.argtypes = [number]
     _with_lock.sim_stack.restype = ctypes.py_object

@@ -115,7 +115,7 @@ std::unique_ptr<at::ObserverContext> check_operator(const at::RecordFunction& f)
         const auto* given = schema->arguments()[i].alias_info();
         if (!t.defined() || !t.device().is_cpu() || !t.has_storage() || (given && !given->isWrite())) continue;
         Span span = span_of(t, given != nullptr);
-        check_registered(span.lo, span.hi, span.write, schema->name().c_str());
+        check_host_access(span.lo, span.hi, span.write, schema->name(), true);
     }
     return nullptr;
 }

@@ -223,7 +223,8 @@ void pinned_use(const void* p, size_t n, Stream* s, uint64_t until, bool device_
 bool pinned_in_flight(const void* p, size_t n);  // has a copy that uses some of these bytes not run yet?
 void pinned_settle();                            // the host has waited: what is ordered may be accessed again
 bool pinned_fault(uintptr_t address, bool write);
-void check_registered(uintptr_t lo, uintptr_t hi, bool write, const char* what);
+// Reports an access of the host to bytes that a copy uses and that the host has not waited for.
+void check_host_access(uintptr_t lo, uintptr_t hi, bool write, const std::string& what, bool only_registered);
 bool any_registered_in_flight();
 void install_fault_handler();
 void paced(size_t bytes);

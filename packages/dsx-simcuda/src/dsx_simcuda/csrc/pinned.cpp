@@ -6,7 +6,8 @@
 // block is opened and the program goes on. Only pages all of whose used bytes belong to copies are protected, so that
 // a neighbour on the same page is never stopped.
 //
-// Memory that a program registers (cudaHostRegister) has one mapping only, and is watched at torch's operators.
+// Memory that a program registers (cudaHostRegister) has one mapping only, and is watched at torch's operators. Native
+// code that touches host memory past torch can say so (check_host_access).
 #include <signal.h>
 #include <sys/mman.h>
 #include <ucontext.h>
@@ -231,18 +232,19 @@ bool pinned_fault(uintptr_t address, bool write) {
 
 bool any_registered_in_flight() { return registered_uses > 0; }
 
-void check_registered(uintptr_t lo, uintptr_t hi, bool write, const char* what) {
+void check_host_access(uintptr_t lo, uintptr_t hi, bool write, const std::string& what, bool only_registered) {
     CallSite site;
     std::lock_guard<std::recursive_mutex> order(order_lock());
     std::lock_guard<std::mutex> g(m);
     auto it = block_at(lo);
-    if (it == blocks.end() || !it->second.registered) return;
+    if (it == blocks.end() || (only_registered && !it->second.registered)) return;
     for (auto& u : it->second.uses) {
         if (u.told || u.hi <= lo || u.lo >= hi || (!write && !u.device_writes) || waited_for(u)) continue;
         u.told = true;
-        std::string text = std::string("the host's ") + what + (write ? " writes" : " reads");
+        std::string text = "the host's " + what + (write ? " writes" : " reads");
         tell(u, std::max(lo, u.lo), text.c_str(), CallSite::here());
     }
+    protect(it->first, it->second);  // what is told may be touched, by a system call too
 }
 
 // ---------------------------------------------------------------- faults

@@ -130,5 +130,10 @@ void sim_pin(void* p, size_t n) { sim::pinned_register(p, n); }
 
 void sim_unpin(void* p) { sim::pinned_unregister(p); }
 
+void sim_host_access(void* p, size_t n, int write, const char* by) {
+    auto at = uintptr_t(p);
+    sim::check_host_access(at, at + n, write != 0, by, false);
+}
+
 void sim_fault_handler() { sim::install_fault_handler(); }
 }
