@@ -106,7 +106,7 @@ VARIANTS = [
     ),
     variant("hybrid-of-four", {"stage": 3, **WHOLE, "zero_hpz_partition_size": 2}, worlds=(4,)),
     variant("early-host-step", {"stage": 2, "offload_optimizer": PINNED}, rest={"gradient_clipping": 0.0}),
-    variant("late-host-step", {"stage": 2, "late_update_after": 1, "offload_optimizer": PINNED}),
+    variant("late-host-step", {"stage": 2, "offload_optimizer": {**PINNED, "late_update_after": 1}}),
     variant("partial-host-step", {"stage": 3, **WHOLE, "offload_optimizer": {**PINNED, "ratio": 0.5}}),
     variant("saved", {"stage": 3, **WHOLE}, body="saved", sample=(2,)),
     variant("saved-from-host", ON_HOST, body="saved"),
