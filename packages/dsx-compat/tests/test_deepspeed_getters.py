@@ -123,6 +123,34 @@ def test_a_member_that_dsx_does_not_have_says_what_to_use(engine):
         engine.zero_nothing
 
 
+@pytest.mark.parametrize("kind", ["DeepSpeedEngine", "PipelineEngine"])
+def test_the_class_answers_as_the_engine_does(kind):
+    import deepspeed
+    from dsx_compat.unsupported import UNSUPPORTED_MEMBERS
+
+    owner = getattr(deepspeed, kind)
+    for name, advice in UNSUPPORTED_MEMBERS.items():
+        assert not hasattr(owner, name)
+        with pytest.raises(dsx_compat.errors.MemberNotSupportedError, match=f"engine.{name}") as caught:
+            getattr(owner, name)
+        assert advice in str(caught.value)
+    with pytest.raises(AttributeError, match="has no attribute 'zero_nothing'"):
+        owner.zero_nothing
+    assert owner.step and not hasattr(owner, "zero_nothing")
+
+
+def test_a_member_that_nothing_calls_cannot_be_replaced(engine):
+    """As programs do that replace DeepSpeed's own functions: nothing would call theirs."""
+    import deepspeed
+
+    for owner in (deepspeed.DeepSpeedEngine, engine):
+        with pytest.raises(dsx_compat.errors.MemberNotSupportedError, match="gradient_clipping in the configuration"):
+            owner.clip_fp32_gradients = lambda self: None
+    engine.note = deepspeed.DeepSpeedEngine.note = 3  # other names are free
+    assert engine.note == 3
+    del deepspeed.DeepSpeedEngine.note
+
+
 def test_members_that_the_advice_names_exist(engine):
     from dsx_compat.unsupported import UNSUPPORTED, UNSUPPORTED_MEMBERS
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import dsx_compat
 import pytest
 import torch
@@ -102,6 +104,66 @@ def build_under_init(rank, world):
 
 def test_parameters_built_under_init_have_the_attributes():
     assert all(run_ranks(build_under_init, 2))
+
+
+def assign_shard(rank, world, threshold):
+    import deepspeed
+
+    torch.manual_seed(0)
+    net = torch.nn.Linear(5, 3)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        "gradient_clipping": 0,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": threshold},
+    }
+    engine, *_ = deepspeed.initialize(model=net, config=config)
+    part = net.weight.ds_tensor
+    assert isinstance(part, torch.Tensor) and type(part + 1) is type(part.clone()) is type(part.data) is torch.Tensor
+    whole = torch.arange(15.0).reshape(3, 5)
+    sizes = [None] * world
+    torch.distributed.all_gather_object(sizes, part.numel())
+    start = 0 if threshold else sum(sizes[:rank])
+    mine = whole.flatten()[start : start + part.numel()]
+    net.weight.ds_tensor.data = mine.clone()
+    assert torch.equal(net.weight.ds_tensor, mine) and torch.equal(copy.deepcopy(part), mine)
+    with deepspeed.zero.GatheredParameters(net.weight):
+        assert torch.equal(net.weight.data, whole)
+    for wrong in (torch.zeros(part.numel() + 1), mine.double(), 3):
+        with pytest.raises(ValueError, match=r"expected torch\.float32"):
+            net.weight.ds_tensor.data = wrong
+    net.weight.ds_tensor.data.add_(1)  # in place, as before
+    engine.backward(engine(torch.ones(1, 5)).sum())
+    engine.step()
+    return deepspeed.utils.safe_get_full_fp32_param(net.weight).tolist()
+
+
+@pytest.mark.parametrize("threshold", [0, 10**6])
+def test_values_assigned_to_the_part_of_a_rank_are_the_parameters(threshold):
+    expected = (torch.arange(15.0).reshape(3, 5) + 1 - 0.5).tolist()  # every gradient is 1
+    assert run_ranks(assign_shard, 2, threshold) == [expected] * 2
+
+
+def assign_on_disk(rank, world, folder):
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.5}},
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": 0,
+            "offload_param": {"device": "nvme", "nvme_path": folder, "max_in_cpu": 0},
+        },
+    }
+    net = torch.nn.Linear(5, 3)
+    deepspeed.initialize(model=net, config=config)
+    with pytest.raises(ValueError, match="safe_set_local_fp32_param"):
+        net.weight.ds_tensor.data = torch.zeros(15)
+
+
+def test_a_part_on_disk_cannot_be_assigned(tmp_path):
+    run_ranks(assign_on_disk, 1, str(tmp_path))
 
 
 def attach_after_init(rank, world):

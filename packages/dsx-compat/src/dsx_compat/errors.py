@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dsx.errors import DsxError
 
-__all__ = ["CompatError", "CompatWarning", "MemberNotSupportedError", "NotSupportedError", "WrongDeepSpeedError"]
+__all__ = [
+    "CompatError",
+    "CompatWarning",
+    "MemberNotSupportedError",
+    "NotSupportedError",
+    "ShardValueError",
+    "WrongDeepSpeedError",
+]
 
 
 class CompatError(DsxError):
@@ -21,6 +28,12 @@ class MemberNotSupportedError(CompatError, AttributeError):
     """An object does not have this member of DeepSpeed's; the text says what to use instead. `hasattr` is False."""
 
     code = "DSX604"
+
+
+class ShardValueError(CompatError, ValueError):
+    """Values do not fit the part of a parameter that this rank has."""
+
+    code = "DSX605"
 
 
 class WrongDeepSpeedError(CompatError, RuntimeError):

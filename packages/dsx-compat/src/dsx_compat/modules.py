@@ -107,9 +107,9 @@ def _unsupported_reason(fullname: str) -> str | None:
     """Text that says what to use instead of a name that dsx does not have; None if the name is not in the tables."""
     parent, _, name = fullname.rpartition(".")
     reason = UNSUPPORTED.get(parent, {}).get(name)
-    for prefix, instead in UNSUPPORTED_MODULES.items():
+    for prefix in sorted(UNSUPPORTED_MODULES, key=len):  # the longest that fits says it best
         if fullname == prefix or fullname.startswith(f"{prefix}."):
-            reason = instead
+            reason = UNSUPPORTED_MODULES[prefix]
     return None if reason is None else f"{fullname}: dsx does not have it; {reason}"
 
 

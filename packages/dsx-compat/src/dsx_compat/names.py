@@ -119,16 +119,10 @@ _COMM = _of(
     " inference_all_reduce has_all_gather_into_tensor has_reduce_scatter_tensor has_all_reduce_coalesced"
     " has_coalescing_manager ReduceOp get_backend",
 )
-_ESTIMATE_2 = _of(
-    "dsx_zero",
-    "estimate_zero2_model_states_mem_needs estimate_zero2_model_states_mem_needs_all_live"
-    " estimate_zero2_model_states_mem_needs_all_cold",
-)
-_ESTIMATE_3 = _of(
-    "dsx_zero",
-    "estimate_zero3_model_states_mem_needs estimate_zero3_model_states_mem_needs_all_live"
-    " estimate_zero3_model_states_mem_needs_all_cold",
-)
+_ESTIMATE = {
+    stage: _of("dsx_zero", f"{name} {name}_all_live {name}_all_cold")
+    for stage, name in ((n, f"estimate_zero{n}_model_states_mem_needs") for n in (2, 3))
+}
 _ZERO_TO_FP32 = _of(
     "dsx_compat.checkpoint.zero_to_fp32",
     "get_fp32_state_dict_from_zero_checkpoint convert_zero_checkpoint_to_fp32_state_dict"
@@ -140,8 +134,17 @@ _CHECKPOINT_CONSTANTS = _of(
     "OPTIMIZER_STATE_DICT FP32_GROUPS FP32_FLAT_GROUPS BASE_OPTIMIZER_STATE GROUP_PADDINGS"
     " SINGLE_PARTITION_OF_FP32_GROUPS PARTITION_COUNT ZERO_STAGE CLIP_GRAD LOSS_SCALER PARAM PARAM_SHAPES"
     " BUFFER_NAMES DS_VERSION FROZEN_PARAM_SHAPES FROZEN_PARAM_FRAGMENTS MODEL_FILE_PREFIX LAYER_FILE_PREFIX"
-    " ZERO_FILE_PREFIX MODEL_FILE_SUFFIX OPTIM_FILE_SUFFIX",
+    " ZERO_FILE_PREFIX MODEL_FILE_SUFFIX OPTIM_FILE_SUFFIX"
+    " UNIVERSAL_CHECKPOINT_INFO VOCABULARY_PARAMETER_PATTERNS PIPELINE_REPLICATED_PARAMETER_PATTERNS"
+    " PARAMETER_TO_AVERAGE_PATTERNS PARAMETER_WITH_ROW_PARALLELISM_PATTERNS TP_REPLICATED_PARAMETER_PATTERNS"
+    " PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0 PARAMETER_WITH_SUB_PARAMS",
 )
+_CHECKPOINT_FILES = _of(
+    "dsx_compat.checkpoint.parts",
+    "get_layer_ckpt_name_for_rank get_model_ckpt_name_for_rank get_zero_ckpt_name_for_rank",
+)
+_MERGE_STATE = _of("dsx_compat.checkpoint.parts", "merge_state")
+_SUBPARAMS = _of("dsx_compat.values", "SubparamShape")
 _GRADIENTS = {
     **_of("dsx_compat.gradients", "clip_grad_norm_ get_grad_zeros get_weight_norm CheckOverflow"),
     **_of("dsx_ops", "get_global_norm"),
@@ -167,13 +170,11 @@ _ADAM = {"DeepSpeedCPUAdam": "dsx_ops:DeepSpeedCPUAdam", "FusedAdam": "dsx_ops:F
 _RUNTIME_UTILS = {
     **_GRADIENTS,
     **_of("dsx.utils", "see_memory_usage partition_uniform partition_balanced set_random_seed move_to_device"),
+    "is_model_parallel_parameter": "dsx_compat.values:is_model_parallel_parameter",
 }
 _ELASTICITY_ERRORS = _of("dsx.elasticity", "ElasticityError ElasticityConfigError ElasticityIncompatibleWorldSize")
 _ELASTICITY = {**_of("dsx.elasticity", "compute_elastic_config elasticity_enabled"), **_ELASTICITY_ERRORS}
-_SCALERS = {
-    "LossScaler": "dsx.loss_scaler:StaticScale",
-    "DynamicLossScaler": "dsx.loss_scaler:DynamicScale",
-}
+_SCALERS = {"LossScaler": "dsx.loss_scaler:StaticScale", "DynamicLossScaler": "dsx.loss_scaler:DynamicScale"}
 
 MODULES: dict[str, dict[str, str]] = {
     "deepspeed": {
@@ -201,14 +202,20 @@ MODULES: dict[str, dict[str, str]] = {
     "deepspeed.accelerator.cpu_accelerator": {"CPU_Accelerator": "dsx_compat.accelerator:CPUAccelerator"},
     "deepspeed.accelerator.cuda_accelerator": {"CUDA_Accelerator": "dsx_compat.accelerator:CUDAAccelerator"},
     "deepspeed.autotuning": _of("dsx.autotuning", "Autotuner"),
-    "deepspeed.checkpoint": _CHECKPOINT_CONSTANTS,
+    "deepspeed.checkpoint": {**_CHECKPOINT_CONSTANTS, **_CHECKPOINT_FILES, **_MERGE_STATE, **_SUBPARAMS},
     "deepspeed.checkpoint.constants": _CHECKPOINT_CONSTANTS,
-    "deepspeed.checkpoint.utils": _of("dsx.utils", "clone_tensors_for_torch_save"),
+    "deepspeed.checkpoint.reshape_utils": _MERGE_STATE,
+    "deepspeed.checkpoint.universal_checkpoint": _SUBPARAMS,
+    "deepspeed.checkpoint.utils": {**_of("dsx.utils", "clone_tensors_for_torch_save"), **_CHECKPOINT_FILES},
     "deepspeed.checkpoint.ds_to_universal": {"main": "dsx_compat.checkpoint.ds_to_universal:main"},
     "deepspeed.elasticity": _ELASTICITY,
     "deepspeed.elasticity.config": _ELASTICITY_ERRORS,
     "deepspeed.elasticity.elasticity": _ELASTICITY,
-    "deepspeed.comm": {**_COMM, "TorchBackend": "dsx_compat.values:TorchBackend"},
+    "deepspeed.comm": {
+        **_COMM,
+        "ProcessGroup": "torch.distributed:ProcessGroup",
+        "TorchBackend": "dsx_compat.values:TorchBackend",
+    },
     "deepspeed.comm.comm": _COMM,
     "deepspeed.comm.torch": {"TorchBackend": "dsx_compat.values:TorchBackend"},
     "deepspeed.compression": {},
@@ -219,6 +226,11 @@ MODULES: dict[str, dict[str, str]] = {
     "deepspeed.env_report": {"main": "dsx_compat.commands:ds_report", "cli_main": "dsx_compat.commands:ds_report"},
     "deepspeed.git_version_info": _of("dsx_compat.values", "version git_hash git_branch"),
     "deepspeed.launcher": {},
+    "deepspeed.launcher.constants": _of(
+        "dsx_compat.values",
+        "PDSH_LAUNCHER PDSH_MAX_FAN_OUT OPENMPI_LAUNCHER MPICH_LAUNCHER IMPI_LAUNCHER SLURM_LAUNCHER MVAPICH_LAUNCHER"
+        " MVAPICH_TMP_HOSTFILE",
+    ),
     "deepspeed.launcher.runner": {
         "main": "dsx_compat.commands:deepspeed",
         **_of("dsx_compat.values", "DEEPSPEED_ENVIRONMENT_NAME DLTS_HOSTFILE EXPORT_ENVS"),
@@ -261,9 +273,7 @@ MODULES: dict[str, dict[str, str]] = {
     "deepspeed.ops.sparse_attention.softmax": _of("dsx_sparse_attn", "Softmax"),
     "deepspeed.ops.sparse_attention.sparse_attention_utils": _of("dsx_sparse_attn", "SparseAttentionUtils"),
     "deepspeed.ops.sparse_attention.sparse_self_attention": _of("dsx_sparse_attn", "SparseSelfAttention"),
-    "deepspeed.ops.sparse_attention.sparsity_config": {
-        name: place for name, place in _SPARSE.items() if name.endswith("Config")
-    },
+    "deepspeed.ops.sparse_attention.sparsity_config": {n: p for n, p in _SPARSE.items() if n.endswith("Config")},
     "deepspeed.ops.transformer": _TRANSFORMER,
     "deepspeed.pipe": {**_PIPE, **_TOPOLOGY},
     "deepspeed.profiling": {},
@@ -306,6 +316,7 @@ MODULES: dict[str, dict[str, str]] = {
         **_of("dsx_compat.values", "ADAM_OPTIMIZER LAMB_OPTIMIZER MUON_OPTIMIZER"),
     },
     "deepspeed.runtime.fp16": {},
+    "deepspeed.runtime.fp16.fused_optimizer": {"FP16_Optimizer": "dsx_zero:ZeroOptimizer"},
     "deepspeed.runtime.fp16.loss_scaler": _SCALERS,
     "deepspeed.runtime.fp16.onebit": _of("dsx_comm", "OnebitAdam OnebitLamb ZeroOneAdam"),
     "deepspeed.runtime.fp16.onebit.adam": _of("dsx_comm", "OnebitAdam"),
@@ -331,6 +342,7 @@ MODULES: dict[str, dict[str, str]] = {
         "DeepSpeedZeroConfig": "dsx_zero.config:ZeroConfig",
         "ZeroStageEnum": "dsx_compat.values:ZeroStageEnum",
     },
+    "deepspeed.runtime.zero.mics": {"MiCS_Init": "dsx_compat.entry:Init"},
     "deepspeed.runtime.zero.offload_config": {
         "OffloadDeviceEnum": "dsx_compat.values:OffloadDeviceEnum",
         "OffloadStateTypeEnum": "dsx_zero:OffloadStateTypeEnum",
@@ -342,11 +354,11 @@ MODULES: dict[str, dict[str, str]] = {
         "_orig_torch_arange": "torch:arange",
         "get_accelerator": "dsx_compat.accelerator:get_accelerator",
     },
-    "deepspeed.runtime.zero.stage_1_and_2": {"DeepSpeedZeroOptimizer": "dsx_zero:ZeroOptimizer", **_ESTIMATE_2},
+    "deepspeed.runtime.zero.stage_1_and_2": {"DeepSpeedZeroOptimizer": "dsx_zero:ZeroOptimizer", **_ESTIMATE[2]},
     "deepspeed.runtime.zero.stage3": {
         "DeepSpeedZeroOptimizer_Stage3": "dsx_zero:ZeroOptimizer",
         "unwrap_model_for_generation": _ZERO["unwrap_model_for_generation"],
-        **_ESTIMATE_3,
+        **_ESTIMATE[3],
     },
     "deepspeed.runtime.zero.tiling": _of("dsx_zero", "TiledLinear TiledLinearReturnBias"),
     "deepspeed.runtime.zero.utils": {"is_zero_param": "dsx_compat.parameters:is_zero_param"},

@@ -9,6 +9,7 @@ Left out: methods that move partitions (`param.all_gather()`, `param.partition()
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from .errors import ShardValueError
 from .values import ZeroParamStatus, ZeroParamType
 
 __all__ = ["attach", "is_zero_param"]
@@ -51,6 +53,50 @@ class _ComputedAttribute:
         del vars(parameter)[self.name]
 
 
+class _LocalShard(torch.Tensor):
+    """`param.ds_tensor`: the part of a parameter that this rank has, as a view.
+
+    To assign to `data` writes the values into that part. In an ordinary tensor it would give this view other memory,
+    and the parameter would keep its values.
+    """
+
+    # results of operators are ordinary tensors
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    _partition: Any
+
+    @property
+    def data(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.detach().as_subclass(torch.Tensor)
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        if not isinstance(values, torch.Tensor) or values.shape != self.shape or values.dtype != self.dtype:
+            got = f"{values.dtype} {tuple(values.shape)}" if isinstance(values, torch.Tensor) else type(values).__name__
+            raise ShardValueError(
+                f"ds_tensor.data: got {got}, expected {self.dtype} {tuple(self.shape)}, the part of this rank; for"
+                " whole values use deepspeed.zero.GatheredParameters(parameter, modifier_rank=0)"
+            )
+        if self._partition.local_shard.data_ptr() != self.data_ptr():  # each look has memory of its own: a copy
+            raise ShardValueError(
+                "ds_tensor.data: got values for a part that is not in memory or has moved, expected one in memory; use"
+                " deepspeed.utils.safe_set_local_fp32_param(parameter, values)"
+            )
+        with torch.no_grad():
+            self.copy_(values)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return copy.deepcopy(self.data, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.data.__reduce_ex__(protocol)
+
+
+def _local_shard(partition: Any) -> torch.Tensor:
+    found = partition.local_shard.as_subclass(_LocalShard)
+    found._partition = partition
+    return found
+
+
 def _convert_to_zero_parameters(partition: Any, param_list: Iterable[Any]) -> None:
     """Hand over parameters that were attached to a model after `zero.Init` (adapters). dsx divides them when the engine
     is built, with all other parameters of the model, so that nothing is left to do before.
@@ -74,7 +120,7 @@ _ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "ds_id": lambda partition: partition.key,
     "ds_numel": lambda partition: partition.numel,
     "ds_shape": lambda partition: partition.shape,
-    "ds_tensor": lambda partition: partition.local_shard,
+    "ds_tensor": _local_shard,
     "ds_status": lambda partition: ZeroParamStatus.AVAILABLE if partition.gathered else ZeroParamStatus.NOT_AVAILABLE,
     "ds_param_type": lambda partition: ZeroParamType.PARTITIONED,
     "ds_persist": lambda partition: partition.gathered and partition.local_shard.numel() == partition.numel,

@@ -24,6 +24,7 @@ _READ_CHECKPOINT = (
     "read weights with deepspeed.utils.zero_to_fp32; engine.load_checkpoint loads at any number of ranks, without a"
     " conversion"
 )
+_SAVES = "dsx writes its own format by engine.save_checkpoint; the section checkpoint of the configuration says how"
 _PASSES = "graph passes are not available yet; engine.compile() compiles unit by unit"
 _REDUCE = (
     "backward and step reduce the gradients, and engine.allreduce_gradients() does by hand; for other tensors call"
@@ -55,12 +56,29 @@ UNSUPPORTED: dict[str, dict[str, str]] = {
         "model_3d_desc": _READ_CHECKPOINT,
         "reshape_meg_2d_parallel": _READ_CHECKPOINT,
         "enable_universal_checkpoint": _READ_CHECKPOINT,
+        "NeoxCheckpoint": _READ_CHECKPOINT,
+    },
+    "deepspeed.checkpoint.universal_checkpoint": {
+        "enable_universal_checkpoint": _READ_CHECKPOINT,
+        "load_hp_checkpoint_state": _READ_CHECKPOINT,
     },
     "deepspeed.utils.comms_logging": {"CommsLogger": _COMMS_LOG},
     "deepspeed.runtime.activation_checkpointing.checkpointing": {
         "CheckpointFunction": "call checkpointing.checkpoint(function, *args)"
     },
     "deepspeed.runtime.dataloader": {"DeepSpeedDataLoader": "engine.deepspeed_io(dataset) makes the loader"},
+    "deepspeed.runtime.fp16.loss_scaler": {
+        "CreateLossScaler": "set fp16 in the configuration; engine.optimizer.loss_scaler shows the scale"
+    },
+    "deepspeed.runtime.utils": {
+        "DummyOptim": "give initialize no optimizer: then the engine trains nothing",
+        "PartitionedTensor": "set activation_checkpointing.partition_activations in the configuration",
+        "align_dense_tensors": "deepspeed.utils.safe_get_local_fp32_param reads a rank's part of a parameter",
+        "all_gather_dp_groups": "the step gathers the parameters; deepspeed.zero.GatheredParameters does by hand",
+    },
+    "deepspeed.runtime.zero.partition_parameters": {
+        "_init_external_params": "deepspeed.zero.register_external_parameter is enough"
+    },
     "deepspeed.runtime.sequence_parallel.ulysses_sp": {
         "UlyssesSPAttentionHF": _SEQUENCE,
         "UlyssesSPDataLoaderAdapter": _SEQUENCE,
@@ -81,12 +99,24 @@ UNSUPPORTED_MODULES: dict[str, str] = {
     "deepspeed.launcher.multinode_runner": _LAUNCHER,
     "deepspeed.linear": "use peft, whose adapters train at every ZeRO stage",
     "deepspeed.model_implementations": _SERVING,
+    "deepspeed.module_inject.layers": (
+        f"for training, {_SLICING}; engine.save_checkpoint stores slices as parts of whole tensors, which"
+        " deepspeed.utils.zero_to_fp32 reads"
+    ),
     "deepspeed.module_inject": f"{_SERVING}; for training, {_SLICING}",
     "deepspeed.ops.deepspeed4science": "use torch.nn.functional.scaled_dot_product_attention with a bias",
     "deepspeed.ops.fp_quantizer": "use dsx_ops.quantize_fp8",
     "deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr": (
         "set data_efficiency.data_sampling.dynamic_batching in the configuration and give initialize training_data"
     ),
+    "deepspeed.nebula": _SAVES,
+    "deepspeed.runtime.checkpoint_engine": _SAVES,
+    "deepspeed.runtime.comm": "deepspeed.comm has the collectives; the engine makes the others itself",
+    "deepspeed.runtime.compiler": "use torch.compile, or engine.compile()",
+    "deepspeed.runtime.pipe.p2p": "the pipeline sends its messages itself; deepspeed.comm.send and recv are for others",
+    "deepspeed.runtime.quantize": "set compression_training in the configuration",
+    "deepspeed.runtime.swap_tensor": "set offload_optimizer.device: nvme in the configuration, or use dsx_nvme",
+    "deepspeed.runtime.weight_quantizer": "use compression.compress.init_compression, or dsx_ops.quantize",
     "deepspeed.runtime.domino": "use dsx_pipe.tensor",
     "deepspeed.runtime.hybrid_engine": "generate with deepspeed.zero.unwrap_model_for_generation(engine)",
     "deepspeed.runtime.rollout": "generate with deepspeed.zero.unwrap_model_for_generation(engine)",
@@ -115,6 +145,7 @@ UNSUPPORTED_MEMBERS: dict[str, str] = {
         ),
         _PASSES,
     ),
+    "_broadcast_model": "initialize sends rank 0's parameters to all ranks by itself",
     "clip_fp32_gradients": "set gradient_clipping in the configuration: step() clips once the gradients are whole",
     "get_optimizer_configuration": "read engine.optimizer_name() and engine.optimizer_params()",
     "load_moe_state_dict": "engine.load_checkpoint(folder) loads the experts too",

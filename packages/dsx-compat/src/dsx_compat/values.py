@@ -1,8 +1,11 @@
-"""Constants and enumerations that programs import from DeepSpeed, and questions about versions: no behaviour."""
+"""Constants, enumerations and records that programs import from DeepSpeed, and small questions: no behaviour."""
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import Any
 
@@ -16,10 +19,12 @@ __all__ = [
     "DEEPSPEED_OPTIMIZERS",
     "VALID_LR_SCHEDULES",
     "OffloadDeviceEnum",
+    "SubparamShape",
     "TorchBackend",
     "ZeroParamStatus",
     "ZeroParamType",
     "ZeroStageEnum",
+    "is_model_parallel_parameter",
     "required_torch_version",
     "zero_wrapper_for_fp_tensor_constructor",
 ]
@@ -39,6 +44,12 @@ DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 DLTS_HOSTFILE = "/job/hostfile"
 EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX", "NCCL"]
 
+# launcher.constants: what `--launcher` takes
+PDSH_LAUNCHER, OPENMPI_LAUNCHER, MPICH_LAUNCHER, IMPI_LAUNCHER = "pdsh", "openmpi", "mpich", "impi"
+SLURM_LAUNCHER, MVAPICH_LAUNCHER = "slurm", "mvapich"
+PDSH_MAX_FAN_OUT = 1024
+MVAPICH_TMP_HOSTFILE = os.path.join(tempfile.gettempdir(), "deepspeed_mvapich_hostfile")
+
 # checkpoint.constants: names of files, and of entries in them, in DeepSpeed's folders (those of dsx are others)
 OPTIMIZER_STATE_DICT, FP32_GROUPS, FP32_FLAT_GROUPS = "optimizer_state_dict", "fp32_groups", "fp32_flat_groups"
 BASE_OPTIMIZER_STATE, GROUP_PADDINGS = "base_optimizer_state", "group_paddings"
@@ -48,6 +59,16 @@ PARAM, PARAM_SHAPES, BUFFER_NAMES, DS_VERSION = "param", "param_shapes", "buffer
 FROZEN_PARAM_SHAPES, FROZEN_PARAM_FRAGMENTS = "frozen_param_shapes", "frozen_param_fragments"
 MODEL_FILE_PREFIX, LAYER_FILE_PREFIX, ZERO_FILE_PREFIX = "mp_rank_", "layer_", "zero_pp_rank_"
 MODEL_FILE_SUFFIX, OPTIM_FILE_SUFFIX = "_model_states.pt", "_optim_states.pt"
+
+# checkpoint.constants: what a universal checkpoint says of tensor slices
+UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"
+VOCABULARY_PARAMETER_PATTERNS = "vocabulary_parameter_patterns"
+PIPELINE_REPLICATED_PARAMETER_PATTERNS = "pipeline_replicated_parameter_patterns"
+PARAMETER_TO_AVERAGE_PATTERNS = "parameter_to_average_patterns"
+PARAMETER_WITH_ROW_PARALLELISM_PATTERNS = "parameter_with_row_parallelism_patterns"
+TP_REPLICATED_PARAMETER_PATTERNS = "tp_replicated_parameter_patterns"
+PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0 = "parameter_with_2_sub_params_cat_dim_0"
+PARAMETER_WITH_SUB_PARAMS = "parameter_with_sub_params"
 
 # runtime.config: optimizers by the names that configurations use
 ADAM_OPTIMIZER, ADAMW_OPTIMIZER, ADAGRAD_OPTIMIZER = "adam", "adamw", "adagrad"
@@ -102,6 +123,24 @@ class OffloadDeviceEnum(str, Enum):
     nvme = "nvme"
 
 
+@dataclass
+class SubparamShape:
+    """How a tensor that holds several parameters side by side (fused query, key and value) is cut into tensor slices.
+
+    A record only: programs put it into the metadata of DeepSpeed's universal checkpoints. Checkpoints of dsx need no
+    such metadata, and the import of a DeepSpeed checkpoint that has it is refused.
+
+    Attributes:
+        patterns: regular expressions for the names of the parameters.
+        shape: the whole shape; a tuple in place of a number gives the sizes of the parts along that dimension.
+        partition_dim: the dimension that is cut.
+    """
+
+    patterns: list[str]
+    shape: tuple[tuple[int, ...] | int, ...]
+    partition_dim: int
+
+
 class TorchBackend:
     """A class for `isinstance` checks only: dsx uses torch.distributed's process groups, without a backend."""
 
@@ -109,6 +148,11 @@ class TorchBackend:
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
     """Return `fn` itself: dsx's `zero.Init` replaces no constructor of torch, so there is nothing to wrap."""
     return fn
+
+
+def is_model_parallel_parameter(p: torch.Tensor) -> bool:
+    """Whether a parameter is one slice of a larger one: a mark of Megatron's or DeepSpeed's layers is set on it."""
+    return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))
 
 
 def required_torch_version(min_version: float | str | None = None, max_version: float | str | None = None) -> bool:
