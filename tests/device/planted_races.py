@@ -82,7 +82,7 @@ class Race:
 
 
 LANES, HOME, DISK = "dsx_comm.lanes", "dsx_zero.homes.home", "dsx_zero.homes.stored"
-GATHER, PLACES, BEHIND = "dsx_zero.gather.executor", "dsx_activations.places", "dsx.checkpoint.behind"
+GATHER, PLACES, BEHIND = "dsx_zero.gather.executor", "dsx_activations.places", "dsx_checkpoint.behind"
 CURRENT, ANY = "torch.cuda.current_stream(self._device)", "torch.cuda.current_stream()"
 SEE, FROM_HOST = "lane.see_writes_so_far()", "stage2-fp32-optimizer-host"
 PARAMETERS = "stage3-fp32-parameters-host"
