@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from dsx_testkit import run_ranks
 
 EXAMPLES = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[1] / "README.md").read_text(), re.DOTALL)
@@ -34,5 +35,20 @@ def by_hand(rank, world, code):
 
 
 def test_the_second_example_gives_gradients():
-    assert len(EXAMPLES) == 2
+    assert len(EXAMPLES) == 3
     assert run_ranks(by_hand, 1, EXAMPLES[1]) == [True]
+
+
+def long_sequence(rank, world, code):
+    scope = run(rank, world, code)
+    segments = scope["sequence_segments"](37, world, rank, "zigzag")
+    return segments, scope["by_heads"].detach(), scope["x"].grad
+
+
+def test_the_third_example_does_not_depend_on_the_number_of_ranks():
+    ((order, out, grad),) = run_ranks(long_sequence, 1, EXAMPLES[2])
+    assert order == ((0, 19), (19, 37))
+    for segments, ours, its_grad in run_ranks(long_sequence, 2, EXAMPLES[2]):
+        rows = [token for pair in segments for token in range(*pair)]
+        torch.testing.assert_close(ours, out[:, :, rows])
+        torch.testing.assert_close(its_grad, grad[:, :, rows], rtol=1e-4, atol=1e-5)

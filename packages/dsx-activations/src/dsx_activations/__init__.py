@@ -13,10 +13,12 @@ Map: `call` has the checkpoint function, `kept` packs and restores inputs, `plac
 `config` the same as a section of a configuration file, `configured` the settings of this process. Budgets: `blocks`
 recomputes modules, `operators` keeps the results of matrix products and attention, `measured` counts what modules save
 and how long they take, `plan` makes the choice (plain arithmetic), `budget` puts these together. `tiles` and
-`sequence_tiles` run modules that treat each token alone on one piece of the sequence after the other.
+`sequence_tiles` run modules that treat each token alone on one piece of the sequence after the other. `attention` runs
+over a sequence that is cut over ranks.
 """
 
 from ._version import __version__ as __version__
+from .attention import UlyssesAttention, ring_attention, sequence_segments, shard_sequence
 from .budget import MemoryBudget, apply_memory_budget
 from .call import checkpoint, non_reentrant_checkpoint
 from .configured import (
@@ -47,6 +49,7 @@ __all__ = [
     "SequenceTiledCompute",
     "TiledFusedLogitsLoss",
     "TiledMLP",
+    "UlyssesAttention",
     "apply_memory_budget",
     "checkpoint",
     "chunked_cross_entropy",
@@ -59,8 +62,11 @@ __all__ = [
     "non_reentrant_checkpoint",
     "partition_activations_in_checkpoint",
     "reset",
+    "ring_attention",
     "run_in_tiles",
+    "sequence_segments",
     "sequence_tiled_compute",
     "set_num_layers",
+    "shard_sequence",
     "use_count",
 ]

@@ -1,0 +1,16 @@
+"""Attention over a sequence that is cut over the ranks of a group: every rank has the queries, keys and values of its
+own tokens, and gets the attention of these tokens over the whole sequence, with exact gradients.
+
+    x = shard_sequence(tokens, group, dim=1)                       # this rank's tokens
+    out = UlyssesAttention(group=group)(q, k, v, is_causal=True)   # heads are dealt out instead of tokens
+    out = ring_attention(q, k, v, group, causal=True)              # keys and values go around
+
+`cutting` says which rank has which tokens, `ulysses` and `ring` are the two ways, `facts` what a call is about and the
+checks of its arguments. Nothing here needs an engine or a sharded model.
+"""
+
+from .cutting import sequence_segments, shard_sequence
+from .ring import ring_attention
+from .ulysses import UlyssesAttention
+
+__all__ = ["UlyssesAttention", "ring_attention", "sequence_segments", "shard_sequence"]

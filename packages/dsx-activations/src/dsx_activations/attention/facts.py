@@ -1,0 +1,109 @@
+"""What a call of attention over sequence shards is about, checked before anything is sent."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import dsx_comm
+import torch
+
+from ..errors import ActivationArgumentError
+from .cutting import ORDERS, Segments, place_in, sequence_segments
+
+__all__ = ["Facts"]
+
+COMPARED = 16
+"""The facts of the first calls in a group are compared over its ranks: so many. Later calls are assumed to agree."""
+
+_compared: Counter[tuple[int, ...]] = Counter()
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The group, and who has which tokens.
+
+    Attributes:
+        group: the process group.
+        rank, size: this process' place in it.
+        segments: the tokens of every rank.
+        length: tokens of the whole sequence.
+    """
+
+    group: Any
+    rank: int
+    size: int
+    segments: tuple[Segments, ...]
+    length: int
+
+    @classmethod
+    def of(
+        cls, name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Any, order: str, length: int | None
+    ) -> Facts:
+        """Check the arguments of a call.
+
+        Raises:
+            ActivationArgumentError: shapes, dtypes or numbers of heads do not fit, or the ranks differ in them.
+        """
+        _check_tensors(name, q, k, v)
+        rank, size = place_in(group)
+        tokens = q.shape[2]
+        if order not in ORDERS:
+            raise ActivationArgumentError(f"{name}: order: got {order!r}, expected {' or '.join(ORDERS)}")
+        whole = tokens * size if length is None else length
+        _compare(name, group, rank, size, (q, k, v), (whole, ORDERS.index(order)))
+        segments = tuple(sequence_segments(whole, size, one, order) for one in range(size))
+        found = cls(group, rank, size, segments, whole)
+        if found.tokens_of(rank) != tokens:
+            raise ActivationArgumentError(
+                f"{name}: got {tokens} tokens on rank {rank} of {size}, expected {found.tokens_of(rank)} of a sequence"
+                f" of {whole} tokens in {order} order; cut it with shard_sequence, and give length= where it does not"
+                " divide"
+            )
+        return found
+
+    def tokens_of(self, rank: int) -> int:
+        """Number of a rank's tokens."""
+        return sum(behind - first for first, behind in self.segments[rank])
+
+
+def _check_tensors(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    shapes = ", ".join(str(tuple(t.shape)) for t in (q, k, v))
+    if any(t.dim() != 4 for t in (q, k, v)):
+        raise ActivationArgumentError(f"{name}: got shapes {shapes}, expected (batch, heads, tokens, features) of each")
+    if q.shape[:1] != k.shape[:1] or q.shape[2:] != k.shape[2:] or k.shape[:3] != v.shape[:3]:
+        raise ActivationArgumentError(
+            f"{name}: got shapes {shapes}, expected one batch and one number of tokens, as many heads of keys as of"
+            " values, and as many features of queries as of keys"
+        )
+    if not k.shape[1] or q.shape[1] % k.shape[1]:
+        raise ActivationArgumentError(
+            f"{name}: got {q.shape[1]} heads of queries and {k.shape[1]} of keys, expected a multiple"
+        )
+    if len({(t.dtype, t.device) for t in (q, k, v)}) > 1 or not q.is_floating_point():
+        found = ", ".join(f"{t.dtype} on {t.device}" for t in (q, k, v))
+        raise ActivationArgumentError(f"{name}: got {found}, expected one floating-point dtype and one device")
+
+
+def _compare(name: str, group: Any, rank: int, size: int, tensors: tuple[torch.Tensor, ...], rest: Any) -> None:
+    """Compare the first calls of a group over its ranks: ranks that differ would wait for each other, or mix tokens."""
+    if size == 1:
+        return
+    key = tuple(dsx_comm.get_all_ranks_from_group(group))
+    if _compared[key] >= COMPARED:
+        return
+    _compared[key] += 1
+    heads = [tensors[0].shape[0], *(t.shape[1] for t in tensors[:2]), *(t.shape[3] for t in tensors[1:])]
+    mine = torch.tensor([*heads, *rest, tensors[0].element_size()], device=tensors[0].device)
+    found = mine.new_empty(size * mine.numel())
+    dsx_comm.all_gather_into_tensor(found, mine, group=group)
+    rows = found.view(size, -1).tolist()
+    differing = [one for one in range(size) if rows[one] != rows[rank]]
+    if differing:
+        names = "batch, heads of queries, heads of keys, features of keys, features of values, length, order, bytes"
+        raise ActivationArgumentError(
+            f"{name}: the ranks differ in ({names}): rank {rank} has {rows[rank]}, rank {differing[0]} has"
+            f" {rows[differing[0]]}; expected the same; pad or cut the sequences alike, and give length= where a"
+            " sequence does not divide"
+        )
