@@ -8,6 +8,7 @@ DeepSpeed's names by a table too (`names.py`): it lies above all packages, and h
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,22 +25,34 @@ PLACES = {
 
 
 def imported_by_string(text: str, own: str) -> Iterator[tuple[int, str]]:
-    """(line, what is imported) of every import by string of another package of ours."""
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Call) and _name(node.func) in ("import_module", "__import__") and node.args:
-            for top in _tops(node.args[0]):
-                if top in OURS - {own}:
-                    yield node.lineno, top
+    """(line, what is imported) of every import by string of another package of ours.
+
+    Where a module imports what a variable names, every dotted name of one of our packages in it counts.
+    """
+    tree = ast.parse(text)
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and _name(n.func) in ("import_module", "__import__")]
+    arguments = [call.args[0] for call in calls if call.args]
+    if any(not _tops(argument) and "__name__" not in ast.unparse(argument) for argument in arguments):
+        arguments.append(tree)
+    for argument in arguments:
+        for line, top, dotted in _names(argument):
+            if top in OURS - {own} and (dotted or argument is not tree):
+                yield line, top
 
 
 def _name(function: ast.expr) -> str:
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
+def _names(tree: ast.AST) -> list[tuple[int, str, bool]]:
+    """Line, first part, and whether there are more, of texts that look like names of modules, also in f-strings."""
+    texts = [n for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    parts = [(n.lineno, n.value) for n in texts if re.fullmatch(r"\w+(\.\w*)*", n.value)]
+    return [(line, text.partition(".")[0], "." in text) for line, text in parts]
+
+
 def _tops(argument: ast.expr) -> list[str]:
-    """First parts of the names that stand in an argument, also inside an f-string or a choice."""
-    texts = [n.value for n in ast.walk(argument) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
-    return [text.partition(".")[0] for text in texts]
+    return [top for _, top, _ in _names(argument)]
 
 
 def test_no_package_of_ours_is_imported_by_string():
@@ -69,5 +82,8 @@ importlib.import_module(f"dsx_pipe.{name}")
 importlib.import_module("torch._utils"), importlib.import_module(f"{__name__}.late")
 importlib.import_module("dsx_own.late")
 """
+    assert [top for _, top in imported_by_string('for n in ("dsx.engine", "a.b"): import_module(n)', "dsx_launch")] == [
+        "dsx"
+    ]
     found = sorted(top for _, top in imported_by_string(text, "dsx_own"))
     assert found == ["dsx", "dsx_nvme", "dsx_ops", "dsx_pipe", "dsx_zero"]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import dsx_launch
@@ -105,6 +106,7 @@ def test_a_process_with_threads_is_not_forked():
 
 LAUNCHER = """
 import sys, time
+from importlib.metadata import entry_points
 from dsx_launch.host import HostJob, Program
 from dsx_launch.stand_by import StandBy
 started = StandBy.start(HostJob(Program("script.py"), 1))
@@ -125,7 +127,8 @@ def test_it_ends_with_a_launcher_that_is_killed(tmp_path):
 
 @linux
 def test_all_that_it_imports_is_there():
-    for name in program().IMPORTS:
+    named = [one.module for one in entry_points(group=program().WARM)]
+    for name in (*program().IMPORTS, *named):
         assert importlib.util.find_spec(name) is not None, name
 
 

@@ -1,9 +1,10 @@
 """A process that has loaded what ranks load, and forks ranks from itself: they start in a moment instead of seconds.
 
-Run by path by the launcher of an elastic job (``python -u .../_stand_by.py train.py args``). It imports torch and dsx,
-tells whether it may be forked, and forks a rank per request. It never computes anything, and runs nothing of the
-user's. What is decided at an import is what a fresh rank would decide: environment, path and number of threads are
-those of the ranks. A forked rank runs `_worker.py` as a fresh one does.
+Run by path by the launcher of an elastic job (``python -u .../_stand_by.py train.py args``). It imports torch and what
+installed packages name (entry points of the group `dsx_launch.warm`), tells whether it may be forked, and forks a rank
+per request. It never computes anything, and runs nothing of the user's. What is decided at an import is what a fresh
+rank would decide: environment, path and number of threads are those of the ranks. A forked rank runs `_worker.py` as a
+fresh one does.
 
 May be forked: only a process of one thread. Some libraries start threads when they are imported (OpenBLAS) and end them
 at a fork by themselves; so a first child is forked that ends at once, and threads are counted after that.
@@ -25,6 +26,7 @@ import sys
 import time
 import types
 from importlib.machinery import SourceFileLoader
+from importlib.metadata import entry_points
 
 WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_worker.py")
 SETTINGS_VARIABLE = "DSX_STAND_BY"
@@ -32,25 +34,10 @@ IMPORTS = (
     "torch.distributed",
     "torch._dynamo",  # the first optimizer imports it
     "torch.utils.data",
-    "dsx.entry",
-    "dsx.config.load",
-    "dsx.wiring",
-    "dsx.optimizers",
-    "dsx.lr_schedules",
-    "dsx.engine",
-    "dsx.engine.preemption",
-    "dsx_checkpoint.behind",
-    "dsx.elasticity.runtime",
-    "dsx.elasticity.peers",
-    "dsx.elasticity.membership",
-    "dsx_ops",
-    "dsx_nvme",
-    "dsx_monitor",
-    "dsx_moe",
-    "dsx_pipe",
-    "dsx_compress.config",
 )
-"""What `dsx.initialize` and `resume` import sooner or later; parts that are not installed are left out."""
+"""What ranks that train import sooner or later."""
+WARM = "dsx_launch.warm"
+"""Group of entry points: modules that are loaded too. An installed package names here what its ranks import."""
 
 
 def main() -> None:
@@ -82,6 +69,9 @@ def load(worker, kind: str, target: str) -> None:
     for name in IMPORTS:
         with contextlib.suppress(Exception):  # what cannot be imported fails in the rank, with its traceback
             importlib.import_module(name)
+    for one in entry_points(group=WARM):
+        with contextlib.suppress(Exception):
+            one.load()
     sys.path[:] = before
     gc.collect()
     gc.freeze()  # the collector would touch, and so copy, the memory that ranks share
@@ -95,7 +85,7 @@ def why_not_forked() -> str:
     os.waitpid(first, 0)
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
-        return f"{threads - 1} thread(s) run in a process that has only imported torch and dsx"
+        return f"{threads - 1} thread(s) run in a process that has only imported torch and what ranks need"
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     return "a CUDA device is in use after the imports" if cuda is not None and cuda.is_initialized() else ""
 
