@@ -21,7 +21,7 @@ import statistics
 import time
 
 import torch
-from dsx_comm.rounds import rounds
+from dsx_comm.doubling import rounds
 from dsx_testkit import run_ranks
 from dsx_testkit.results import Table, add_json_option
 

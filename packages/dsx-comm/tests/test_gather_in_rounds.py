@@ -8,7 +8,7 @@ from queue import SimpleQueue
 import dsx_comm
 import pytest
 import torch
-from dsx_comm.rounds import _all_rounds, rounds
+from dsx_comm.doubling import fill_in_rounds, rounds
 from dsx_testkit import run_ranks
 
 
@@ -49,7 +49,7 @@ def test_every_rank_hears_every_other_one(size):
         for distance, _ in rounds(size):
             recorded.queues[rank, (rank - distance) % size]
     ranks = [
-        threading.Thread(target=_all_rounds, args=(outputs[r], torch.arange(3) + 10 * r, r, size, recorded.of(r)))
+        threading.Thread(target=fill_in_rounds, args=(outputs[r], torch.arange(3) + 10 * r, r, size, recorded.of(r)))
         for r in range(size)
     ]
     for thread in ranks:

@@ -4,7 +4,18 @@ import itertools
 
 import pytest
 from dsx_zero.order.ahead import GatherLimits, Need
-from dsx_zero.order.schedule import Decision, Kind, Operation, Pass, Post, Schedule, checksum, decide, elide_gathers
+from dsx_zero.order.schedule import (
+    Decision,
+    Kind,
+    Operation,
+    Pass,
+    Post,
+    Schedule,
+    checksum,
+    decide,
+    elide_gathers,
+    posts_of,
+)
 
 G, R = (lambda u: Operation(Kind.GATHER, u)), (lambda u: Operation(Kind.REDUCE, u))
 U = lambda u: Operation(Kind.USE, u)  # noqa: E731
@@ -172,3 +183,16 @@ def test_a_unit_that_is_kept_is_not_gathered_ahead_meanwhile():
     schedule = limits.apply(step, [HELD_ALIKE] * len(step))
     assert schedule.entries[2] == U(0)
     assert schedule.ahead == ((1,), (), (), (), ())
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_many_ranks_that_say_the_same_are_decided_like_each_alone(kind):
+    post = Post(Operation(kind, 3 if kind in (Kind.GATHER, Kind.REDUCE, Kind.USE) else -1), position=5)
+    shared, each = posts_of([post.to_words()] * 5), [Post.from_words(post.to_words()) for _ in range(5)]
+    assert shared == each and all(found is shared[0] for found in shared)
+    assert decide(shared) == decide(each)
+
+
+def test_posts_of_ranks_that_differ():
+    posts = [Post(Operation(Kind.BOUNDARY), squares=float(rank)) for rank in (1, 2, 1)]
+    assert posts_of([post.to_words() for post in posts]) == posts

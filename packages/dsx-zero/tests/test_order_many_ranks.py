@@ -49,3 +49,41 @@ def test_training_is_the_same(world):
     for found in (many, *others):
         for name, value in few.items():
             assert torch.equal(found[name], value), name
+
+
+def channel_between_machines(rank, world):
+    """The ranks do not share memory: a group that is asked for as "dsx" is a gloo group with that name."""
+    from dsx_comm.shm import register, segment
+
+    def nothing_in_common(member, options):
+        raise segment.Unavailable("another machine")
+
+    register.map_segment = nothing_in_common
+    channel.MANY = 2
+    group = dsx_comm.new_group(backend="dsx")
+    assert dsx_comm.get_backend(group) == "dsx" and dsx_comm.can_gather_in_rounds(group)
+    found = channel.channel_of(group, rank, world)
+    assert type(found) is channel.ManyRanks
+    with dsx_comm.count_traffic() as traffic:
+        answers = [found.ask(True), found.ask(rank != 1), found.ask(True)]
+        said = [answer.get() for answer in answers]
+        alike, differing = found.exchange((7, -1)), found.exchange((rank, -rank))
+    assert traffic.calls("all_gather_in_rounds") == 5 and not traffic.calls("all_reduce")
+    return said, alike, differing
+
+
+def test_a_group_between_machines_takes_few_messages_whatever_it_is_called():
+    for said, alike, differing in run_ranks(channel_between_machines, 3, timeout=60):
+        assert said == [True, False, True]
+        assert alike == [(7, -1)] * 3
+        assert differing == [(0, 0), (1, -1), (2, -2)]
+
+
+def channel_in_shared_memory(rank, world):
+    channel.MANY = 2
+    group = dsx_comm.new_group(backend="dsx")
+    return dsx_comm.can_gather_in_rounds(group), type(channel.channel_of(group, rank, world)).__name__
+
+
+def test_ranks_of_one_machine_keep_their_all_gather():
+    assert run_ranks(channel_in_shared_memory, 2, timeout=60) == [(False, "ControlChannel")] * 2

@@ -65,6 +65,7 @@ from .errors import (
 )
 from .exchange import all_to_all, all_to_all_single, barrier, monitored_barrier
 from .groups import (
+    backend_for,
     destroy_process_group,
     get_all_ranks_from_group,
     get_backend,
@@ -91,13 +92,15 @@ from .log import (
 )
 from .mpu import Mpu, MpuGroups, read_mpu
 from .objects import all_gather_object, broadcast_object_list, gather_object, host_bytes, scatter_object_list, together
+from .on_demand import host_backend
+from .on_demand import register as register_on_demand
 from .onebit import OneBitAdam, OnebitAdam, OneBitLamb, OnebitLamb, StepKind, StepTraffic, ZeroOneAdam
 from .p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
 from .prepared import PreparedCollective, prepare_all_gather, prepare_reduce_scatter
 from .rank_set import ParameterMarks, RankSet, RankSets
 from .registry import AxisGroup, GroupRegistry
 from .rehearsal import RehearsalObserver, RehearsedMessage, rehearse
-from .rounds import all_gather_in_rounds
+from .rounds import all_gather_in_rounds, can_gather_in_rounds
 from .shm.native import native_status
 from .shm.process_group import ShmProcessGroup
 from .shm.register import FallbackWarning, register
@@ -117,6 +120,7 @@ from .traffic import Traffic, count_traffic
 from .works import Handle
 
 register()
+register_on_demand()
 
 __all__ = [
     "AxisGroup",
@@ -179,11 +183,13 @@ __all__ = [
     "all_to_all",
     "all_to_all_single",
     "allgather_fn",
+    "backend_for",
     "barrier",
     "batch_isend_irecv",
     "block_groups",
     "broadcast",
     "broadcast_object_list",
+    "can_gather_in_rounds",
     "codec_status",
     "compressed_all_reduce",
     "compressed_allreduce",
@@ -213,6 +219,7 @@ __all__ = [
     "has_reduce_scatter_tensor",
     "in_buckets",
     "inference_all_reduce",
+    "host_backend",
     "host_bytes",
     "init_distributed",
     "initialize_mesh_device",

@@ -29,6 +29,7 @@ from .works import Done, Handle, TwoPhase
 SCATTER_TAG, GATHER_TAG, EXCHANGE_TAG = 0x40000001, 0x40000002, 0x40000003
 DIRECT_RANKS = 16  # up to here direct exchange for any size
 DIRECT_BYTES = 16 * 1024  # beyond: only for messages of at least this size per pair
+CONNECTED_RANKS = 64  # up to here a gather may connect all pairs of ranks
 SMALL_BYTES = 64 * 1024  # per pair: up to here one call of gloo that moves the same bytes is quicker
 
 
@@ -38,8 +39,10 @@ def direct(size: int, nbytes_per_pair: int) -> bool:
 
 
 def direct_gather(size: int, nbytes_per_pair: int) -> bool:
-    """As `direct` for gathers, which need no arithmetic: small ones are always gloo's."""
-    return nbytes_per_pair > SMALL_BYTES and direct(size, nbytes_per_pair)
+    """As `direct` for gathers, which need no arithmetic: small ones are always gloo's, and so are those of very many
+    ranks, because the ring needs no connections but those to two neighbours.
+    """
+    return nbytes_per_pair > SMALL_BYTES and size <= CONNECTED_RANKS and direct(size, nbytes_per_pair)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,8 @@ from .agreement import AGREEMENT
 from .dropped import DROPPED
 from .errors import CommArgumentError, CommError
 from .hang import WATCH
+from .on_demand import MANY_RANKS
+from .on_demand import NAME as ON_DEMAND
 from .shm.process_group import ShmProcessGroup
 from .shm.segment import ShmOptions
 
@@ -38,9 +40,21 @@ class Membership:
         backends: backend name by device type.
         averages_on: device types whose backend itself knows AVG.
         shared: whether the group lies in shared memory; its synchronous calls need no handle.
+        has_met: the ranks that speak in `all_gather_in_rounds` are connected, see `on_demand`.
     """
 
-    __slots__ = ("_composes", "_group", "averages_on", "backends", "config", "rank", "ranks", "shared", "size")
+    __slots__ = (
+        "_composes",
+        "_group",
+        "averages_on",
+        "backends",
+        "config",
+        "has_met",
+        "rank",
+        "ranks",
+        "shared",
+        "size",
+    )
 
     def __init__(self, group: Any, backends: dict[str, str], config: Any) -> None:
         self.rank, self.size = group.rank(), group.size()
@@ -49,12 +63,18 @@ class Membership:
         self.shared = isinstance(group, ShmProcessGroup)
         self._group = ref(group)
         self._composes = backends.get("cpu") == "gloo"
+        self.has_met = self.size < MANY_RANKS
         self.averages_on = frozenset(device for device, backend in backends.items() if backend in _AVERAGES)
 
     @property
     def group(self) -> Any:
         """torch's process group."""
         return self._group()
+
+    @property
+    def composes_on_host(self) -> bool:
+        """Whether operations on host tensors are composed of sends and receives, because gloo carries them."""
+        return self._composes
 
     def composes(self, tensor: torch.Tensor) -> bool:
         """True where operations are composed of sends and receives: gloo on host tensors (`composed.py`)."""
@@ -124,6 +144,8 @@ def _resolve(group: Any) -> Membership:
     backends = _backends(str(config))
     if backends.get("cpu") == "dsx" and not isinstance(group, ShmProcessGroup):
         backends = {**backends, "cpu": "gloo"}  # the ranks share no memory
+    if backends.get("cpu") == ON_DEMAND:
+        backends = {**backends, "cpu": "gloo"}
     membership = _KNOWN.members[group] = Membership(group, backends, config)
     return membership
 
@@ -195,6 +217,15 @@ def get_backend(group: Any = None) -> str:
     """The backend name of a group."""
     _need_initialized()
     return dist.get_backend(group)
+
+
+def backend_for(device_type: str, group: Any = None) -> str:
+    """The name of the backend that carries tensors of one kind of device in a group ("nccl" of "cpu:gloo,cuda:nccl"):
+    for a further group that carries these alone, and makes no connections for others. The whole name where the group
+    has one backend, or none for the device.
+    """
+    whole = get_backend(group)
+    return _backends(whole).get(device_type, whole) if ":" in whole else whole
 
 
 def new_group(

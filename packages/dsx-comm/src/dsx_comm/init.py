@@ -19,6 +19,8 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from .discovery import Rendezvous, ask_mpi, discover
 from .errors import CommArgumentError, CommError
 from .hang import DEFAULT_NOTICE, WATCH, explain_hangs
+from .on_demand import host_backend
+from .open_files import allow_many, check_open_files
 from .shm.segment import ShmOptions
 
 logger = logging.getLogger(__name__)
@@ -44,6 +46,8 @@ def init_distributed(
     Args:
         dist_backend: "nccl", "gloo", "mpi", "cpu:gloo,cuda:nccl", ...; default: where CUDA is available nccl, with gloo
             beside it for host tensors; else "dsx", shared memory, which is gloo where the ranks do not share a machine.
+            Without a name gloo connects the ranks of a large job on demand ("gloo_on_demand"): a rank then waits at the
+            start of its first transfer with another one until that one starts its own.
         auto_mpi_discovery: look for Slurm, MPI, AzureML and SageMaker when torchrun's variables are not all set.
         distributed_port: port of rank 0 where neither the launcher nor the caller names one.
         verbose: log one line on rank 0.
@@ -57,8 +61,11 @@ def init_distributed(
     The variables RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set where they were missing, because
     scripts read them.
 
+    The limit of open files is raised to the hard one: each socket counts.
+
     Raises:
-        CommError: the environment is incomplete (the message says what is missing), or the backend is not there.
+        CommError: the environment is incomplete (the message says what is missing), the backend is not there, or the
+            system allows too few open files for so many ranks.
     """
     if config is not None:
         from .log import configure
@@ -75,12 +82,19 @@ def init_distributed(
     backend = dist_backend or _default_backend()
     automatic = dist_backend is None and backend == "gloo"
     _check_backend(backend)
+    limit = allow_many()
     if init_method not in (None, "env://") or backend == "mpi":  # "env://" is what happens anyway
+        check_open_files(limit, max(1, world_size), backend)
         _by_url(backend, init_method, patience, rank, world_size)
     else:
         found = _find(distributed_port, auto_mpi_discovery, rank, world_size)
         # Ranks of one machine share memory; where they turn out not to, the group is a gloo group after all.
         shares = automatic and found is not None and found.world_size > 1 and sys.platform.startswith("linux")
+        if dist_backend is None and found is not None:
+            backend = backend.replace("gloo", host_backend(found.world_size))
+        if found is not None:
+            serves = found.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+            check_open_files(limit, found.world_size, "dsx" if shares else backend, serves=serves)
         _form("dsx" if shares else backend, found, patience, ShmOptions(warn=False) if shares else None)
     WATCH.arm()
     if verbose and dist.get_rank() == 0:

@@ -1,23 +1,22 @@
 """An all-gather of a few bytes among many ranks, in ceil(log2 N) messages of each rank.
 
 What counts for small messages is how many follow one another. A ring sends N - 1 of them. Here each rank sends in round
-k everything it has to the rank 2^k before it, and hears as much from the rank 2^k behind it, so that what it has
-doubles (J. Bruck et al., Efficient Algorithms for All-to-All Communications, 1997). A thread, a `StepLane`, does the
-rounds: ranks that wait must not depend on when others look at their handles.
+k everything it has to the rank 2^k before it, and hears as much from the rank 2^k behind it (`doubling`). A thread, a
+`StepLane`, does the rounds: ranks that wait must not depend on when others look at their handles.
 
 Host tensors on backends that are composed of sends and receives (gloo); others have their own way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .calls import Call, Labels, check_labels, share_volume
 from .checks import check_even_split, contiguous, nbytes
+from .doubling import Started, fill_in_rounds
 from .errors import CommArgumentError
 from .groups import Membership, member
 from .p2p import start_p2p
@@ -26,20 +25,17 @@ from .step_lane import StepLane
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["all_gather_in_rounds", "rounds"]
+__all__ = ["all_gather_in_rounds", "can_gather_in_rounds"]
 
 _NAME = "all_gather_in_rounds"
 _TAG = 0x40000005  # beyond what users may take
 
 
-def rounds(size: int) -> Iterator[tuple[int, int]]:
-    """(distance, blocks) of each round among `size` ranks: a rank sends so many blocks to the rank so far before it,
-    and hears as many from the rank so far behind it.
+def can_gather_in_rounds(group: Any = None) -> bool:
+    """Whether `all_gather_in_rounds` works on host tensors of this group: gloo carries them, under whatever name the
+    group was made ("dsx" between machines).
     """
-    distance = 1
-    while distance < size:
-        yield distance, min(distance, size - distance)
-        distance *= 2
+    return member(group).composes_on_host
 
 
 def all_gather_in_rounds(
@@ -68,32 +64,14 @@ def all_gather_in_rounds(
         )
     size, message = to.size, nbytes(input)
     call = Call(_NAME, to.group, size, message, share_volume(message, size), input.device, check_labels(labels))
-    step = partial(_all_rounds, output.view(size, -1), input.reshape(-1), to.rank, size, partial(_start, to))
+    step = partial(_all_rounds, to, output.view(size, -1), input.reshape(-1))
     return lane.do([(call, step)], (input, output), async_op)
 
 
-class _Started(Protocol):
-    def wait(self) -> Any: ...
+def _all_rounds(to: Membership, output: torch.Tensor, own: torch.Tensor) -> None:
+    fill_in_rounds(output, own, to.rank, to.size, partial(_start, to), connected=to.has_met)
+    to.has_met = True
 
 
-_Start = Callable[[torch.Tensor, int, bool], _Started]
-"""Starts to send a tensor to a rank (True), or to receive one from a rank."""
-
-
-def _all_rounds(output: torch.Tensor, own: torch.Tensor, rank: int, size: int, start: _Start) -> None:
-    """Fill output [N, s]."""
-    have = torch.empty_like(output)  # block i is that of rank + i
-    have[0] = own
-    # gloo sends only when the receiver has said that it is ready; all receives are from different ranks
-    heard = [start(have[d : d + blocks], (rank + d) % size, False) for d, blocks in rounds(size)]
-    sent = []
-    for (distance, blocks), received in zip(rounds(size), heard):
-        sent.append(start(have[:blocks], (rank - distance) % size, True))
-        received.wait()
-    for work in sent:
-        work.wait()
-    output.copy_(have.roll(rank, 0))
-
-
-def _start(to: Membership, tensor: torch.Tensor, peer: int, sending: bool) -> _Started:
+def _start(to: Membership, tensor: torch.Tensor, peer: int, sending: bool) -> Started:
     return start_p2p(tensor, to.ranks[peer], to, _TAG, sending=sending)

@@ -169,7 +169,7 @@ def shard(
     dsx_comm.join_launched_ranks()
     sets = choose_rank_sets(process_group, mpu, ranks_of)
     data = sets.data
-    groups = AuxiliaryGroups()
+    groups = AuxiliaryGroups(_device_type(model, device))
     settings = _without_tiny_pieces(settings, model, data)
     plain = PlainTransports(precision.wire_dtype, settings.size("reduce_bucket_size"))
     own, transports = transports, transports or transports_of(settings, plain, groups)
@@ -247,6 +247,12 @@ def shard(
     dtypes = [group.key.dtype for unit in parts.runtime.units for group in unit.trainable]
     planned.averaging.announce(precision.wire_dtype(dtypes[0]) if dtypes else None)
     return model, sharded
+
+
+def _device_type(model: nn.Module, device: torch.device | None) -> str:
+    """The kind of device on which all parameters are communicated; "" where they are on several, or not made yet."""
+    found = {torch.device(device).type} if device is not None else {p.device.type for p in model.parameters()}
+    return found.pop() if len(found) == 1 and found != {"meta"} else ""
 
 
 def _warn_of_unlocked_memory(placements: Sequence[UnitPlacement], lane: Lane) -> None:

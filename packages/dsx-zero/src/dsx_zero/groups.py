@@ -28,9 +28,15 @@ _MADE: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
 class AuxiliaryGroups:
-    """The auxiliary groups of one model."""
+    """The auxiliary groups of one model.
 
-    def __init__(self) -> None:
+    Args:
+        device_type: where all its parameters are: groups for gathers, rows and norms make no connections for tensors of
+            other devices. Empty: wherever the user's group carries tensors.
+    """
+
+    def __init__(self, device_type: str = "") -> None:
+        self._device_type = device_type
         # by the user's group, the object itself: the default group may be made again
         self._taken: dict[Any, dict[tuple[str, int], Any]] = {}
 
@@ -38,17 +44,17 @@ class AuxiliaryGroups:
         """The rank set with a group of its own for gathers (collective). A set of one rank needs none."""
         if ranks.size == 1:
             return ranks
-        return replace(ranks, gathers=self._take(ranks.group, dsx_comm.get_backend(ranks.group)))
+        return replace(ranks, gathers=self._take(ranks.group, self._backend(ranks)))
 
     def take_for_rows(self, ranks: dsx_comm.RankSet) -> Any:
         """A group of these ranks for gradients of rows, which are reduced beside all others (collective)."""
-        return self._take(ranks.group, "rows", dsx_comm.get_backend(ranks.group))
+        return self._take(ranks.group, "rows", self._backend(ranks))
 
     def take_for_norms(self, ranks: dsx_comm.RankSet) -> Any:
         """A group of these ranks for norms of gradients, which ranks add up at different places among the other
         collectives (collective).
         """
-        backend = dsx_comm.get_backend(ranks.group)
+        backend = self._backend(ranks)
         small = dsx_comm.ShmOptions(slice_bytes=4096, warn=False) if backend == "dsx" else None
         return self._take(ranks.group, "norms", backend, small)
 
@@ -59,7 +65,7 @@ class AuxiliaryGroups:
         and where the set's own group is on gloo, it is gloo.
         """
         if dsx_comm.get_backend(ranks.group) == "gloo":
-            return self._take(ranks.group, "control", "gloo")
+            return self._take(ranks.group, "control", dsx_comm.host_backend(ranks.size))
         return self._take(ranks.group, "control", "dsx", dsx_comm.ShmOptions(slice_bytes=4096, warn=False))
 
     def take_part(self, ranks: dsx_comm.RankSet, places: Sequence[int], kind: str) -> dsx_comm.RankSet:
@@ -75,6 +81,10 @@ class AuxiliaryGroups:
         backend = dsx_comm.get_backend(ranks.group)
         group = self._take(ranks.group, kind, backend, members=[held[place] for place in places])
         return dsx_comm.RankSet(group, list(places).index(ranks.rank), len(places), kind=kind)
+
+    def _backend(self, ranks: dsx_comm.RankSet) -> str:
+        """For a group that carries the parameters' tensors, and no others."""
+        return dsx_comm.backend_for(self._device_type, ranks.group)
 
     def _take(
         self,

@@ -18,10 +18,10 @@ from ..dropped import DROPPED
 from ..errors import CommArgumentError
 from ..hang import WATCH
 from ..hang_notes import Waiting
+from ..on_demand import gloo_group
 from ..python_group import PythonGroup
 from . import native
 from .codes import wire_code
-from .gloo import gloo_group
 from .memory import Memories
 from .segment import MAILBOX, ShmOptions, cores, world_size
 from .storages import words_of

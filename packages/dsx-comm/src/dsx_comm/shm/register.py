@@ -15,7 +15,7 @@ from dsx_core import with_code
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from ..errors import CommArgumentError
-from .gloo import gloo_group
+from ..on_demand import gloo_group
 from .segment import Member, ShmOptions, Unavailable, map_segment
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ def make_group(described: Any, options: Any = None) -> Any:
         elif rank == 0:
             text = with_code(f"backend dsx: {error}; this group uses gloo", "DSX251")
             warnings.warn(text, FallbackWarning, stacklevel=2)
-        return gloo_group(described.store, rank, size, timeout)
+        return gloo_group(described.store, rank, size, timeout, ranks)
     from .process_group import ShmProcessGroup
 
     return ShmProcessGroup(described.store, rank, size, timeout, fd, ranks, options)

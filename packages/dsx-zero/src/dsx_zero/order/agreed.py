@@ -39,7 +39,7 @@ from .evaluation import EvaluationOrder
 from .executor import Executor
 from .protocol import Channel, EditWatch, NoRowSum, RowSum
 from .replay import Replay
-from .schedule import Decision, Kind, Operation, Pass, Post, Schedule, checksum, decide
+from .schedule import Decision, Kind, Operation, Pass, Post, Schedule, checksum, decide, posts_of
 from .sums import all_say_the_same, declining_row, row_of
 
 __all__ = ["AgreedOrder", "ScheduleDivergence"]
@@ -152,7 +152,7 @@ class AgreedOrder:
         """
         begun, self._begun = self._begun, None
         if begun is not None:
-            self._note([Post.from_words(words) for words in begun()])
+            self._note(posts_of(begun()))
 
     def _train(self) -> Replay | None:
         """This rank's position in the schedule of the training step.
@@ -318,7 +318,7 @@ class AgreedOrder:
                         work()
                 finally:
                     words_by_rank = answers()  # the channel is in step with the others even after an error
-            posts, work = [Post.from_words(words) for words in words_by_rank], None
+            posts, work = posts_of(words_by_rank), None
             try:
                 decision = decide(posts)
             except ValueError as error:

@@ -28,6 +28,7 @@ __all__ = [
     "checksum",
     "decide",
     "elide_gathers",
+    "posts_of",
 ]
 
 
@@ -128,6 +129,20 @@ class Post:
         return cls(wanted, Pass(during), position, digest, strayed, edits, bool(skipped), squares, need)
 
 
+def posts_of(rows: Sequence[tuple[int, ...]]) -> list[Post]:
+    """The posts of all ranks from their words. Ranks that say the same share one post: of a thousand ranks most do, but
+    for their squares.
+    """
+    made: dict[tuple[int, ...], Post] = {}
+    posts = []
+    for words in rows:
+        post = made.get(words)
+        if post is None:
+            post = made[words] = Post.from_words(words)
+        posts.append(post)
+    return posts
+
+
 def _bits(number: float) -> int:
     """The bits of a double, as a whole number."""
     return struct.unpack("<q", struct.pack("<d", number))[0]
@@ -169,6 +184,9 @@ def decide(posts: Sequence[Post]) -> Decision:
     """
     if not posts:
         raise ValueError("decide needs the post of at least one rank")
+    if len(posts) > 1 and all(post is posts[0] for post in posts):  # the usual case of many ranks
+        said = decide(posts[:1])
+        return Decision(said.align, said.operations, frozenset(range(len(posts))))
     align = max(post.position for post in posts)
     asked = [post.operation for post in posts]
     begun = (Operation(Kind.FORWARD_BEGIN),)
