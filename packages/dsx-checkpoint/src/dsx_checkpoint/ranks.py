@@ -116,5 +116,5 @@ def ranks_of_own() -> Ranks:
     import dsx_comm
     import torch
 
-    backend = "gloo" if torch.distributed.is_gloo_available() else None
+    backend = dsx_comm.host_backend(ranks.world_size) if torch.distributed.is_gloo_available() else None
     return GroupRanks(dsx_comm.new_group(backend=backend, description="dsx checkpoints"))
