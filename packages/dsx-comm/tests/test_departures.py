@@ -79,6 +79,10 @@ class Store(dict):
     def set(self, key, value):
         self[key] = value.encode()
 
+    def add(self, key, number):
+        self[key] = self.get(key, 0) + number
+        return self[key]
+
 
 def words(rank, n):
     from unittest import mock
@@ -90,8 +94,9 @@ def words(rank, n):
     departures.announce()  # no error: nothing is said
     name = world.group_name
     assert departures.of_group(name) == {}
-    departures._store.set("left/2", "KeyError: 2")
-    departures._store.set("left/9", "of another job")
+    departures._store.add("left", 3)  # the third one's line is not there yet
+    departures._store.set("left/1", "2 KeyError: 2")
+    departures._store.set("left/2", "9 of another job")
     others = {} if rank == 2 else {2: "KeyError: 2"}
     assert departures.of_group(name) == others
     assert departures.of_group("unknown") == {}

@@ -3,7 +3,8 @@ error.
 
 A backend that loses a connection says "Connection closed by peer", but not which rank that was nor what happened to it.
 A rank whose process ends with an exception, or that destroys its process group while an exception is being raised,
-first writes one line to the job's store. A rank that then fails in a call reads it there.
+first writes one line to the job's store, unless several ranks have done so before. A rank that then fails in a call
+reads them there: as many requests in a large job as in a small one.
 
 Left out: ranks that are killed, which cannot write (groups of the "dsx" backend name those by themselves), and ranks
 that end without an error.
@@ -20,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 _PATIENCE = 5.0  # seconds for a store that may be gone with the rank, or may be slow on a busy host
+_MOST_NAMED = 8  # those that leave first have the reason, and each rank that fails reads them all
 _PAUSES = (0.0, 0.1, 0.2)  # seconds before each look
 
 
@@ -40,7 +42,9 @@ class Departures:
             return
         said = f"{type(error).__name__}: {error}".strip().splitlines()[0][:500]
         with contextlib.suppress(RuntimeError):  # the store is gone already: no rank is left to read it
-            self._store.set(f"left/{dist.get_rank()}", said)
+            number = self._store.add("left", 1)
+            if number <= _MOST_NAMED:
+                self._store.set(f"left/{number}", f"{dist.get_rank()} {said}")
 
     def of_group(self, name: str) -> dict[int, str]:
         """{global rank: why} of the other members of the group `name` that have said so."""
@@ -48,7 +52,7 @@ class Departures:
         group = next((group for group, known in world.pg_names.items() if known == name), None)
         if self._store is None or group is None:
             return {}
-        others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
+        others = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
         found: dict[int, str] = {}
         thread = threading.Thread(target=self._read, args=(others, found), daemon=True, name="dsx-comm-departures")
         with contextlib.suppress(RuntimeError):  # no thread can be started: the error is raised without the reason
@@ -56,14 +60,16 @@ class Departures:
             thread.join(_PATIENCE)
         return dict(found)
 
-    def _read(self, ranks: list[int], found: dict[int, str]) -> None:
+    def _read(self, ranks: set[int], found: dict[int, str]) -> None:
         # A rank that ends does not wait for the store's answer, so that its end can be seen before its line is there.
         with contextlib.suppress(RuntimeError):  # the store is gone
             for pause in _PAUSES:
                 time.sleep(pause)
-                for rank in ranks:
-                    key = f"left/{rank}"
+                for number in range(1, min(self._store.add("left", 0), _MOST_NAMED) + 1):
+                    key = f"left/{number}"
                     if self._store.check([key]):
-                        found[rank] = self._store.get(key).decode()
+                        rank, said = self._store.get(key).decode().split(" ", 1)
+                        if int(rank) in ranks:
+                            found[int(rank)] = said
                 if found:
                     return

@@ -5,9 +5,10 @@ It is on by default.
 Each rank notes which communication calls it has issued, per group, and where its threads wait (two dictionary writes a
 call). A thread looks every few seconds. When a call of this rank has waited longer than the limit, it raises an alarm
 in the job's store. Every rank, even one that waits for nothing, answers with what it is doing: the call it is in or the
-last one it issued, its number in the group, the place in the code. From the answers each rank makes the same text. The
-lowest rank that answered prints it, and the waiting calls fail with it. On "dsx" groups they fail at once; on gloo when
-their wait ends, shortly after the limit.
+last one it issued, its number in the group, the place in the code. The rank that raised the alarm makes a text of the
+answers, prints it and leaves it for the others: four requests of each rank, whatever the number of ranks. (Where that
+rank is gone, another one takes its place.) The waiting calls fail with the text. On "dsx" groups they fail at once; on
+gloo when their wait ends, shortly after the limit.
 
 For calls on a device the host does not wait, and must not be made to wait: torch blocks it in a wait with a timeout.
 There the thread looks at one unfinished call of each group at a time (`follow`). The report is printed; the backend's
@@ -41,13 +42,14 @@ from .device_works import completion
 from .errors import CommArgumentError, CommError, HangError, PeerLostError
 from .hang_notes import DEFAULT_LIMIT, GroupLog, Waiting
 from .hang_report import explain, missing_ranks, place_of
-from .hang_store import answers, collect, connected
+from .hang_store import answer, answers, collect, connected, publish, published
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_NOTICE = 60.0
 SHARE = 0.9  # of a group's time limit
-GRACE = 3.0  # seconds between the alarm and the end of waits: time for the others to answer
+GRACE = 3.0  # seconds between the alarm and the end of waits, beside the periods in which all look: time for a report
+_MOST_PERIOD, _LEAST_PERIOD = 5.0, 0.1  # seconds between looks
 
 
 @dataclass
@@ -140,7 +142,7 @@ class Watch:
             if works:
                 self.follow(note, works)
         elif timeout is None and note.limit:
-            return timedelta(seconds=note.limit + GRACE)
+            return timedelta(seconds=note.limit + 2 * self._period() + GRACE)
         return timeout
 
     def leave(self, note: Waiting) -> None:
@@ -236,9 +238,7 @@ class Watch:
             thread.join(GRACE)
 
     def _run(self, stop: threading.Event) -> None:
-        state, settings = self._state, self.settings
-        soonest = settings.notice if settings.limit is None else min(settings.limit, settings.notice)
-        period = min(5.0, max(0.1, soonest / 10))
+        state, period = self._state, self._period()
         store: Any = None
         while True:
             try:
@@ -252,6 +252,11 @@ class Watch:
                 logger.debug("the hang explainer could not look this time: %r", error)
             if stop.wait(period) or not dist.is_initialized() or dist.group.WORLD is not state.world:
                 return
+
+    def _period(self) -> float:
+        """Seconds between looks."""
+        limit, notice = self.settings.limit, self.settings.notice
+        return min(_MOST_PERIOD, max(_LEAST_PERIOD, (notice if limit is None else min(limit, notice)) / 10))
 
     def _look(self, store: Any, state: _State, period: float, stop: threading.Event) -> None:
         alarm = f"alarm/{state.answered}"
@@ -269,24 +274,41 @@ class Watch:
                 "number": worst.number,
                 "waited": waited,
                 "final": final,
+                "by": dist.get_rank(),
             }
             store.compare_set(alarm, "", json.dumps(mine))
             worst.told = stage
         if not store.check([alarm]):
             return
         raised = json.loads(store.get(alarm))
-        rank = dist.get_rank()
-        store.set(f"{alarm}/{rank}", json.dumps(self._describe(state, raised)))
+        answer(store, alarm, dist.get_rank(), self._describe(state, raised))
         state.answered += 1
-        stop.wait(min(GRACE - 0.5, 2 * period + 0.2))
+        report = self._report(store, alarm, raised, period, stop)
+        if report is not None and raised["final"]:
+            state.stopped[raised["group"]] = report
+            _fail([note for note in list(state.waiting.values()) if note.log.name == raised["group"]], report[0])
+
+    def _report(
+        self, store: Any, alarm: str, raised: dict[str, Any], period: float, stop: threading.Event
+    ) -> tuple[str, tuple[int, ...]] | None:
+        """The text of an alarm and the missing ranks: made by the rank that raised it, once all have had the time to
+        look and answer. None: there is no report, as the process ends.
+        """
+        makes = raised["by"] == dist.get_rank()
+        stop.wait(period + (0.3 if makes else 0.4))
+        while not makes:
+            report = published(store, alarm)
+            if report is not None or stop.is_set():
+                return report
+            stop.wait(1.0)
+            # who raised the alarm may have ended
+            makes = published(store, alarm) is None and store.add(f"{alarm}/makes", 1) == 1
         told = collect(store, alarm)
-        world = dist.get_world_size() if dist.is_initialized() else 0
-        text = explain(raised, told, world)
-        if rank == min(told):
-            print(text, file=sys.stderr, flush=True)  # noqa: T201  (the point of the exercise)
-        if raised["final"]:
-            state.stopped[raised["group"]] = (text, tuple(missing_ranks(raised, told)))
-            _fail([note for note in list(state.waiting.values()) if note.log.name == raised["group"]], text)
+        text = explain(raised, told, dist.get_world_size() if dist.is_initialized() else 0)
+        missing = tuple(missing_ranks(raised, told))
+        publish(store, alarm, text, missing)
+        print(text, file=sys.stderr, flush=True)  # noqa: T201  (the point of the exercise)
+        return text, missing
 
     def _describe(self, state: _State, raised: dict[str, Any]) -> dict[str, Any]:
         log = state.logs.get(raised["group"], GroupLog(raised["group"]))

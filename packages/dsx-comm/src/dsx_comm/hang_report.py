@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import traceback
 from typing import Any
 
 import torch.distributed as dist
+from dsx_core.together import some_ranks
 
+_MOST_LINES = 16  # in a report
 _TRANSFERS = frozenset(("send", "recv", "isend", "irecv", "batch_isend_irecv"))
 _OURS = (os.path.dirname(__file__), os.path.dirname(dist.__file__))
 
@@ -55,12 +58,29 @@ def explain(raised: dict[str, Any], answers: dict[int, Any], world_size: int = 0
         head += f"Rank(s) {_list(silent)} did not answer (ended, frozen, or busy without giving up the interpreter). "
     if not missing and not silent:
         head += "All ranks have issued it: they may differ in what they called. "
-    lines = [_line(rank, answers[rank]) for rank in sorted(answers)]
-    return "\n".join([head.rstrip(), *lines])
+    return "\n".join([head.rstrip(), *_lines(answers)])
 
 
 def _list(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))
+    return ", ".join(map(str, ranks)) if len(ranks) <= _MOST_LINES else some_ranks(ranks)
+
+
+def _lines(answers: dict[int, Any]) -> list[str]:
+    """A line for each rank, or of many ranks one for those that do the same at the same place: the text goes to all."""
+    if len(answers) <= _MOST_LINES:
+        return [_line(rank, answers[rank]) for rank in sorted(answers)]
+    alike: dict[str, list[int]] = {}
+    for rank in sorted(answers):
+        alike.setdefault(json.dumps({**answers[rank], "for": None}), []).append(rank)
+    kinds = sorted(alike.values(), key=len)  # few ranks that do something else are the reason
+    lines = [
+        f"  rank(s) {some_ranks(ranks)}, as rank{_line(ranks[0], answers[ranks[0]]).removeprefix('  rank')}"
+        if len(ranks) > 1
+        else _line(ranks[0], answers[ranks[0]])
+        for ranks in kinds[: _MOST_LINES - 1]
+    ]
+    others = [rank for ranks in kinds[_MOST_LINES - 1 :] for rank in ranks]
+    return [*lines, f"  rank(s) {some_ranks(others)}: in calls and at places of their own"] if others else lines
 
 
 def _line(rank: int, answer: dict[str, Any]) -> str:
