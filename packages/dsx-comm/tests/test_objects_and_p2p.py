@@ -199,3 +199,44 @@ def test_arguments_have_torchs_names():
         torchs = inspect.signature(inspect.unwrap(getattr(dist, name))).parameters
         wanted = [p for p in torchs if p in mine or p not in ("timeout", "use_batch", "weights_only")]
         assert [p for p in mine if p not in ours and (p in torchs or not p.startswith("group_"))] == wanted, name
+
+
+def gathered_by_many(rank, world, target):
+    from dsx_comm import objects
+
+    objects.MANY_RANKS = 2
+    found = [None] * world if rank == target else None
+    with dsx_comm.count_traffic() as traffic:
+        dsx_comm.gather_object({"rank": rank, "text": "x" * 100 * rank}, found, dst=target)
+    return found, traffic.by_op()["gather_object"][1]
+
+
+@pytest.mark.parametrize(("world", "target"), [(2, 1), (5, 0), (5, 3)])
+def test_many_ranks_pass_on_what_they_gather(world, target):
+    import pickle
+
+    found = run_ranks(gathered_by_many, world, target, timeout=60)
+    assert found[target][0] == [{"rank": rank, "text": "x" * 100 * rank} for rank in range(world)]
+    assert all(values is None for rank, (values, _) in enumerate(found) if rank != target)
+    size = [len(pickle.dumps({"rank": rank, "text": "x" * 100 * rank})) for rank in range(world)]
+    assert sum(sent for _, sent in found) >= sum(size) - size[target]
+    assert found[target][1] == 8 * (world - 1)  # the lengths
+
+
+def one_speaks(rank, world, speaker):
+    from dsx_comm import objects
+
+    objects._EVEN_BYTES = 1000
+    said = "x" * 100_000 if rank == speaker else None
+    found = [None] * world
+    with dsx_comm.count_traffic() as traffic:
+        dsx_comm.all_gather_object(found, said)
+    assert found == ["x" * 100_000 if other == speaker else None for other in range(world)]
+    return traffic.by_op()["all_gather_object"][1]
+
+
+@pytest.mark.parametrize("speaker", [0, 2])
+def test_what_one_rank_says_is_not_sent_by_all(speaker):
+    sent = run_ranks(one_speaks, 3, speaker)
+    assert all(count < 100 for rank, count in enumerate(sent) if rank != speaker)
+    assert 100_000 < sent[speaker] < 100_200

@@ -1,11 +1,14 @@
 """Traces in the Trace Event Format, merged over ranks; waits and stragglers from what clocks heard."""
 
 import json
+import random
+import statistics
 import time
 from types import SimpleNamespace
 
 import pytest
 from dsx_monitor import ReportError, StragglerMonitor, Timeline, WallClock, judge_stragglers, merge_traces, phase_times
+from dsx_monitor.straggler import PHASES
 
 
 def call(op="all_gather_into_tensor", nbytes=8):
@@ -140,6 +143,23 @@ def test_the_slow_rank_and_its_phase_are_named_and_not_those_who_wait():
     assert "waiting" in report.table() and len(report.table().splitlines()) == 6
     two = judge_stragglers([[40.0, *calm[1:], 0.0], [*calm, 38.0]])
     assert [(s.rank, s.phase) for s in two.found] == [(0, "outside")]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8, 33])
+def test_each_rank_is_compared_with_the_median_of_the_others(ranks):
+    draw = random.Random(ranks)
+    for _ in range(20):
+        rows = [[float(draw.choice([1, 5, 5, 9, 40])) for _ in range(5)] for _ in range(ranks)]
+        step = max(map(sum, rows))
+        wanted = set()
+        for place, phase in enumerate(PHASES):
+            for rank in range(ranks):
+                middle = statistics.median(row[place] for other, row in enumerate(rows) if other != rank)
+                own = rows[rank][place]
+                if own > 1.3 * middle and own - middle > 0.1 * step:
+                    wanted.add((rank, phase, own, middle))
+        found = judge_stragglers(rows).found
+        assert {(s.rank, s.phase, s.own, s.middle) for s in found} == wanted
 
 
 def test_small_differences_and_lone_ranks_raise_no_alarm():

@@ -19,12 +19,15 @@ from .checks import root
 from .collectives import settle, start_all_gather, start_broadcast
 from .errors import CommArgumentError, CommError
 from .groups import Membership, get_global_rank, is_initialized, member
+from .on_demand import MANY_RANKS
 from .p2p import start_p2p
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _TAG = 0x40000004  # beyond what users may take; of lengths and pickles in gather and scatter
+_SPEAKERS = 8  # at most so many ranks have more to say than the others
+_EVEN_BYTES = 1 << 20  # up to here all ranks receive as much as the longest message has
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: Any = None, **labels: Unpack[Labels]) -> None:
@@ -36,27 +39,42 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None, **lab
     lengths = torch.zeros(to.size, dtype=torch.int64, device=device)
     ask = Call("all_gather_object", to.group, to.size, 8, 0, device, {})
     guarded(ask, lambda: settle(start_all_gather(lengths, torch.tensor([len(data)], device=device), to), False))
-    longest = int(lengths.max())
-    call = Call(
-        "all_gather_object",
-        to.group,
-        to.size,
-        longest,
-        share_volume(longest + 8, to.size),
-        device,
-        check_labels(labels),
-    )
+    sizes: list[int] = lengths.tolist()
+    common = _common_length(sizes)
+    sent = share_volume(common + 8, to.size) + (len(data) if len(data) > common else 0)
+    call = Call("all_gather_object", to.group, to.size, max(sizes), sent, device, check_labels(labels))
 
     def issue() -> None:
-        source = torch.zeros(longest, dtype=torch.uint8, device=device)
-        source[: len(data)] = _tensor(data, device)
-        output = torch.empty(to.size * longest, dtype=torch.uint8, device=device)
+        source = torch.zeros(common, dtype=torch.uint8, device=device)
+        if len(data) <= common:
+            source[: len(data)] = _tensor(data, device)
+        output = torch.empty(to.size * common, dtype=torch.uint8, device=device)
         settle(start_all_gather(output, source, to), False)
-        rows = output.cpu().view(to.size, longest)
-        for rank, length in enumerate(lengths.tolist()):
-            object_list[rank] = obj if rank == to.rank else _load(rows[rank, :length])
+        rows = output.cpu().view(to.size, common)
+        for rank, length in enumerate(sizes):
+            if length > common:
+                mine = rank == to.rank
+                long = _tensor(data, device) if mine else torch.empty(length, dtype=torch.uint8, device=device)
+                settle(start_broadcast(long, to.ranks[rank], rank, to), False)
+                object_list[rank] = obj if mine else _load(long.cpu())
+            else:
+                object_list[rank] = obj if rank == to.rank else _load(rows[rank, :length])
 
     run(call, issue)
+
+
+def _common_length(sizes: Sequence[int]) -> int:
+    """The length of the messages that all ranks send. Where a few of many ranks have much to say and the others little,
+    it is that of the others, and those few send theirs one after the other: otherwise each rank would receive as much
+    from every rank as from the one with the longest message.
+    """
+    longest = max(sizes)
+    if len(sizes) < 3 or longest * len(sizes) <= _EVEN_BYTES:
+        return longest
+    *others, _ = sorted(sizes)[: max(2, len(sizes) - _SPEAKERS + 1)]
+    short = others[-1]
+    received = short * len(sizes) + sum(size for size in sizes if size > short)
+    return short if 2 * received < longest * len(sizes) else longest
 
 
 def together(
@@ -130,13 +148,22 @@ def gather_object(
     group_dst: int | None = None,
     **labels: Unpack[Labels],
 ) -> None:
-    """On global rank `dst` (default 0): object_gather_list[p] = rank p's `obj`; elsewhere the list is ignored."""
+    """On global rank `dst` (default 0): object_gather_list[p] = rank p's `obj`; elsewhere the list is ignored.
+
+    Of `MANY_RANKS` or more ranks each passes on what a few others have sent it, so that no rank receives from all.
+    """
     to = member(group)
     _, target = root(dst, group_dst, to, "gather_object", "dst", 0)
     if to.rank == target:
         _check_list(object_gather_list, to.size, "gather_object", "object_gather_list")
     data = b"" if to.rank == target else pickle.dumps(obj)
     device = _device(to)
+    if to.size >= MANY_RANKS:
+        parts = _gathered_by_tree(data, target, to, device, check_labels(labels))
+        if object_gather_list is not None and to.rank == target:
+            for rank, part in enumerate(parts):
+                object_gather_list[rank] = obj if rank == target else pickle.loads(part)
+        return
     sent = len(data) + 8 if to.rank != target else 0
     call = Call("gather_object", to.group, to.size, len(data), sent, device, check_labels(labels))
 
@@ -148,6 +175,49 @@ def gather_object(
                 object_gather_list[rank] = obj if rank == target else pickle.loads(_receive(rank, to, device))
 
     run(call, issue)
+
+
+def _gathered_by_tree(
+    data: bytes, target: int, to: Membership, device: torch.device, labels: dict[str, Any]
+) -> list[bytes]:
+    """On the group's rank `target` the ranks' `data`, by rank. A rank whose distance from it has k zeros at its end, as
+    a binary number, gets that of the 2^k - 1 ranks behind it, and sends all of it on at once.
+    """
+    lengths = torch.zeros(to.size, dtype=torch.int64, device=device)
+    ask = Call("gather_object", to.group, to.size, 8, 0, device, {})
+    guarded(ask, lambda: settle(start_all_gather(lengths, torch.tensor([len(data)], device=device), to), False))
+    place = (to.rank - target) % to.size
+    sizes: list[int] = lengths.roll(-target).tolist()  # by place
+    behind = place & -place or to.size
+    total = sum(sizes[place : place + behind])
+    volume = share_volume(8, to.size) + (total if place else 0)
+    call = Call("gather_object", to.group, to.size, len(data), volume, device, labels)
+    held = [data]
+
+    def move(sending: bool, other: int, tensor: torch.Tensor) -> None:
+        peer = get_global_rank(to.group, (other + target) % to.size)
+        start_p2p(tensor, peer, to, _TAG, sending=sending).wait()
+
+    def issue() -> None:
+        step = 1
+        while step < behind and place + step < to.size:
+            size = sum(sizes[place + step : place + 2 * step])
+            if size:
+                found = torch.empty(size, dtype=torch.uint8, device=device)
+                move(False, place + step, found)
+                held.append(host_bytes(found.cpu()))
+            step *= 2
+        if place and total:
+            move(True, place - behind, _tensor(b"".join(held), device))
+
+    run(call, issue)
+    if place:
+        return []
+    parts, begin, whole = [b""] * to.size, 0, b"".join(held)
+    for other, size in enumerate(sizes):
+        parts[(other + target) % to.size] = whole[begin : begin + size]
+        begin += size
+    return parts
 
 
 def scatter_object_list(

@@ -11,9 +11,9 @@ were recorded, even if the host runs ahead of the device.
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 from .timers import BACKWARD, FORWARD, OUTSIDE, STEP, WAITING
 
@@ -77,13 +77,23 @@ def judge_stragglers(rows: Sequence[Sequence[float]], *, ratio: float = 1.3, sha
     found = []
     for place, phase in enumerate(PHASES):
         values = [row[place] for row in own]
+        in_order = sorted(values)
         for rank, value in enumerate(values):
-            # The median of the other ranks; with two ranks, the value of the other one.
-            middle = median(values[:rank] + values[rank + 1 :]) if len(values) > 1 else value
+            middle = _median_of_others(in_order, value)
             if value > ratio * middle and value - middle > share * step:
                 found.append(Straggler(rank, phase, value, middle))
     found.sort(key=lambda straggler: straggler.middle - straggler.own)
     return StragglerReport(own, waiting, tuple(found))
+
+
+def _median_of_others(in_order: Sequence[float], value: float) -> float:
+    """The median of sorted numbers without one `value` of them; of one number that number itself."""
+    others = len(in_order) - 1
+    if not others:
+        return value
+    without = bisect_left(in_order, value)
+    high, low = others // 2, (others - 1) // 2
+    return (in_order[high + (high >= without)] + in_order[low + (low >= without)]) / 2
 
 
 class StragglerMonitor:
