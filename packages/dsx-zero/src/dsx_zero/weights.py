@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from .access import OWNERS
+from .alike import hash_of
 from .errors import ZeroError, ZeroLoadError
 from .homes.home import Home, write
 from .params.init import InitParameter
@@ -316,12 +317,12 @@ class _Together:
     def check(self, facts: dict[str, str], *, started: bool = False) -> None:
         """Raise what one of the ranks met, or what they differ in (collective)."""
         mine = None if self._error is None else str(self._error)
-        by_rank: list[Any] = [(mine, facts)]
+        told = hash_of(f"{key}: {facts[key]}" for key in sorted(facts))
+        by_rank: list[Any] = [(mine, told)] * self._size
         if self._size > 1:
-            by_rank = [None] * self._size
-            dsx_comm.all_gather_object(by_rank, (mine, facts), group=self._group)
+            dsx_comm.all_gather_object(by_rank, (mine, told), group=self._group)
         text = next((f"{_on(rank, self._size)}{error}" for rank, (error, _) in enumerate(by_rank) if error), None)
-        if text is None and any(other != facts for _, other in by_rank):
+        if text is None and any(other != told for _, other in by_rank):
             text = "the ranks read different files, or have different models; expected the same on all ranks"
         if text is not None:
             partly = " Some parameters have their new values already: load again before training" if started else ""

@@ -68,10 +68,14 @@ class UnusedParameters:
             ZeroStateError: on every rank, with the names of the parameters and ranks. Nothing has been changed.
         """
         mine, self._seen = self._seen, torch.zeros_like(self._seen)
-        by_rank: list[Any] = [(mine.tolist(), self._holders)]
+        complete: list[Any] = [bool(mine.all())] * self._ranks.size
+        if self._ranks.size > 1:  # whose gradients are missing is asked only where some are
+            dsx_comm.all_gather_object(complete, complete[0], group=self._ranks.group)
+        if all(complete):
+            return
+        by_rank: list[Any] = [(bytes(mine.tolist()), self._holders)] * self._ranks.size
         if self._ranks.size > 1:
-            by_rank = [None] * self._ranks.size
-            dsx_comm.all_gather_object(by_rank, (mine.tolist(), self._holders), group=self._ranks.group)
+            dsx_comm.all_gather_object(by_rank, by_rank[0], group=self._ranks.group)
         missing = [
             f"{name} (rank {', '.join(map(str, ranks))})"
             for index, name in enumerate(self._names)

@@ -27,7 +27,7 @@ from .partitioned import PartitionedParameter, PartitionedParameterError
 from .restored import note_replaced
 from .sources import SourceWithPlain
 from .storage import GatheredStorage
-from .whole import read_whole, write_whole
+from .whole import read_whole, write_all, write_whole
 
 __all__ = ["PartitionedUnit", "Place", "UnitState", "is_partitioned"]
 
@@ -202,13 +202,22 @@ class PartitionedUnit:
     def adopt(self, model: nn.Module, infos: Mapping[str, ParameterInfo]) -> dict[int, nn.Parameter]:
         """Take over the model's parameters: values into the shards, partitioned parameters into the modules.
 
-        The values are those of rank 0. Partitioned parameters of ``Init`` are gathered one at a time.
+        The values are those of rank 0, in few messages. Partitioned parameters of ``Init`` are gathered one at a time.
 
         Returns:
             The plain parameters, by the ``id`` of the parameters that were replaced.
         """
         plain_of = {}
         for group in self.groups:
+            key = group.key
+
+            def whole_of(name: str, device: torch.device = key.device) -> torch.Tensor:
+                original = model.get_parameter(infos[name].name)
+                whole = original.full_tensor() if isinstance(original, PartitionedParameter) else original.detach()
+                return whole.to(device)
+
+            with torch.no_grad():
+                write_all(group, group.layout.names, whole_of, dtype=key.dtype, device=key.device)
             for index, name in enumerate(group.layout.names):
                 original = self._adopt_one(model, group, index, infos[name])
                 plain_of[id(original)] = group.parameters[index]
@@ -218,9 +227,6 @@ class PartitionedUnit:
         original = model.get_parameter(info.name)
         plain = group.parameters[index]
         attributes = {k: v for k, v in vars(original).items() if k not in ("_source", "_is_param")}
-        with torch.no_grad():
-            whole = original.full_tensor() if isinstance(original, PartitionedParameter) else original.detach()
-            write_whole(group, info.name, whole.to(group.key.device))
         _move_hooks(original, plain)
         partitioned = self._face(original, UnitParameter(info.name, self, group), info)
         for face in (plain, partitioned):

@@ -6,6 +6,7 @@ instead.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import dsx_comm
@@ -15,7 +16,10 @@ from dsx_comm import RankSet
 from ..homes.home import Home, opened, read, write
 from ..plan.layout import FlatLayout, LocalSlice
 
-__all__ = ["Shards", "join_whole", "read_whole", "write_whole"]
+__all__ = ["Shards", "join_whole", "read_whole", "write_all", "write_whole"]
+
+_MESSAGE = 1 << 28
+"""Bytes. From here on a message is bound by what the link carries, and another one costs nothing."""
 
 
 def _slices(layout: FlatLayout, name: str) -> list[LocalSlice | None]:
@@ -96,9 +100,60 @@ def write_whole(group: Shards, name: str, whole: torch.Tensor, *, source_rank: i
         whole, holders = whole.contiguous(), group.ranks.holders
         with dsx_comm.unit(name):
             dsx_comm.broadcast(whole, src=dsx_comm.get_global_rank(holders, source_rank), group=holders)
-    part = layout.local_slice(name, group.ranks.rank)
-    if part is None:
-        return whole
+    _keep(group, name, whole)
+    return whole
+
+
+def write_all(
+    group: Shards,
+    names: Sequence[str],
+    whole_of: Callable[[str], torch.Tensor],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Make rank 0's values of these parameters, neighbours in the layout, their values (collective). As many of them as
+    `_MESSAGE` bytes hold travel in one message, a larger one by itself.
+
+    Args:
+        whole_of: gives the whole parameter on `device`; called on every rank, in order, as it may be collective.
+    """
+    layout, holders = group.layout, group.ranks.holders
+    for found in _messages(layout, names, dtype.itemsize):
+        if len(found) == 1 or layout.world_size == 1:
+            for name in found:
+                write_whole(group, name, whole_of(name))
+            continue
+        sizes = [layout.sizes[layout.index(name)] for name in found]
+        message = torch.empty(sum(sizes), dtype=dtype, device=device)
+        for name, piece in zip(found, message.split(sizes)):
+            piece.copy_(whole_of(name).reshape(-1))
+        with dsx_comm.unit(f"{found[0]} to {found[-1]}"):
+            dsx_comm.broadcast(message, src=dsx_comm.get_global_rank(holders, 0), group=holders)
+        for name, piece in zip(found, message.split(sizes)):
+            _keep(group, name, piece)
+
+
+def _messages(layout: FlatLayout, names: Sequence[str], itemsize: int) -> Iterator[list[str]]:
+    """The names in runs that fill a message."""
+    run: list[str] = []
+    room = _MESSAGE
+    for name in names:
+        size = layout.sizes[layout.index(name)] * itemsize
+        if run and size > room:
+            yield run
+            run, room = [], _MESSAGE
+        run.append(name)
+        room -= size
+    if run:
+        yield run
+
+
+def _keep(group: Shards, name: str, whole: torch.Tensor) -> None:
+    """Keep this rank's elements of a parameter, in shard and master."""
+    part = group.layout.local_slice(name, group.ranks.rank)
+    if part is None or whole.numel() == 0:
+        return
     values = whole.reshape(-1)[part.start : part.stop]
     if group.master is not None and group.master is not group.shard:
         with opened(group.master, part.offset, part.offset + part.numel) as master:
@@ -107,4 +162,3 @@ def write_whole(group: Shards, name: str, whole: torch.Tensor, *, source_rank: i
             new, old = values.to(master.device), _elements(group.shard, part).to(master.device)
             torch.where(old == new, master, new.to(master.dtype), out=master)
     write(group.shard, values, part.offset)
-    return whole

@@ -245,12 +245,15 @@ def _buckets(infos: list[ParameterInfo], bucket_size: int) -> Iterator[tuple[tup
         yield ("",), own
     names: list[str] = []
     members: list[ParameterInfo] = []
+    size = 0
     for name, found in owners.items():
-        if members and sum(info.numel for info in (*members, *found)) > bucket_size:
+        more = sum(info.numel for info in found)
+        if members and size + more > bucket_size:
             yield tuple(names), members
-            names, members = [], []
+            names, members, size = [], [], 0
         names.append(name)
         members.extend(found)
+        size += more
     if members:
         yield tuple(names), members
 

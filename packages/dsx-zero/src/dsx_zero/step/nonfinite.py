@@ -14,7 +14,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import dsx_comm
 import torch
@@ -98,17 +98,20 @@ class NonFiniteWarning:
         )
 
     def _warn(self, run: Runtime, norm: float, everywhere: bool) -> None:
-        mine = _found(run)
-        by_rank: list[Any] = [mine]
+        names = _found(run)
+        # each rank sends as many names as are ever named: in a large job all ranks may hold thousands of them
+        mine = names[:_MAX_NAMED], len(names)
+        by_rank: list[tuple[list[str], int]] = [mine]
         if everywhere and run.ranks.size > 1 and (run.norm_groups or not run.whole):
-            by_rank = [None] * run.ranks.size
+            by_rank = [mine] * run.ranks.size
             dsx_comm.all_gather_object(by_rank, mine, group=run.ranks.group)
         if everywhere and run.ranks.rank:
             return
         ranks = range(run.ranks.size) if len(by_rank) > 1 else [run.ranks.rank]
-        places = [f"'{name}' on rank {rank}" for rank, names in zip(ranks, by_rank) for name in names]
+        places = [f"'{name}' on rank {rank}" for rank, (first, _) in zip(ranks, by_rank) for name in first]
         if places:
-            more = f" and {len(places) - _MAX_NAMED} more" if len(places) > _MAX_NAMED else ""
+            count = sum(found for _, found in by_rank)
+            more = f" and {count - _MAX_NAMED} more" if count > _MAX_NAMED else ""
             where = (
                 f"not finite are {', '.join(places[:_MAX_NAMED])}{more}; with clipping they spread to all parameters"
             )
