@@ -41,7 +41,7 @@ _PARTIAL = frozenset(["embedding", "index_select", "gather", "index"])
 """Operators that read as much of their first argument as they return."""
 _ASKED = frozenset({*_EMPTY, "zeros", "zeros_like", "new_zeros", "ones", "full", "clone", "_to_copy"})
 """Operators by which the engine takes memory."""
-_OWNERS = (
+_OWNERS: tuple[tuple[str, str | None], ...] = (
     ("dsx_zero.params.storage", "gathered"),
     ("dsx_zero.grads", "gradients"),
     ("dsx_zero.step.states", "states"),
@@ -50,6 +50,7 @@ _OWNERS = (
     ("dsx_zero.transports", "messages"),
     ("dsx_activations", "activations"),
     ("dsx_zero.params", "parameters"),
+    ("dsx_comm.lanes", None),
     ("dsx_comm", "messages"),
     ("dsx_ops.optim", "states"),
     ("dsx_pipe.runtime.messages", "activations"),
@@ -358,7 +359,7 @@ def _who_asked() -> tuple[str | None, bool]:
         if module.startswith(_ALLOCATOR_MODULES):
             on_host = on_host or (module == "dsx_zero.homes.home" and frame.f_code.co_name == "__init__")
             on_host = on_host or module == "dsx_zero.homes.stored"
-        elif module.startswith(("dsx_zero.", "dsx_comm.", "dsx_ops.", "dsx_pipe.runtime.messages")):
+        elif module.startswith(("dsx_zero.", "dsx_activations", "dsx_comm.", "dsx_ops.", "dsx_pipe.runtime.messages")):
             if module == "dsx_zero.params.flat" and frame.f_code.co_name == "make_master":
                 return "masters", on_host
             return next((kind for prefix, kind in _OWNERS if module.startswith(prefix)), None), on_host

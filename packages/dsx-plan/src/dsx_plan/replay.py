@@ -384,7 +384,8 @@ def _quiet() -> Iterator[None]:
     def from_elsewhere(record: logging.LogRecord) -> bool:
         return record.thread != own
 
-    loggers = [logging.getLogger(name) for name in ("dsx", "dsx_zero", "dsx_comm", "dsx_pipe", "dsx_moe", "dsx_ops")]
+    names = ("dsx", "dsx_zero", "dsx_activations", "dsx_comm", "dsx_pipe", "dsx_moe", "dsx_ops")
+    loggers = [logging.getLogger(name) for name in names]
     before = [(log, log.level) for log in loggers]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
