@@ -89,6 +89,7 @@ def variant(name: str, zero: dict[str, Any], body: str = "engine", rest: Any = N
     return Case(name, body, {"zero_optimization": zero, **(rest or {})}, **more)
 
 
+SLOTS = {"partition_activations": True, "contiguous_checkpointing": True, "num_checkpoints": 3}
 ON_HOST = {"stage": 3, **WHOLE, **OFFLOADS["parameters-host"]}
 VARIANTS = [
     variant("persistent", {"stage": 3}),
@@ -118,6 +119,24 @@ VARIANTS = [
     variant("evaluated-between", {"stage": 3, **WHOLE, **SMALL}, body="evaluated_between", sample=(2,)),
     variant("activations-on-host", {"stage": 3, **WHOLE}, body="activations_on_host", sample=(2,)),
     variant("activations-on-host-offloaded", ON_HOST, body="activations_on_host"),
+    Case("activations-alone", "activations_alone", {"kept": {"checkpoint_in_cpu": True}}, sample=(1,)),
+    Case("activations-by-budget", "activations_alone", {"kept": {"checkpoint_in_cpu": True}, "budget": 0.3}),
+    Case("activations-in-slots", "activations_alone", {"kept": SLOTS}, sample=(1,)),
+    Case("activations-in-host-slots", "activations_alone", {"kept": {**SLOTS, "checkpoint_in_cpu": True}}),
+    Case(
+        "activations-under-ddp",
+        "activations_alone",
+        {"kept": {"checkpoint_in_cpu": True}, "wrapper": "ddp", "pieces": True},
+        worlds=(2,),
+        sample=(2,),
+    ),
+    Case(
+        "activations-under-fsdp",
+        "activations_alone",
+        {"kept": {"checkpoint_in_cpu": True}, "wrapper": "fsdp", "budget": 0.3},
+        worlds=(2,),
+        sample=(2,),
+    ),
     variant(
         "one-bit-adam",
         {"stage": 0},

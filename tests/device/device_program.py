@@ -213,6 +213,53 @@ def activations_on_host(settings: dict[str, Any]) -> list[float]:
     return losses
 
 
+class InPieces(Language):
+    """The small GPT with feed-forward parts and the loss on one piece of the sequence after the other."""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        import dsx_activations
+
+        hidden = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            hidden = dsx_activations.run_in_tiles(self.norm, self.call(block, hidden), tiles=3)
+        return dsx_activations.linear_cross_entropy(hidden, self.head.weight, targets, chunk=10)
+
+
+def activations_alone(settings: dict[str, Any]) -> list[float]:
+    """dsx-activations without dsx-zero and an engine: inputs wait in host memory, chosen by a budget or by hand. Two
+    ranks train under DDP or `fully_shard`.
+    """
+    import dsx_activations
+
+    dsx_activations.configure(None, **settings["kept"])
+    torch.manual_seed(0)
+    model: Any = (InPieces() if settings.get("pieces") else Language()).to(DEVICE)
+    if "budget" in settings:
+        dsx_activations.apply_memory_budget(model, settings["budget"])
+    else:
+        model.call = dsx_activations.checkpoint
+    if settings.get("wrapper") == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    elif settings.get("wrapper") == "fsdp":
+        from torch.distributed.fsdp import fully_shard
+
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+    try:
+        for number, tokens in enumerate(batches(STEPS)):
+            with watched(number == STEPS - 1):
+                loss = model(tokens[:, :-1], tokens[:, 1:])
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.detach())
+        return numbers(losses)
+    finally:
+        dsx_activations.configure()
+
+
 def own_loop(settings: dict[str, Any]) -> list[float]:
     """`dsx_zero.shard` in one's own loop; `device` may be another one than the current device."""
     import dsx_zero

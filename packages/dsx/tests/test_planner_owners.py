@@ -9,7 +9,7 @@ from dsx.planning import recorder
 @pytest.mark.parametrize(("module", "kind"), recorder._OWNERS)
 def test_memory_belongs_to_the_module_that_asks(module, kind):
     assert find_spec(module) is not None
-    scope = {"__name__": module, "ask": lambda: recorder._who_asked()}
+    scope = {"__name__": f"{module}.inner", "ask": lambda: recorder._who_asked()}
     exec("def make():\n    return ask()", scope)
     assert scope["make"]() == (kind, False)
 

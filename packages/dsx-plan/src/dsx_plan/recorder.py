@@ -359,7 +359,7 @@ def _who_asked() -> tuple[str | None, bool]:
         if module.startswith(_ALLOCATOR_MODULES):
             on_host = on_host or (module == "dsx_zero.homes.home" and frame.f_code.co_name == "__init__")
             on_host = on_host or module == "dsx_zero.homes.stored"
-        elif module.startswith(("dsx_zero.", "dsx_activations", "dsx_comm.", "dsx_ops.", "dsx_pipe.runtime.messages")):
+        elif module.startswith(("dsx_zero.", "dsx_activations.", "dsx_comm.", "dsx_ops.", "dsx_pipe.runtime.messages")):
             if module == "dsx_zero.params.flat" and frame.f_code.co_name == "make_master":
                 return "masters", on_host
             return next((kind for prefix, kind in _OWNERS if module.startswith(prefix)), None), on_host
