@@ -166,6 +166,24 @@ def test_a_part_on_disk_cannot_be_assigned(tmp_path):
     run_ranks(assign_on_disk, 1, str(tmp_path))
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_module_that_is_attached_after_initialize_is_refused_and_the_way_named(stage):
+    """DeepSpeed runs it, and neither trains nor saves it."""
+    import deepspeed
+
+    net = torch.nn.Sequential(torch.nn.Linear(6, 6))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage},
+    }
+    engine, *_ = deepspeed.initialize(model=net, config=config)
+    net.append(torch.nn.Linear(6, 6))
+    with pytest.raises(RuntimeError, match=r"'1\.weight' was added.*before dsx_zero\.shard or dsx\.initialize, frozen"):
+        engine.backward(engine(torch.ones(1, 6)).sum())
+        engine.step()
+
+
 def attach_after_init(rank, world):
     import deepspeed
 

@@ -69,7 +69,7 @@ class DeepSpeedEngine(EngineSwitches, Engine, metaclass=_EngineClass):
         """The optimizer. Without one at stage 3, the `ParameterOffload` whose hooks programs remove and restore."""
         found = super().optimizer
         if found is None and self.zero_optimization_stage() == 3:
-            return self.__dict__.setdefault("_parameter_offload", ParameterOffload(self.module))
+            return vars(self).setdefault("_parameter_offload", ParameterOffload(self.module))
         return found
 
     @property

@@ -25,6 +25,11 @@ _REMEDY = (
     " change the model (layers, dtype, device, parametrizations, pruning) before dsx_zero.shard or dsx.initialize, or"
     " shard it again with a new optimizer"
 )
+_ADDED = "was added"
+_REMEDY_ADDED = (
+    "Put new layers (an adapter, a head) into the model before dsx_zero.shard or dsx.initialize, frozen if they are to"
+    " train later; a layer that something else trains stays outside the model, with an optimizer of its own"
+)
 
 
 class ModelCheck:
@@ -109,10 +114,11 @@ class ModelCheck:
                 self._modules = list(self._model.modules())
                 self._snapshot = self._take_snapshot()
         if problems:
+            remedy = _REMEDY_ADDED if all(problem.endswith(_ADDED) for problem in problems) else _REMEDY
             more = f" and {len(problems) - _MAX_NAMED} more" if len(problems) > _MAX_NAMED else ""
             raise ZeroStateError(
                 f"the model is not the one that was sharded: {'; '.join(problems[:_MAX_NAMED])}{more}. Training and"
-                f" checkpoints would go on with the parameters of before. {_REMEDY}",
+                f" checkpoints would go on with the parameters of before. {remedy}",
                 code="DSX306",
             )
 
@@ -124,6 +130,6 @@ class ModelCheck:
                 for name, key in now.items()
                 if self._parameters.get(name, key) != key
             ),
-            *(f"'{name}' was added" for name in now if name not in self._parameters),
+            *(f"'{name}' {_ADDED}" for name in now if name not in self._parameters),
             *(f"'{name}' is not there any more" for name in self._parameters if name not in now),
         ]
