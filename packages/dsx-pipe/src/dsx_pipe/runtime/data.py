@@ -65,7 +65,18 @@ class MicroBatches:
 
     def _placed(self, value: Any) -> Any:
         structure, tensors, others = flatten(value)
-        return unflatten(structure, [t.to(self._device) for t in tensors], others)
+        return unflatten(structure, [_moved(t, self._device) for t in tensors], others)
+
+
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on the device. For CUDA, host memory is copied to locked memory first: then the host does not wait
+    for the device, and the caller may write to the tensor again.
+    """
+    if device.type != "cuda" or tensor.device.type != "cpu" or tensor.requires_grad:
+        return tensor.to(device)
+    if tensor.layout is not torch.strided:
+        return tensor.to(device)
+    return torch.empty_like(tensor, pin_memory=True).copy_(tensor).to(device, non_blocking=True)
 
 
 def split_batch(inputs: Any, labels: Any, count: int) -> Iterator[tuple[Any, Any]]:

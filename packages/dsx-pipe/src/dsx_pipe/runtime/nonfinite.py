@@ -107,8 +107,9 @@ def _not_finite(roots: list[torch.Tensor], filled: list[torch.Tensor], asked: di
     return {key for key, g in zip(asked, found) if g is not None and not bool(torch.isfinite(g).all())}
 
 
-def parameters_not_finite(module: Any) -> list[str]:
-    """Names of the parameters whose `.grad` is not finite. It passes over them once, and waits for the device once.
+def finite_parameters(module: Any) -> tuple[list[str], torch.Tensor]:
+    """The names of the parameters that have a `.grad`, and for each whether it is finite, on their device. It passes
+    over them once, and does not wait for the device.
 
     A gradient of a subclass of `torch.Tensor` may have its values on several ranks, so its own `norm` is called.
     dsx-zero's gradients are asked one by one: it takes `_foreach_norm` of a list for the sum of `clip_grad_norm_`, and
@@ -119,7 +120,7 @@ def parameters_not_finite(module: Any) -> list[str]:
     values = {name: g.coalesce().values() if g.is_sparse else g for name, g in grads.items()}
     values = {name: g for name, g in values.items() if g.numel()}
     if not values:
-        return []
+        return [], torch.empty(0, dtype=torch.bool)
     order = float("inf")  # the maximum norm; it is NaN if a value is NaN
     plain = {name: g for name, g in values.items() if type(g) is torch.Tensor}
     norms = {name: g.norm(order) for name, g in values.items() if name not in plain}
@@ -127,9 +128,18 @@ def parameters_not_finite(module: Any) -> list[str]:
         together = torch._foreach_norm(list(plain.values()), order)  # pyright: ignore[reportPrivateImportUsage]
         norms.update(zip(plain, together))
     device = next(iter(norms.values())).device
-    rows = torch.stack([norm.to(device, torch.float32) for norm in norms.values()])
-    finite = dict(zip(norms, torch.isfinite(rows).tolist()))
-    return [name for name in values if not finite[name]]
+    rows = torch.stack([norms[name].to(device, torch.float32) for name in values])
+    return list(values), torch.isfinite(rows)
+
+
+def read_together(tensors: Sequence[torch.Tensor]) -> list[list[float]]:
+    """The numbers of some 1-D tensors. Waits once for the device, however many tensors there are."""
+    filled = [t for t in tensors if t.numel()]
+    if not filled:
+        return [[] for _ in tensors]
+    device = next((t.device for t in filled if t.device.type != "cpu"), filled[0].device)
+    row = iter(torch.cat([t.to(device, torch.float64, non_blocking=True) for t in filled]).tolist())
+    return [[next(row) for _ in range(t.numel())] for t in tensors]
 
 
 @contextmanager

@@ -13,7 +13,14 @@ from torch import nn
 
 from ..errors import PipelineError
 from .backward import DeferredWeights, input_backward, whole_backward
-from .nonfinite import first_in_backward, first_in_forward, is_finite, layer_of_parameter, parameters_not_finite
+from .nonfinite import (
+    finite_parameters,
+    first_in_backward,
+    first_in_forward,
+    is_finite,
+    layer_of_parameter,
+    read_together,
+)
 from .structure import TensorSpec, describe, flatten, unflatten
 
 
@@ -99,6 +106,7 @@ class Stage:
     outputs: dict[int, Any] = field(default_factory=dict)
     most_kept: int = 0
     _nonfinite_flags: dict[int, torch.Tensor] = field(default_factory=dict)  # micro-batch -> 0-D bool
+    _losses_read: torch.Tensor | None = None  # all losses of this step, if they were read from the device
     _first_layer: str | None = None  # of a stage whose input has no gradient: the layer whose forward ends first
 
     def begin(self) -> None:
@@ -108,6 +116,7 @@ class Stage:
         self.extras.clear()
         self.outputs.clear()
         self._nonfinite_flags.clear()
+        self._losses_read = None
         self.most_kept = 0
 
     def forward(
@@ -145,7 +154,8 @@ class Stage:
             self.kept[micro_batch] = _Kept(value, leaves, flatten(outputs)[1], labels)
             self.most_kept = max(self.most_kept, len(self.kept))
         if self.is_last and train and self.stop_at_nonfinite and self.losses[micro_batch].device.type == "cpu":
-            self._raise_if_loss_nonfinite([micro_batch])  # on a device with the last backward: the host would wait
+            # On a device they are checked with the last backward: the host would wait here.
+            self._check_losses([micro_batch], [float(self.losses[micro_batch])])
         return None if self.is_last else output
 
     def _run(self, micro_batch: int, value: Any) -> Any:
@@ -191,7 +201,7 @@ class Stage:
         if self.stop_at_nonfinite:
             kept.grads = filled
             self._record_nonfinite(found, micro_batch)
-            self._raise_if_nonfinite(micro_batch, last, with_parameters=last and whole)
+            self._raise_if_nonfinite(micro_batch, last=last and whole)
             kept.grads = [] if kept.leaves else filled  # without leaves the weight part still has to be checked
         if whole:
             del self.kept[micro_batch]
@@ -207,7 +217,7 @@ class Stage:
             )
         kept.deferred.run()
         if self.stop_at_nonfinite:
-            self._raise_if_nonfinite(micro_batch, last, with_parameters=last)
+            self._raise_if_nonfinite(micro_batch, last=last)
         del self.kept[micro_batch]
         self._call_back(self.callbacks.after_backward, micro_batch, last)
 
@@ -221,6 +231,13 @@ class Stage:
     def _call_back(self, callback: Callable[[int, int, bool], None] | None, micro_batch: int, last: bool) -> None:
         if callback is not None:
             callback(self.index, micro_batch, last)
+
+    def losses_on_host(self, count: int) -> torch.Tensor:
+        """The losses of the first `count` micro-batches, float64 in host memory. Waits once for the device,
+        unless they were read before."""
+        if self._losses_read is not None:
+            return self._losses_read
+        return _row([self.losses[m] for m in range(count)]).double().cpu()
 
     # - values that are not finite
 
@@ -239,12 +256,21 @@ class Stage:
         finite, layer = first_in_forward(self.module, lambda: self._run(micro_batch, kept.value))
         return None if finite and not self.is_last else ("its values", layer)
 
+    def _layers_to_watch(self) -> dict[str, nn.Module]:
+        """The layer whose forward ended first for the last micro-batch; all layers if that is not known."""
+        if not isinstance(self.module, nn.Module):
+            return {}
+        if self._first_layer is not None:
+            try:
+                return {self._first_layer: self.module.get_submodule(self._first_layer)}
+            except AttributeError:  # the stage has other layers now
+                pass
+        return dict(self.module.named_modules())
+
     @contextmanager
     def _watch_first_layer(self, micro_batch: int) -> Iterator[None]:
         """Check the gradient of the first layer's output, if the stage's input has no gradient to check."""
-        module = self.module
-        parts = dict(module.named_modules()) if isinstance(module, nn.Module) else {}
-        entry = {self._first_layer: parts[self._first_layer]} if self._first_layer in parts else parts
+        entry = self._layers_to_watch()
         seen: list[str] = []
 
         def watch(name: str | None) -> Callable[..., None]:
@@ -273,36 +299,45 @@ class Stage:
                 known = self._nonfinite_flags.get(micro_batch)
                 self._nonfinite_flags[micro_batch] = flag if known is None else known | flag
 
-    def _raise_if_loss_nonfinite(self, micro_batches: Sequence[int]) -> None:
-        """Raise `NonFiniteLoss` for the first of these micro-batches whose loss is not finite; reads all at once."""
-        losses = torch.stack([self.losses[index].reshape(()).double() for index in micro_batches]).tolist()
+    def _check_losses(self, micro_batches: Sequence[int], losses: Sequence[float]) -> None:
+        """Raise `NonFiniteLoss` for the first loss that is not finite."""
         for index, loss in zip(micro_batches, losses):
             if not math.isfinite(loss):
                 raise NonFiniteLoss(f"the loss is {loss}", index)
 
-    def _raise_if_nonfinite(self, micro_batch: int, last: bool, *, with_parameters: bool) -> None:
-        """Raise `NonFiniteGradient` if a recorded gradient is not finite.
+    def _raise_if_nonfinite(self, micro_batch: int, *, last: bool) -> None:
+        """Raise `NonFiniteGradient` if a recorded gradient is not finite, with the `last` part of the stage's backwards
+        also if that of a parameter is not, added up over the micro-batches.
 
-        On the host this is checked at once. On a device it is checked with the last backward, because reading a flag
-        waits for the device.
+        On the host this is checked at once. Reading numbers of a device waits for it, so there all are read together,
+        with the last part.
         """
-        on_host = all(flag.device.type == "cpu" for flag in self._nonfinite_flags.values())
-        if last and any(loss.device.type != "cpu" for loss in self.losses.values()):
-            self._raise_if_loss_nonfinite(sorted(self.losses))
-        if self._nonfinite_flags and (on_host or last):
-            flags = dict(sorted(self._nonfinite_flags.items()))
-            for index, is_bad in zip(flags, torch.stack(list(flags.values())).tolist()):  # one wait for all of them
-                if is_bad:
-                    raise NonFiniteGradient(
-                        "gradients stop being finite here: its backward received finite ones and computed others",
-                        self._layer_of_backward(index),
-                        index,
-                    )  # fmt: skip
-            self._nonfinite_flags.clear()
-        if with_parameters and (names := parameters_not_finite(self.module)):
+        watched = [*self._nonfinite_flags.values(), *self.losses.values()]
+        on_host = all(tensor.device.type == "cpu" for tensor in watched)
+        if not on_host and not last:
+            return
+        flags = dict(sorted(self._nonfinite_flags.items()))
+        losses = [] if on_host else sorted(self.losses)  # on the host each was checked with its forward
+        if last:
+            names, finite = finite_parameters(self.module)
+            read = read_together([_row(list(flags.values())), _row([self.losses[m] for m in losses]), finite])
+        else:
+            names, read = [], [[flag.item() for flag in flags.values()], [], []]
+        if losses:
+            self._losses_read = torch.tensor(read[1], dtype=torch.float64)
+            self._check_losses(losses, read[1])
+        for index, is_bad in zip(flags, read[0]):
+            if is_bad:
+                raise NonFiniteGradient(
+                    "gradients stop being finite here: its backward received finite ones and computed others",
+                    self._layer_of_backward(index),
+                    index,
+                )  # fmt: skip
+        self._nonfinite_flags.clear()
+        if bad := [name for name, is_finite_now in zip(names, read[2]) if not is_finite_now]:
             raise NonFiniteGradient(
-                f"the gradient of {names[-1]} is not finite, added up over the micro-batches",
-                layer_of_parameter(self.module, names[-1]), None,
+                f"the gradient of {bad[-1]} is not finite, added up over the micro-batches",
+                layer_of_parameter(self.module, bad[-1]), None,
             )  # fmt: skip
 
     def _layer_of_backward(self, micro_batch: int) -> str | None:
@@ -320,6 +355,11 @@ class Stage:
             return first_in_backward(self.module, forward_again, kept.grads)
         except Exception:  # noqa: BLE001  (the search must not hide the failure that it explains)
             return None
+
+
+def _row(scalars: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Tensors of one element as one 1-D tensor."""
+    return torch.stack([t.reshape(()) for t in scalars]) if scalars else torch.empty(0)
 
 
 def as_input(value: Any) -> Any:
