@@ -23,6 +23,8 @@ from dsx_core import replacing
 from torch import nn
 
 from .errors import PipelineError
+from .grid import PipelineParallelGrid
+from .layers import TiedLayerSpec
 from .tensor.slices import is_sliced, slice_of, whole_of
 
 
@@ -54,58 +56,122 @@ class TorchFiles:
         return torch.load(path, map_location=map_location, weights_only=True)
 
 
-def write_layers(
-    module: nn.Module, files: Sequence[LayerFile], path_of: Any, engine: Any, exclude_frozen: bool
-) -> None:
-    """Write this rank's layers and wait for the other ranks (collective).
-
-    Raises:
-        PipelineError: on every rank, if one of them could not write its files.
-    """
-    error_text = None
-    try:
-        tensors = module.state_dict(keep_vars=True)
-        for file in files:
-            held = {key: tensors[name] for key, name in file.names.items()}
-            state = {
-                key: value.detach().cpu().clone()
-                for key, value in held.items()
-                if not (exclude_frozen and isinstance(value, nn.Parameter) and not value.requires_grad)
-            }
-            path = Path(path_of(file.index))
-            path.parent.mkdir(parents=True, exist_ok=True)
-            engine.save(state, str(path))
-    except Exception as error:  # noqa: BLE001  (the other ranks wait: they must be told)
-        error_text = f"{type(error).__name__}: {error}"
-    _raise_on_all_ranks("written", error_text)
-
-
-def read_layers(
-    module: nn.Module, files: Sequence[LayerFile], paths_of: Any, engine: Any, strict: bool, place: tuple[int, int]
-) -> None:
-    """Load this rank's layers from their files (collective).
-
-    Nothing is changed on any rank if one of them finds a file that does not fit.
+class LayerFiles:
+    """The files of this rank's layers.
 
     Args:
-        paths_of: index of a layer -> paths of the files of all its slices, in the order of the slices.
-        strict: every weight must be in its file, and every entry of a file must be one.
-        place: (this rank's index, number of ranks) in the group over which layers are sliced.
-
-    Raises:
-        PipelineError: on every rank, if a file is missing, or names or shapes do not fit.
+        module: the `PipelineModule`.
+        specs: all layers.
+        mine: indices of this rank's layers.
+        grid: the ranks.
+        of_model: the layers are units of a model, whose names the files have.
     """
-    ready: list[tuple[torch.Tensor, torch.Tensor]] = []
-    error_text = None
-    try:
-        for file in files:
-            ready += _read_layer(module, file, paths_of(file.index), engine, strict, place)
-    except Exception as error:  # noqa: BLE001  (no rank may load if one of them cannot)
-        error_text = str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}"
-    _raise_on_all_ranks("read", error_text)
-    with torch.no_grad():
-        for target, value in ready:
-            target.copy_(value)
+
+    def __init__(
+        self,
+        module: nn.Module,
+        specs: Sequence[Any],
+        mine: Sequence[int],
+        grid: PipelineParallelGrid,
+        *,
+        of_model: bool,
+    ) -> None:
+        self._grid = grid
+        self._files = _units(module, specs, mine) if of_model else _layers(module, specs, mine)
+
+    def path(self, folder: str | Path, index: int) -> str:
+        """The file of layer `index` and this rank's slice."""
+        place = self._grid.topology.get_rank_repr(rank=self._grid.global_rank)
+        return str(Path(folder) / f"layer_{index:02d}{f'-{place}' if place else ''}-model_states.pt")
+
+    def paths(self, folder: str | Path, index: int) -> list[str]:
+        """The existing files of layer `index`, of all slices in their order."""
+        return sorted(str(p) for p in Path(folder).glob(f"layer_{index:02d}-*model_states.pt"))
+
+    def write(self, module: nn.Module, folder: str | Path, engine: Any, *, exclude_frozen: bool, divided: bool) -> None:
+        """Write this rank's layers and wait for the other ranks (collective).
+
+        Args:
+            divided: the data-parallel ranks divide the layers among them; False: the first of them writes all.
+
+        Raises:
+            PipelineError: on every rank, if one of them could not write its files.
+        """
+        data, error_text = self._grid.data, None
+        try:
+            tensors = module.state_dict(keep_vars=True)
+            for file in self._files:
+                if not file.is_written or data.rank != (file.index % data.size if divided else 0):
+                    continue
+                held = {key: tensors[name] for key, name in file.names.items()}
+                state = {
+                    key: value.detach().cpu().clone()
+                    for key, value in held.items()
+                    if not (exclude_frozen and isinstance(value, nn.Parameter) and not value.requires_grad)
+                }
+                path = Path(self.path(folder, file.index))
+                path.parent.mkdir(parents=True, exist_ok=True)
+                engine.save(state, str(path))
+        except Exception as error:  # noqa: BLE001  (the other ranks wait: they must be told)
+            error_text = f"{type(error).__name__}: {error}"
+        _raise_on_all_ranks("written", error_text)
+
+    def read(self, module: nn.Module, folder: str | Path, engine: Any, *, strict: bool) -> None:
+        """Load this rank's layers from their files (collective).
+
+        Nothing is changed on any rank if one of them finds a file that does not fit.
+
+        Args:
+            strict: every weight must be in its file, and every entry of a file must be one.
+
+        Raises:
+            PipelineError: on every rank, if a file is missing, or names or shapes do not fit.
+        """
+        place = self._grid.model.rank, self._grid.model.size
+        ready: list[tuple[torch.Tensor, torch.Tensor]] = []
+        error_text = None
+        try:
+            for file in self._files:
+                ready += _read_layer(module, file, self.paths(folder, file.index), engine, strict, place)
+        except Exception as error:  # noqa: BLE001  (no rank may load if one of them cannot)
+            error_text = str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}"
+        _raise_on_all_ranks("read", error_text)
+        with torch.no_grad():
+            for target, value in ready:
+                target.copy_(value)
+
+
+def _units(module: nn.Module, specs: Sequence[Any], mine: Sequence[int]) -> list[LayerFile]:
+    """The files of units of a model. A unit has no parameter names of its own: the file has the model's names."""
+    paths = {id(part): name for name, part in module.named_modules(remove_duplicate=False)}
+    found = []
+    for index in mine:
+        held = [f"{paths[id(part)]}.{key}" for part in specs[index].parts for key in part.state_dict()]
+        found.append(LayerFile(index, {name: name for name in held}))
+    return [file for file in found if file.names]
+
+
+def _layers(module: nn.Module, specs: Sequence[Any], mine: Sequence[int]) -> list[LayerFile]:
+    """The files of layers, each with the names of its weights in the file and in the module."""
+    names: dict[int, str] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), name)
+    parts = dict(module.named_modules(remove_duplicate=False))
+    uses = [spec.key if isinstance(spec, TiedLayerSpec) else None for spec in specs]
+    found: dict[int, LayerFile] = {}
+
+    def add(first: int, layer: nn.Module, *, is_written: bool = True) -> None:
+        held = layer.state_dict(keep_vars=True)
+        file = LayerFile(first, {key: names[id(tensor)] for key, tensor in held.items()}, is_written)
+        found.setdefault(first, file)
+
+    for index in mine:
+        if (key := uses[index]) is not None:
+            first = uses.index(key)
+            add(first, parts[f"tied_modules.{key}"], is_written=index == first)
+        elif str(index) in parts:
+            add(index, parts[str(index)])
+    return [file for _, file in sorted(found.items()) if file.names]
 
 
 def _raise_on_all_ranks(what: str, error_text: str | None) -> None:

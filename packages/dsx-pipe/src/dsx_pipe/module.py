@@ -22,14 +22,14 @@ from torch import nn
 
 from .chunk import Chunk, Recomputation, recompute
 from .errors import PipelineError
-from .grid import ProcessTopology, RankGrid, topology_for
-from .layer_files import LayerFile, TorchFiles, read_layers, write_layers
-from .layers import LayerSpec, TiedLayerSpec, class_name, count_parameters, flatten_layers, parameter_at
+from .grid import RankGrid, ProcessTopology, topology_for
+from .layer_files import LayerFiles, TorchFiles
+from .layers import LayerSpec, TiedLayerSpec, class_name, count_parameters, flatten_layers
 from .models import ModelParts, parts_of_model
 from .partition import bounds_of
 from .planner import LayerCost
 from .schedule import Schedule, build
-from .ties import Tie, Ties, make_groups
+from .ties import Ties, find_ties
 
 
 class PipelineModule(nn.Module):
@@ -123,9 +123,10 @@ class PipelineModule(nn.Module):
         self.tied_modules = nn.ModuleDict()
         with parallel_groups.speaking_of(self._groups):
             self.stage_modules: list[nn.Module] = [self._build_stage(s) for s in self.local_stages()]
-        self.ties = Ties(self._make_ties())
+        place = {i: rank for s, rank in enumerate(self.stage_ranks) for i in range(*self.parts[s : s + 2])}
+        self.ties = Ties(find_ties(self, self._specs, place, self._grid))
         self.ties.synchronize()
-        self._files = self._layer_files()
+        self._files = LayerFiles(self, self._specs, self._local_layers(), self._grid, of_model=self._model is not None)
         del self._specs, self._model  # they hold layers of other ranks, whose memory is freed here
 
     # - building
@@ -152,6 +153,9 @@ class PipelineModule(nn.Module):
     def local_stages(self) -> list[int]:
         """The stages of this rank."""
         return [s for s, rank in enumerate(self.stage_ranks) if rank == self.stage_id]
+
+    def _local_layers(self) -> list[int]:
+        return [i for stage in self.local_stages() for i in range(self.parts[stage], self.parts[stage + 1])]
 
     def _build_stage(self, stage: int) -> nn.Module:
         mine = range(self.parts[stage], self.parts[stage + 1])
@@ -183,48 +187,6 @@ class PipelineModule(nn.Module):
         with torch.random.fork_rng():
             (self.seed_fn or torch.manual_seed)(self.base_seed + index)
             return spec.build()
-
-    def _make_ties(self) -> list[Tie]:
-        shared = self._shared_weights()
-        grid, copies = self._grid, self._grid.topology.get_axis_comm_lists("pipe")
-        pipelines = copies or [[grid.global_rank]]
-        holders = {key: [sorted({p[r] for r in ranks}) for p in pipelines] for key, (ranks, _) in shared.items()}
-        groups = make_groups(holders)
-        return [
-            Tie(key, name, parameter, *groups[key])
-            for key, (_, found) in sorted(shared.items()) if key in groups for name, parameter in found
-        ]  # fmt: skip
-
-    def _tied_specs(self, key: str) -> list[TiedLayerSpec]:
-        return [spec for spec in self._specs if isinstance(spec, TiedLayerSpec) and spec.key == key]
-
-    def _shared_weights(self) -> dict[str, tuple[set[int], list[tuple[str, nn.Parameter]]]]:
-        """Shared weight -> (indices of the pipeline ranks that use it, its (name, parameter) on this rank)."""
-        place = {i: self.stage_ranks[s] for s in range(len(self.stage_ranks)) for i in range(*self.parts[s : s + 2])}
-        found: dict[str, tuple[set[int], list[tuple[str, nn.Parameter]]]] = {}
-        for index, spec in enumerate(self._specs):
-            if isinstance(spec, TiedLayerSpec):
-                entry = found.setdefault(spec.key, (set(), []))
-                entry[0].add(place[index])
-                if spec.key in self.tied_modules and not entry[1]:
-                    module = self.tied_modules[spec.key]
-                    for path in spec.tied_weight_attr:
-                        parameter_at(module, path)  # raises an error for a name that does not exist
-                    alike = {(other.typename, repr(other)) for other in self._tied_specs(spec.key)}
-                    names = [n for n, _ in module.named_parameters()] if len(alike) == 1 else spec.tied_weight_attr
-                    entry[1].extend((f"tied_modules.{spec.key}.{n}", parameter_at(module, n)) for n in names)
-        users: dict[int, list[tuple[int, str]]] = {}
-        for index, spec in enumerate(self._specs):
-            if isinstance(spec, nn.Module):  # built modules that share a parameter, as in a tied nn.Sequential
-                for name, parameter in spec.named_parameters():
-                    users.setdefault(id(parameter), []).append((index, name))
-        mine = {id(p): (n, p) for n, p in self.named_parameters()}
-        for ident, uses in users.items():
-            ranks = {place[i] for i, _ in uses}
-            if len(ranks) > 1:
-                index, name = uses[0]
-                found[f"{index:06d}.{name}"] = (ranks, [mine[ident]] if ident in mine else [])
-        return found
 
     # - running
 
@@ -327,11 +289,11 @@ class PipelineModule(nn.Module):
 
         The coordinates are those on the axes other than pipe and data; without such axes they are left out.
         """
-        return self._layer_path(ckpt_dir, self._local_layers()[local_layer_idx])
+        return self._files.path(ckpt_dir, self._local_layers()[local_layer_idx])
 
     def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
         """Paths of the existing files of this rank's `local_layer_idx`-th layer, for all slices."""
-        return self._layer_paths(ckpt_dir, self._local_layers()[local_layer_idx])
+        return self._files.paths(ckpt_dir, self._local_layers()[local_layer_idx])
 
     def save_state_dict(
         self,
@@ -354,15 +316,8 @@ class PipelineModule(nn.Module):
         Raises:
             PipelineError: on every rank, if one of them could not write its files.
         """
-        data = self._grid.data
-        mine = [f for f in self._files if f.is_written and data.rank == (f.index % data.size if parallel_write else 0)]
-        write_layers(
-            self,
-            mine,
-            lambda i: self._layer_path(save_dir, i),
-            checkpoint_engine or TorchFiles(),
-            exclude_frozen_params,
-        )
+        engine = checkpoint_engine or TorchFiles()
+        self._files.write(self, save_dir, engine, exclude_frozen=exclude_frozen_params, divided=parallel_write)
 
     def load_state_dir(self, load_dir: str | Path, checkpoint_engine: Any = None, strict: bool = True) -> None:
         """Load the weights of this rank's layers from DeepSpeed's files. All ranks call it.
@@ -377,46 +332,7 @@ class PipelineModule(nn.Module):
         Raises:
             PipelineError: on every rank, if a file is missing, or names or shapes do not fit. Nothing is changed then.
         """
-        model = self._grid.model
-        read_layers(
-            self, self._files, lambda i: self._layer_paths(load_dir, i), checkpoint_engine or TorchFiles(), strict,
-            (model.rank, model.size),
-        )  # fmt: skip
-
-    def _local_layers(self) -> list[int]:
-        return [i for stage in self.local_stages() for i in range(self.parts[stage], self.parts[stage + 1])]
-
-    def _layer_path(self, folder: str | Path, index: int) -> str:
-        place = self.topology().get_rank_repr(rank=self._grid.global_rank)
-        return str(Path(folder) / f"layer_{index:02d}{f'-{place}' if place else ''}-model_states.pt")
-
-    def _layer_paths(self, folder: str | Path, index: int) -> list[str]:
-        return sorted(str(p) for p in Path(folder).glob(f"layer_{index:02d}-*model_states.pt"))
-
-    def _layer_files(self) -> list[LayerFile]:
-        """The files of this rank's layers, with the names of their weights in the file and in this module."""
-        names: dict[int, str] = {}
-        for name, tensor in self.state_dict(keep_vars=True).items():
-            names.setdefault(id(tensor), name)
-        paths = {id(module): name for name, module in self.named_modules(remove_duplicate=False)}
-        uses = [spec.key if isinstance(spec, TiedLayerSpec) else None for spec in self._specs]
-        found: dict[int, LayerFile] = {}
-        for index in self._local_layers():
-            spec = self._specs[index]
-            if self._model is not None:  # a unit has no parameter names of its own: the file has the model's names
-                held = [f"{paths[id(part)]}.{key}" for part in spec.parts for key in part.state_dict()]
-                found[index] = LayerFile(index, {name: name for name in held})
-            elif isinstance(spec, TiedLayerSpec):
-                first = uses.index(spec.key)
-                found.setdefault(first, _layer_file_of(first, self.tied_modules[spec.key], names, index == first))
-            elif str(index) in self._modules:
-                found[index] = _layer_file_of(index, self._modules[str(index)], names, True)
-        return [file for _, file in sorted(found.items()) if file.names]
-
-
-def _layer_file_of(index: int, layer: Any, names: dict[int, str], is_written: bool) -> LayerFile:
-    held = layer.state_dict(keep_vars=True)
-    return LayerFile(index, {key: names[id(tensor)] for key, tensor in held.items()}, is_written)
+        self._files.read(self, load_dir, checkpoint_engine or TorchFiles(), strict=strict)
 
 
 def _stage_ranks_of(schedule: Schedule | str, ranks: int, chunks: int | None) -> tuple[int, ...]:

@@ -14,27 +14,23 @@ The optimizer, data-parallel reduction and precision are not part of it: an engi
 
 from __future__ import annotations
 
-import hashlib
-import json
-import platform
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
-import dsx_comm
 import torch
 from torch import nn
 
-from ..errors import PipelineError, ScheduleError, StageError
-from ..schedule import Action, Schedule, Span, build, check, inference_over, with_communication
+from ..errors import PipelineError, ScheduleError
+from ..schedule import Schedule, Span, build, check, inference_over, with_communication
+from ..ties import Ties
+from .agreement import EVAL, TRAIN, Agreement
 from .clock import Clock
 from .data import MicroBatches, split_batch
-from .failure import Failure, first_of
-from .messages import LOST, Groups, Mailbox, Spec
-from .report import StepReport, make_report
+from .messages import Groups, Mailbox, Spec
+from .report import StepReport, gather_report
 from .stage import Stage, StageCallbacks
 from .step import Mode, Step
-
-_TRAIN, _EVAL = 1, 2
 
 
 class Pipeline:
@@ -68,6 +64,8 @@ class Pipeline:
             they are always sent so (`messages.py`).
         reduce_tied_gradients: sum the gradients of a `PipelineModule`'s shared weights after each step; False: the
             engine does it.
+        everyone: group that can send host tensors, of the ranks that `together` lets fail together; an engine passes
+            those of all pipelines. Default: the ranks of this pipeline.
 
     Attributes:
         clock: measures the computations of the next steps; None: the clock of the device.
@@ -102,6 +100,7 @@ class Pipeline:
         grad_partitioned: bool = True,
         batched_messages: bool = False,
         reduce_tied_gradients: bool = True,
+        everyone: Any = None,
     ) -> None:
         if nonfinite not in ("raise", "ignore"):
             raise PipelineError(f"nonfinite: got {nonfinite!r}, expected 'raise' or 'ignore'")
@@ -133,13 +132,12 @@ class Pipeline:
             for index, module in zip(mine, parts)
         }  # fmt: skip
         slicing = (slice_group if pipe_partitioned else None, slice_group if grad_partitioned else None)
-        self.mailbox = Mailbox(self.groups, self._name_of, slicing)
+        self._agreement = Agreement(self.groups, self.schedule, self.stages, everyone)
+        self.mailbox = Mailbox(self.groups, self._agreement.name_of, slicing)
         self._additional: dict[str, float] = {}
         self._first_specs: dict[tuple[int, int], Spec] = {}
         self._iterator: Iterator[Any] | None = None
         self._last_step: Step | None = None
-        self._evaluations: dict[int, Schedule] = {}
-        self._digests: dict[int, tuple[Schedule, int]] = {}
         self._plans_with_messages: dict[int, tuple[Schedule, Schedule]] = {}
         self._last_schedule = self.schedule
 
@@ -192,7 +190,7 @@ class Pipeline:
         Only ranks with the first or the last stage read from it, one item per micro-batch. Without an iterator the one
         of `set_dataiterator` is used.
         """
-        losses, _ = self._run(self.schedule, Mode(train=True), data_iter, _TRAIN)
+        losses, _ = self._run(self.schedule, Mode(train=True), data_iter, TRAIN)
         return _mean(losses, self.groups.device)
 
     def eval_batch(
@@ -225,14 +223,14 @@ class Pipeline:
         if reduce_output not in ("avg", None):
             raise PipelineError(f"reduce_output: got {reduce_output!r}, expected 'avg' or None")
         count = self.micro_batches if num_micro_batches is None else num_micro_batches
-        plan = self._evaluation(count)
+        plan = inference_over(self.schedule.stage_ranks, count)
         mode = Mode(train=False, loss=compute_loss, keep_outputs=return_logits or not compute_loss)
         modules = [s.module for s in self.stages.values() if isinstance(s.module, nn.Module)]
         training = [m for module in modules for m in module.modules() if m.training]
         for module in modules:
             module.eval()
         try:
-            losses, outputs = self._run(plan, mode, data_iter, _EVAL)
+            losses, outputs = self._run(plan, mode, data_iter, EVAL)
         finally:
             for module in training:
                 module.training = True
@@ -241,8 +239,28 @@ class Pipeline:
         loss: Any = None
         if bcast_loss or self.is_last_stage:
             device = self.groups.device
-            loss = _mean(losses, device) if reduce_output == "avg" else [torch.tensor(x, device=device) for x in losses]
+            loss = _mean(losses, device) if reduce_output == "avg" else [_mean([x], device) for x in losses]
         return (loss, outputs) if return_logits else loss
+
+    def together(self, doing: str) -> AbstractContextManager[None]:
+        """A block that every rank runs after a step: if it fails on one of them, all ranks raise the same error.
+
+            loss = pipe.step(inputs, labels)
+            with pipe.together("the optimizer step"):
+                optimizer.step()
+
+        The ranks agree at the end of the block (collective). So a rank that fails must not leave another one waiting
+        for it inside the block: the block has no communication between stages.
+
+        Args:
+            doing: what the block does, for the error.
+
+        Raises:
+            StageError: at the end of the block, on every rank with the same text, if the block failed on one of them.
+                The rank that failed has its own error as `__cause__`.
+            PipelineError: the process of a rank has ended.
+        """
+        return self._agreement.together(doing)
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
         """Set the iterator that steps read from if they are called without one."""
@@ -284,24 +302,13 @@ class Pipeline:
         """
         if self._last_step is None:
             raise PipelineError("there is no step to report: call train_batch or eval_batch first")
-        rows: list[Any] = [None] * self.groups.size
-        step = self._last_step
-        mine = [(s.rank, str(s.action), s.start, s.end) for s in step.spans]
-        dsx_comm.all_gather_object(rows, (mine, self.most_kept(), step.start, platform.node()), group=self.groups.host)
-        # clocks of several hosts cannot be compared, so times count from the step's start, which is common to all ranks
-        clocks_differ = len({row[3] for row in rows}) > 1
-        spans = [
-            Span(rank, Action.parse(action), start - clocks_differ * began, end - clocks_differ * began)
-            for row, _, began, _ in rows for rank, action, start, end in row
-        ]  # fmt: skip
-        kept = {stage: n for row in rows for stage, n in row[1].items()}
-        return make_report(self._last_schedule, spans, [kept.get(s, 0) for s in range(self.schedule.stages)])
+        return gather_report(self._last_schedule, self._last_step, self.most_kept(), self.groups.host)
 
     # - a step
 
     def _run(self, plan: Schedule, mode: Mode, data_iter: Iterator[Any] | None, kind: int) -> tuple[list[float], Any]:
         self.mailbox.begin_run()
-        self._check_same_step(plan, kind)
+        self._agreement.check_same_step(plan, kind, self.mailbox.run, dynamic_shape=self.dynamic_shape)
         source = data_iter if data_iter is not None else self._iterator
         data = MicroBatches(source, plan.micro_batches, self.groups.device, self._batch_fn)
         first_specs = self._first_specs if mode.train and not self.dynamic_shape else None
@@ -309,40 +316,19 @@ class Pipeline:
             self._plan_with_messages(plan), self.rank, self.stages, self.mailbox, data, mode, first_specs, self.clock
         )
         step.run()
+        reduces_ties = mode.train and self._reduces_ties and hasattr(self.module, "allreduce_tied_weight_gradients")
+        if reduces_ties and isinstance(ties := getattr(self.module, "ties", None), Ties):
+            step.attempt("preparing the gradients of shared weights", ties.prepare_gradients)
         self._last_step, self._last_schedule = step, plan
-        losses = self._finish(step, plan, mode)
-        # after _finish: before it a rank may not know that another one failed, and would wait for that rank here
-        if mode.train and self._reduces_ties and hasattr(self.module, "allreduce_tied_weight_gradients"):
+        losses, self._additional = self._agreement.end_step(step, plan, self.stands_for)
+        # Behind it: before it a rank may not know that another one failed, and would wait for that rank here.
+        if reduces_ties:
             self.module.allreduce_tied_weight_gradients()
         outputs = None
         if mode.keep_outputs and self.is_last_stage:
             kept = self.stages[self.schedule.stages - 1].outputs
             outputs = _join_outputs([kept[m] for m in range(plan.micro_batches)])
         return losses, outputs
-
-    def _check_same_step(self, plan: Schedule, kind: int) -> None:
-        """Raise an error on every rank if the ranks are not about to do the same (collective)."""
-        mine = torch.tensor([self._digest_of(plan), kind, int(self.dynamic_shape), self.mailbox.run], dtype=torch.int64)
-        rows = self._gather_rows(mine)
-        if all(row == rows[0] for row in rows):
-            return
-        texts: list[Any] = [None] * self.groups.size
-        call = {_TRAIN: "train_batch", _EVAL: "eval_batch"}[kind]
-        description = (
-            f"{call}, {plan.name} with {plan.micro_batches} micro-batches over {plan.stages} stages, step "
-            f"{self.mailbox.run}{', dynamic shapes' if self.dynamic_shape else ''}"
-        )
-        dsx_comm.all_gather_object(texts, description, group=self.groups.host)
-        listed = "\n  ".join(f"{self._name_of(r)}: {text}" for r, text in enumerate(texts))
-        raise PipelineError(f"the ranks of the pipeline are not about to do the same:\n  {listed}")
-
-    def _digest_of(self, plan: Schedule) -> int:
-        """A hash of a plan. It is cached, because hashing a large plan takes milliseconds."""
-        found = self._digests.get(id(plan))
-        if found is None or found[0] is not plan:
-            digest = int.from_bytes(hashlib.sha256(str(plan).encode()).digest()[:7], "big")
-            found = self._digests[id(plan)] = (plan, digest)
-        return found[1]
 
     def _plan_with_messages(self, plan: Schedule) -> Schedule:
         """The plan to execute: with explicit messages if they are sent in batches, else as it is."""
@@ -352,92 +338,6 @@ class Pipeline:
         if found is None or found[0] is not plan:
             found = self._plans_with_messages[id(plan)] = (plan, with_communication(plan))
         return found[1]
-
-    def _evaluation(self, count: int) -> Schedule:
-        """The plan of an evaluation over `count` micro-batches."""
-        if count not in self._evaluations:
-            self._evaluations[count] = inference_over(self.schedule.stage_ranks, count)
-        return self._evaluations[count]
-
-    def _finish(self, step: Step, plan: Schedule, mode: Mode) -> list[float]:
-        """Return the losses of all micro-batches on every rank, or raise the same error on every rank (collective)."""
-        if step.lost or (step.failure_message and step.failure_message[0] == LOST):
-            raise self._end_failed_step(
-                [Failure.unpack(step.failure_message[1])] if step.failure_message else step.failures
-            )
-        count = plan.micro_batches if self.stands_for is None else self.stands_for
-        row = torch.zeros(2 + count, dtype=torch.float64)  # failed, has further losses, losses
-        row[0] = float(step.failure_message is not None)
-        has_loss = self.is_last_stage and mode.loss
-        if has_loss and step.failure_message is None:
-            last = self.stages[self.schedule.stages - 1]
-            row[1] = float(bool(last.extras))
-            row[2 : 2 + plan.micro_batches] = torch.stack(
-                [last.losses[m].reshape(()).double() for m in range(plan.micro_batches)]
-            ).cpu()  # one wait for the device, at the end of the step
-        rows = self._gather_rows(row)
-        if not any(r[0] for r in rows):
-            final = rows[self.schedule.stage_ranks[-1]]
-            self._additional = self._broadcast_extras() if final[1] else {}
-            return final[2 : 2 + plan.micro_batches]
-        gathered: list[Any] = [None] * self.groups.size
-        packed = [f.pack().decode() for f in step.failures]
-        dsx_comm.all_gather_object(gathered, json.dumps(packed), group=self.groups.host)
-        failures = [Failure.unpack(text.encode()) for entry in gathered for text in json.loads(entry)]
-        failure = first_of(failures)
-        raise self._end_failed_step([self._locate_nonfinite(failure) if failure.nonfinite else failure])
-
-    def _broadcast_extras(self) -> dict[str, float]:
-        """Give every rank the means of the last stage's further losses over the micro-batches (collective)."""
-        row: list[Any] = [None]
-        if self.is_last_stage:
-            extras = self.stages[self.schedule.stages - 1].extras
-            row = [{name: sum(float(v) for v in values) / len(values) for name, values in extras.items()}]
-        source = self.groups.ranks[self.schedule.stage_ranks[-1]]
-        dsx_comm.broadcast_object_list(row, src=source, group=self.groups.host)
-        return row[0]
-
-    def _locate_nonfinite(self, failure: Failure) -> Failure:
-        """Find where a loss stopped being finite: the first stage whose input is finite and whose output is not."""
-        found = None
-        for index, stage in sorted(self.stages.items()):
-            if failure.micro_batch is None or found is not None:
-                break
-            try:
-                place = stage.where_nonfinite(failure.micro_batch)
-            except Exception:  # noqa: BLE001  (the search must not hide the failure that it explains)
-                continue
-            if place is not None:
-                found = (index, self.rank, *place)
-        answers: list[Any] = [None] * self.groups.size
-        dsx_comm.all_gather_object(answers, json.dumps(found), group=self.groups.host)
-        known = sorted(tuple(a) for a in map(json.loads, answers) if a is not None)
-        if not known:
-            return failure
-        index, rank, what, layer = known[0]
-        reason = f"{failure.reason}; this is the first stage where {what} are not finite"
-        return Failure(index, rank, failure.micro_batch, layer, "forward", reason, nonfinite=True)
-
-    def _gather_rows(self, row: torch.Tensor) -> list[list[Any]]:
-        """The rows of all ranks, by rank (collective)."""
-        table = torch.empty((self.groups.size, row.numel()), dtype=row.dtype)
-        try:
-            dsx_comm.all_gather_into_tensor(table.view(-1), row, group=self.groups.host)
-        except RuntimeError as error:
-            hangs = isinstance(error, dsx_comm.HangError)
-            what = "has not come to this step" if hangs else "is gone"
-            raise PipelineError(f"a rank of the pipeline {what}: {type(error).__name__}: {error}") from error
-        return table.tolist()
-
-    def _end_failed_step(self, failures: list[Failure]) -> StageError:
-        """Drop everything that the failed step has kept, and return the error to raise."""
-        for stage in self.stages.values():
-            stage.begin()
-        return first_of(failures).error()
-
-    def _name_of(self, rank: int) -> str:
-        stages = ", ".join(map(str, self.schedule.stages_of(rank)))
-        return f"stage {stages} (rank {rank})"
 
 
 def _stage_modules_of(stage_module: Any) -> list[Any]:
@@ -484,7 +384,8 @@ def _schedule_of(schedule: Schedule | str, micro_batches: int | None, module: An
 
 
 def _mean(losses: list[float], device: torch.device) -> torch.Tensor:
-    return torch.tensor(sum(losses) / max(len(losses), 1), dtype=torch.float32, device=device)
+    # filled on the device: the host would wait for a copy
+    return torch.full((), sum(losses) / max(len(losses), 1), dtype=torch.float32, device=device)
 
 
 def _join_outputs(outputs: list[Any]) -> Any:

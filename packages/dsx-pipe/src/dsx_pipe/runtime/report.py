@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import platform
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from ..schedule import Kind, Schedule, Span, StageTimes, Timeline, simulate
+import dsx_comm
+
+from ..schedule import Action, Kind, Schedule, Span, StageTimes, Timeline, simulate
+from .step import Step
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,27 @@ def stage_times_of(spans: Sequence[Span], stages: int) -> tuple[StageTimes, ...]
     return tuple(
         StageTimes(mean(s, Kind.FORWARD), mean(s, Kind.INPUT), mean(s, Kind.WEIGHT)) for s in range(stages)
     )  # fmt: skip
+
+
+def gather_report(schedule: Schedule, step: Step, most_kept: dict[int, int], group: Any) -> StepReport:
+    """The report of the ranks' last step (collective).
+
+    Args:
+        schedule: of the step.
+        step: this rank's part.
+        most_kept: for each stage of this rank, as in `StepReport`.
+        group: of the pipeline's ranks, for messages in host memory.
+    """
+    mine = [(span.rank, str(span.action), span.start, span.end) for span in step.spans]
+    rows = dsx_comm.together(group).gather((mine, most_kept, step.start, platform.node()))
+    # clocks of several hosts cannot be compared, so times count from the step's start, which is common to all ranks
+    clocks_differ = len({row[3] for row in rows}) > 1
+    spans = [
+        Span(rank, Action.parse(action), start - clocks_differ * began, end - clocks_differ * began)
+        for row, _, began, _ in rows for rank, action, start, end in row
+    ]  # fmt: skip
+    kept = {stage: n for row in rows for stage, n in row[1].items()}
+    return make_report(schedule, spans, [kept.get(s, 0) for s in range(schedule.stages)])
 
 
 def make_report(schedule: Schedule, spans: Sequence[Span], most_kept: Sequence[int]) -> StepReport:

@@ -9,6 +9,7 @@ failure. Only a rank whose process has ended does not take part.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -260,6 +261,15 @@ class Step:
             self._peer_lost(error)
 
     # - failures
+
+    def attempt(self, operation: str, action: Callable[[], object]) -> None:
+        """Do something behind the schedule that belongs to the step; an exception becomes a failure of this rank."""
+        if self.failure_message is None:
+            try:
+                action()
+            except Exception as error:  # noqa: BLE001  (every rank must be told, whatever the error is)
+                reason = str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}"
+                self._fail(Failure(min(self.stages), self.rank, None, None, operation, reason))
 
     def _fail(self, failure: Failure) -> None:
         self.failures.append(failure)

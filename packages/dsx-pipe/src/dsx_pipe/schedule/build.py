@@ -16,6 +16,7 @@ stages takes m (F + I + W) plus the bubble:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 from ..errors import ScheduleError
 from .action import Action, Kind
@@ -203,6 +204,7 @@ def inference(ranks: int, micro_batches: int, chunks: int = 1) -> Schedule:
     return inference_over(stage_ranks, micro_batches)
 
 
+@lru_cache(maxsize=32, typed=True)
 def inference_over(stage_ranks: tuple[int, ...], micro_batches: int) -> Schedule:
     """Forward only, for stages placed on the ranks `stage_ranks`. Each micro-batch is computed as early as possible."""
     _check_sizes(max(stage_ranks) + 1, micro_batches)

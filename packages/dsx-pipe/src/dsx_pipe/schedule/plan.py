@@ -13,6 +13,7 @@ Left out: time (`simulate.py`) and correctness (`validate.py`). This module does
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -73,6 +74,11 @@ class Schedule:
     def communicates(self) -> bool:
         """True if the schedule has explicit sends or receives."""
         return any(not a.kind.computes for row in self.actions for a in row)
+
+    @cached_property
+    def digest(self) -> int:
+        """A number of 56 bits that equal schedules share."""
+        return int.from_bytes(hashlib.sha256(str(self).encode()).digest()[:7], "big")
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that `rank` holds, ascending."""
