@@ -9,7 +9,7 @@ every rank asks a reader for the ranges it holds.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -52,6 +52,11 @@ class ParamSlice:
     master: torch.Tensor | None
     states: Mapping[str, State] = field(default_factory=dict)
     ranges: tuple[tuple[str, int, torch.Tensor], ...] = ()
+
+    def without_elements(self) -> ParamSlice:
+        """The slice of a rank that owns nothing of the parameter."""
+        param, master = (v if v is None else torch.empty(0, dtype=v.dtype) for v in (self.param, self.master))
+        return replace(self, start=0, stop=0, param=param, master=master, states={}, ranges=())
 
 
 @dataclass(frozen=True)

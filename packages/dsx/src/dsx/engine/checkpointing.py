@@ -250,7 +250,7 @@ class Checkpointer:
             save_dir,
             tag,
             module=self.module,
-            slices=self.shards.slices(lazily=True),
+            slices=map(self._to_write, self.shards.slices(lazily=True)),
             state={"engine": self._state(rest).to_dict(), "client": client_state},
             rank_state={
                 "random": rest.random, "data": rest.rank_data, "objects": self.registered.states(per_rank=True)
@@ -262,6 +262,13 @@ class Checkpointer:
             keeping=Keeping(self.settings.keep_last, self.settings.keep_every),
             disks=self._disks,
         )  # fmt: skip
+
+    def _to_write(self, part: Any) -> Any:
+        """What this rank writes of its slice of a parameter: nothing where another rank's copy counts (weights that
+        stages share). Each stage cuts its copy in its own way, so the pieces of several copies are not one tensor.
+        """
+        ranks = self.shards.group_of(part.name).ranks
+        return part if ranks.size == 1 or ranks.counts_in_norm else part.without_elements()
 
     def _state(self, rest: Rest) -> TrainingState:
         return TrainingState(
