@@ -11,7 +11,7 @@ contain the model's parameters; during the step the masters are in their place.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -37,6 +37,7 @@ from .state.moving import MovedStates, OffloadStateTypeEnum
 from .state.slices import ParamSlice, Reader, iter_slices
 from .step.during_backward import DuringBackward, NotDuringBackward, StepDuringBackward
 from .step.edits import EditAgreement, Edits
+from .step.failures import StepFailure
 from .step.frozen import Frozen
 from .step.late import Late, LateUpdate, NeverLate
 from .step.masters import Master, refresh_master, write_parameters
@@ -157,6 +158,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._loss_scale: Callable[[], float] = lambda: 1.0
         self._dynamic_loss_scale = False
         self._nonfinite = NonFiniteWarning()
+        self._failure = StepFailure()
         self.steps_done = 0
         """Steps so far, those that an overflow skipped included. To be set where training goes on from a checkpoint:
         `offload_optimizer.late_update_after` counts them.
@@ -179,7 +181,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for master in masters:
             self._by_name[master.name] = (*self._by_name.get(master.name, ()), master)
         devices = {unit.groups[0].key.device for unit in runtime.trainable_units()}
-        self._norm = StepNorm(runtime, next(iter(devices), torch.device("cpu")), parts.agreement_group)
+        self._norm = StepNorm(runtime, next(iter(devices), torch.device("cpu")), self._failure, parts.agreement_group)
         flat = [group for unit in runtime.units for group in unit.groups]
         plain = [(p, n) for g in flat for p, n in zip(g.parameters, g.layout.names)]
         self._names = {id(p): n for p, n in plain} | {id(faces[id(p)]): n for p, n in plain if id(p) in faces}
@@ -199,6 +201,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             groups=parts.groups,
             frozen=self._frozen,
             states=parts.states,
+            failure=self._failure,
             plan=parts.plan,
             apart_plan=parts.apart_plan,
             lane=parts.lane,
@@ -506,10 +509,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         run = self._runtime
-        self.check_states()
-        self._model_check.check()
-        self._step_groups.check()
-        self._frozen.check()
+        self.check_step()
+        self._failure.begin()
         self._unused.check()
         run.averaging.announce_clipping(max_norm)
         local = run.averaging.local()
@@ -524,19 +525,40 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if not local:
                 norm = everywhere  # the rest of the step uses what the host has read
             if not torch.isfinite(everywhere).item():
+                self._failure.end()
                 return self._note(StepOutcome(True, everywhere, loss))
         self._nonfinite.look(run, norm, everywhere=not local)
-        factor = clip_factor(norm, grad_scale, max_norm)
+        factor = self._failure.run(lambda: clip_factor(norm, grad_scale, max_norm), 1.0)
+        self._apply(factor, stepped, late=late)
+        self._failure.end()
+        self._early.end_step()
+        return self._note(StepOutcome(False, None if local else norm, loss))
+
+    def _apply(self, factor: float | torch.Tensor, stepped: Collection[int], *, late: bool) -> None:
+        """Step the masters with the gradients times `factor`, and publish them; or begin to, for the next step."""
         if late:
             self._edits.take_over()
             self._late.begin(factor)
-        else:
-            done = self._early.groups()  # their edits were taken over before they were stepped
-            self._edits.take_over([group for group in self._edits.groups if group not in done])
-            self._runner.run(factor, stepped)
-            self._publish_written()
-        self._early.end_step()
-        return self._note(StepOutcome(False, None if local else norm, loss))
+            return
+        done = self._early.groups()  # their edits were taken over before they were stepped
+        edited = [group for group in self._edits.groups if group not in done]
+        self._failure.run(lambda: self._edits.take_over(edited), None)
+        self._runner.run(factor, stepped)
+        self._publish_written()
+
+    def defer_failures(self) -> None:
+        """From now on a rank on which a part of `step` fails takes part in the step's collectives, and raises at its
+        end. For an owner that lets all ranks, also those of other stages, agree behind each step whether it was done:
+        where one rank has failed, parameters and states of the ranks belong to different steps.
+        """
+        self._failure.deferred = True
+
+    def check_step(self) -> None:
+        """What `step` checks before it communicates. Raises what `step` raises then."""
+        self._check_in_use()
+        self._model_check.check()
+        self._step_groups.check()
+        self._frozen.check()
 
     def step_during_backward(self, grad_scale: float = 1.0) -> bool:
         """Announce that the coming backward is the last one before `step(grad_scale=grad_scale)` without `max_norm`.

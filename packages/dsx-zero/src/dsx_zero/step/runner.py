@@ -18,12 +18,13 @@ from dsx_comm.lanes import HostLane, Lane, Ticket, transfer
 from ..homes.home import write
 from ..runtime import Runtime
 from .apart import ApartSteps, gradients_of
+from .failures import StepFailure
 from .frozen import Frozen
 from .inner import InnerStep
 from .masters import Master, copy_targets, runs_of
 from .param_groups import StepGroups
 from .parts import has_step_hooks, why_at_once
-from .plan import Kind, Pipeline, StepPlan, make_plan
+from .plan import Action, Kind, Pipeline, StepPlan, make_plan
 from .states import OptimizerStates
 from .transfers import SubGroupTransfers
 
@@ -39,6 +40,7 @@ class StepRunner:
         groups: exchanges the tensors in its parameter groups.
         plan: the plan of a step.
         apart_plan: the plan of a step of which sub-groups are stepped beforehand; None: `plan` too.
+        failure: collects what fails in the step.
         lane: fetches and stores masters and states.
     """
 
@@ -51,6 +53,7 @@ class StepRunner:
         groups: StepGroups,
         frozen: Frozen,
         states: OptimizerStates,
+        failure: StepFailure,
         plan: StepPlan,
         apart_plan: StepPlan | None = None,
         lane: Lane | None = None,
@@ -61,7 +64,7 @@ class StepRunner:
         """
         apart_plan = apart_plan or plan
         self._inner, self._runtime, self._masters = inner, runtime, tuple(masters)
-        self._frozen, self._lane = frozen, lane or HostLane()
+        self._frozen, self._lane, self._failure = frozen, lane or HostLane(), failure
         self._transfers = SubGroupTransfers(states, self._lane, behind=plan.pipeline.behind)
         self._units = {unit.index: unit for unit in runtime.trainable_units()}
         device = masters[0].tensor.device if masters else torch.device("cpu")
@@ -97,27 +100,31 @@ class StepRunner:
             factor = factor.item()  # the host steps masters that are in host memory, so it needs the number itself
         plan = self._whole_plan if has_step_hooks(self._inner) else self.plan
         plan = self.apart.plan if stepped else plan
-        by_flat = len(plan.sub_groups) > 1 and self._has_flat_step
         try:
             for action in plan.actions:
                 if action.kind is Kind.PUBLISH:
                     self._publish(action.target)
-                    continue
-                group = plan.sub_groups[action.target]
-                masters, apart = self._masters[group.start : group.stop], action.target in stepped
-                if action.kind is Kind.WRITE:
-                    self._write(self._write_waiting(action.target, masters) if apart else masters, copied=not apart)
-                elif apart:
-                    continue
-                elif action.kind is Kind.FETCH:
-                    self._transfers.fetch(action.target, masters)
-                elif action.kind is Kind.STEP:
-                    self._transfers.attach(action.target)
-                    self._step(masters, factor, self._members[id(plan)][action.target], by_flat=by_flat)
                 else:
-                    self._transfers.store(action.target)
+                    self._failure.run(partial(self._do, action, plan, factor, action.target in stepped), None)
         finally:
             self._end()
+
+    def _do(self, action: Action, plan: StepPlan, factor: float | torch.Tensor, apart: bool) -> None:
+        """One action on a sub-group. `apart`: it has been stepped already."""
+        group = plan.sub_groups[action.target]
+        masters = self._masters[group.start : group.stop]
+        if action.kind is Kind.WRITE:
+            self._write(self._write_waiting(action.target, masters) if apart else masters, copied=not apart)
+        elif apart:
+            return
+        elif action.kind is Kind.FETCH:
+            self._transfers.fetch(action.target, masters)
+        elif action.kind is Kind.STEP:
+            self._transfers.attach(action.target)
+            by_flat = len(plan.sub_groups) > 1 and self._has_flat_step
+            self._step(masters, factor, self._members[id(plan)][action.target], by_flat=by_flat)
+        else:
+            self._transfers.store(action.target)
 
     def sub_groups_of(self, unit: int) -> list[int]:
         """The sub-groups of `apart.plan` with masters of a unit, in order."""
@@ -179,7 +186,7 @@ class StepRunner:
     def _publish(self, unit: int) -> None:
         written, self._written = self._written, []
         for ticket in written:
-            ticket.wait()
+            self._failure.run(ticket.wait, None)
         self._runtime.publisher.publish(self._units[unit])
 
     def _end(self) -> None:

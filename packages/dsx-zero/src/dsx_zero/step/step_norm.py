@@ -22,6 +22,7 @@ import dsx_comm
 import torch
 
 from ..runtime import Runtime
+from .failures import StepFailure
 from .norm import CLIP_EPSILON, norm_of, sum_of_squares
 
 __all__ = ["SquaresAndRows", "StepNorm", "clip_factor"]
@@ -77,11 +78,12 @@ class StepNorm:
 
     Args:
         device: where the norm is computed.
+        failure: collects what fails in the step.
         group: a group of the data-parallel ranks for norms alone, with which they agree; None: they agree by words.
     """
 
-    def __init__(self, runtime: Runtime, device: torch.device, group: Any = None) -> None:
-        self._runtime, self._device = runtime, device
+    def __init__(self, runtime: Runtime, device: torch.device, failure: StepFailure, group: Any = None) -> None:
+        self._runtime, self._device, self._failure = runtime, device, failure
         self._mine: tuple[torch.Tensor, bool] | None = None
         """This rank's part of the square of the norm, and whether all gradients are fp64; None where it was not
         computed before the ranks had agreed.
@@ -149,7 +151,13 @@ class StepNorm:
         return total
 
     def _squares(self, groups: Sequence[Any], *, whole: bool) -> tuple[torch.Tensor, bool]:
-        return sum_of_squares(self._runtime.gradients.norms(), device=self._device, alone=not groups, whole=whole)
+        """This rank's part of the square of the norm; zero where it could not be computed and the step ends so."""
+
+        def squares() -> tuple[torch.Tensor, bool]:
+            return sum_of_squares(self._runtime.gradients.norms(), device=self._device, alone=not groups, whole=whole)
+
+        dtype = torch.float32 if self._device.type == "mps" else torch.float64
+        return self._failure.run(squares, (torch.zeros((), dtype=dtype, device=self._device), False))
 
     def _squares_to_add_up(self) -> tuple[torch.Tensor, bool]:
         """This rank's part of the squares that are added up over `Runtime.norm_groups`."""
