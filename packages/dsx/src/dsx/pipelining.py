@@ -23,8 +23,9 @@ from .config import Config
 from .engine.engine import Engine
 from .engine.errors import EngineArgumentError
 from .engine.parts import EngineParts
-from .engine.pipeline import PipelineEngine, PipelineParts, shared_weight_ranks
+from .engine.pipeline import PipelineEngine, PipelineParts
 from .engine.request import Request
+from .engine.shared_weights import SharedWeights, shared_weight_ranks
 from .errors import DsxConfigError
 from .utils.logging import logger
 
@@ -280,6 +281,11 @@ def build(parts: EngineParts, zero: ModuleType, comm: ModuleType) -> Engine:
     # No hook knows whether a stage's parameters are gathered for a separate backward of the weights (decision 0032).
     split = not any(isinstance(p, zero.PartitionedParameter) for p in model.parameters())
     data = parts.topology.data
+    parts.shards.defer_failures()
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    # All ranks, of all pipelines: they end a failed update with one error.
+    ranks = list(range(comm.get_world_size()))
+    everyone = comm.get_world_group() if device.type == "cpu" else comm.new_group(ranks, backend="gloo")
 
     def runtime(parts: EngineParts, micro_batches: int, callbacks: Any) -> Any:
         module: Any = parts.module
@@ -296,7 +302,7 @@ def build(parts: EngineParts, zero: ModuleType, comm: ModuleType) -> Engine:
             loss_fn=module.loss_fn,
             dynamic_shape=module.dynamic_shape,
             micro_batches=micro_batches,
-            device=next((p.device for p in module.parameters()), torch.device("cpu")),
+            device=device,
             nonfinite="ignore" if parts.config.precision.check_overflow else "raise",
             find_layer=split or data.size == 1,  # replicas without an error would not take part in the gathers
             split_backward=split,
@@ -304,6 +310,7 @@ def build(parts: EngineParts, zero: ModuleType, comm: ModuleType) -> Engine:
             slice_group=module.grid.model.group if module.grid.model.size > 1 else None,
             pipe_partitioned=parts.config.use("pipeline").pipe_partitioned,
             grad_partitioned=parts.config.use("pipeline").grad_partitioned,
+            everyone=everyone,
         )
         if made.schedule.splits_backward and not split:
             logger.warning(
@@ -324,11 +331,16 @@ def build(parts: EngineParts, zero: ModuleType, comm: ModuleType) -> Engine:
         PipelineParts(
             build=runtime,
             callbacks=pipe.StageCallbacks,
-            ties=tuple(model.ties.ties),  # type: ignore[union-attr]
-            sum_over=lambda tensor, group: comm.all_reduce(tensor, group=group),
+            shared=SharedWeights(
+                model,
+                model.ties.ties,  # type: ignore[union-attr]
+                reduce=parts.shards.reduce_gradients,
+                sum_over=lambda tensor, group: comm.all_reduce(tensor, group=group),
+                read_gradient=partial(zero.safe_get_full_grad, optimizer=parts.shards),
+                write_gradient=partial(zero.safe_set_full_grad, optimizer=parts.shards),
+                fills_unused=split,
+            ),
             mean_over_data=mean_over_data,
-            read_gradient=partial(zero.safe_get_full_grad, optimizer=parts.shards),
-            write_gradient=partial(zero.safe_set_full_grad, optimizer=parts.shards),
-            fills_unused=split,
+            check_update=parts.shards.check_step,
         ),
     )

@@ -40,7 +40,7 @@ from .engine.observers import (
     TimeLine,
     TrainingEvents,
 )
-from .engine.pipeline import PipelineTimes
+from .engine.pipeline_times import PipelineTimes
 from .engine.report import Counters, StepReport
 from .engine.sessions import CurvatureSession, FlopsSession, NoiseSession, TimelineSession
 

@@ -4,7 +4,7 @@ Map:
 
 * `engine.py` has the three calls of a step. Its base classes: `accessors.py` (questions),
   `as_module.py` (the engine as an `nn.Module`), `by_hand.py`, `checkpoints.py`, `saving.py`. `pipeline.py` is the
-  engine of a pipeline.
+  engine of a pipeline, with `shared_weights.py` and `pipeline_times.py`.
 * `parts.py` lists the parts of an engine, most of them with a null object: `accumulation.py`, `backwards.py`,
   `stepper.py`, `schedule.py`, `inputs.py`, `efficiency.py`, `clock.py`, `hooks.py`, `observers.py`, `sessions.py`.
   `request.py` has the caller's arguments.

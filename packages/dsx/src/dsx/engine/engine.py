@@ -142,12 +142,20 @@ class Engine(EngineCheckpoints, WeightsMixin, EngineByHand, EngineData, EngineAc
             self._after_update()
 
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
+        self._before_update()
+        self._end_update(self._apply_update(lr_kwargs))
+
+    def _before_update(self) -> None:
+        """Called when all gradients of the update have arrived. Nothing has been changed yet."""
+        for hook in self._parts.hooks:
+            hook.before_update()
+
+    def _apply_update(self, lr_kwargs: dict[str, Any]) -> StepReport:
+        """Step the optimizer and the schedule, and count."""
         parts, counters = self._parts, self.counters
         scale = parts.scaler.scale
         with parts.batches.rates():
             lr = tuple(self.get_lr())
-            for hook in parts.hooks:
-                hook.before_update()
             with parts.clock.range("step"):
                 outcome = parts.stepper.step()
         samples = parts.batches.samples(self.train_batch_size())
@@ -157,7 +165,7 @@ class Engine(EngineCheckpoints, WeightsMixin, EngineByHand, EngineData, EngineAc
         counters.skipped_steps += int(outcome.overflow)
         counters.global_steps += 1
         counters.global_samples += samples
-        self.last_step = StepReport(
+        return StepReport(
             global_step=counters.global_steps,
             global_samples=counters.global_samples,
             samples=samples,
@@ -167,8 +175,12 @@ class Engine(EngineCheckpoints, WeightsMixin, EngineByHand, EngineData, EngineAc
             outcome=outcome,
             loss_tensor=self._losses.take(),
         )
-        for observer in parts.observers:
-            observer.after_step(self.last_step)
+
+    def _end_update(self, report: StepReport) -> None:
+        """Tell the observers."""
+        self.last_step = report
+        for observer in self._parts.observers:
+            observer.after_step(report)
 
     def _divisor(self, scale_wrt_gas: bool) -> int:
         return self._parts.accumulation.steps if scale_wrt_gas else 1

@@ -23,7 +23,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 
@@ -31,21 +31,11 @@ from ..data import RepeatingLoader
 from ..utils.logging import logger
 from .engine import Engine
 from .errors import EngineArgumentError, EngineError
-from .observers import Event
 from .parts import EngineParts
-from .report import StepReport
+from .pipeline_times import PipelineTimes
+from .shared_weights import SharedWeights
 
-__all__ = ["PipelineEngine", "PipelineParts", "PipelineTimes", "shared_weight_ranks"]
-
-
-class Tie(Protocol):
-    """One shared weight of this rank (`dsx_pipe.ties.Tie`)."""
-
-    name: str
-    group: Any
-
-    @property
-    def owned(self) -> bool: ...
+__all__ = ["PipelineEngine", "PipelineParts"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,86 +45,16 @@ class PipelineParts:
     Attributes:
         build: (engine, micro-batches, callbacks) -> the runtime (`dsx_pipe.Pipeline`).
         callbacks: makes `dsx_pipe.StageCallbacks`.
-        ties: shared weights of this rank.
-        sum_over: (tensor, group) -> the tensor, summed over the group in place.
+        shared: the weights that stages share.
         mean_over_data: returns the mean of a number over the data-parallel ranks.
-        read_gradient, write_gradient: read and write a parameter's full averaged gradient; collective over its
-            data-parallel ranks.
-        fills_unused: a gradient can only be written where a backward gave one; False at ZeRO stage 3.
+        check_update: raises what the optimizer's step raises before it communicates.
     """
 
     build: Callable[..., Any]
     callbacks: Callable[..., Any]
-    ties: tuple[Tie, ...]
-    sum_over: Callable[[torch.Tensor, Any], Any]
+    shared: SharedWeights
     mean_over_data: Callable[[torch.Tensor], torch.Tensor]
-    read_gradient: Callable[[Any], torch.Tensor | None]
-    write_gradient: Callable[[Any, torch.Tensor], None]
-    fills_unused: bool
-
-
-def shared_weight_ranks(ranks: Any, ties: tuple[Tie, ...]) -> Callable[[Any], Any]:
-    """A function from a parameter to its rank set, with which copies of a shared weight count in the norm on one stage
-    only.
-
-    Args:
-        ranks: (info) -> `dsx_comm.RankSet`, which does not consider shared weights.
-        ties: shared weights of this rank.
-    """
-    copies = {tie.name for tie in ties if not tie.owned}
-
-    def of(info: Any) -> Any:
-        found = ranks(info)
-        return dataclasses.replace(found, counts_in_norm=False) if info.name in copies else found
-
-    return of
-
-
-def _note_use(used: set[str], name: str, gradient: torch.Tensor) -> None:
-    used.add(name)
-
-
-class PipelineTimes:
-    """Stage times and the bubble, measured and planned, every `every` steps: an observer, and a source of events.
-
-    Args:
-        every: steps between two reports, which are collective over the pipeline.
-        log: also log them.
-    """
-
-    def __init__(self, every: int, *, log: bool) -> None:
-        self._every, self._log = every, log
-        self._read: Callable[[], Any] | None = None
-        self._latest: Any = None
-
-    def follow(self, read: Callable[[], Any]) -> None:
-        """Set the function that returns reports (`PipelineEngine.pipeline_report`)."""
-        self._read = read
-
-    def after_step(self, report: StepReport) -> None:
-        """Read the report of the step if it is due; then it is collective."""
-        self._latest = None
-        if self._read is None or report.global_step % self._every:
-            return
-        self._latest = self._read()
-        if self._log:
-            logger.info("pipeline at step %d | %s", report.global_step, self._latest)
-
-    def events(self, report: StepReport) -> list[Event]:
-        """Milliseconds per micro-batch of each stage; the bubble's share, measured and planned, and above the ideal."""
-        found = self._latest
-        if found is None:
-            return []
-        values = {
-            "bubble_share": found.measured.bubble_share,
-            "bubble_share_by_plan": found.ideal.bubble_share,
-            "step_over_ideal": found.over_ideal,
-        }
-        for stage, times in enumerate(found.stage_times):
-            values[f"stage_{stage}_forward_ms"] = 1e3 * times.forward
-            values[f"stage_{stage}_backward_ms"] = 1e3 * (times.input_backward + times.weight_backward)
-            values[f"stage_{stage}_kept"] = found.most_kept[stage]
-        return [(f"Train/Pipeline/{name}", float(value), report.global_samples) for name, value in values.items()]
+    check_update: Callable[[], None]
 
 
 class PipelineEngine(Engine):
@@ -147,11 +67,7 @@ class PipelineEngine(Engine):
         self._batch_fn: Callable[[Any], Any] | None = None
         self._prepare: Callable[[Any], Any] | None = None
         self._backwards_left = 0
-        self._ties_used: set[str] = set()  # shared weights that have got a gradient in this update
-        for tie in pipeline.ties:
-            parameter = parts.module.get_parameter(tie.name)
-            if parameter.requires_grad:
-                parameter.register_hook(partial(_note_use, self._ties_used, tie.name))  # keeps no engine alive
+        self._half_done = ""  # why the parameters of the stages belong to different steps, or nothing
         self._pipe = self._build_runtime()
         for observer in parts.observers:
             if isinstance(observer, PipelineTimes):
@@ -181,7 +97,7 @@ class PipelineEngine(Engine):
         Raises:
             dsx_pipe.StageError: a stage failed; every rank of the pipeline raises it with the same text.
         """
-        parts = self._living()
+        parts = self._usable()
         if parts.optimizer is None:
             parts.stepper.step()  # raises an error that names what is missing
         parts.gate.begin_update()
@@ -193,18 +109,59 @@ class PipelineEngine(Engine):
         try:
             with parts.backwards.known(), self._held(), parts.clock.range("forward_backward"):
                 loss = self._pipe.train_batch(source)
+            parts.window.close()
+            with self._pipe.together("preparing the update"):
+                self._prepare_update()
         except BaseException:
             self.forget_micro_batches()
             raise
-        parts.window.close()
-        self._sum_shared_weights()
         loss = self._pipeline.mean_over_data(loss)
         self._losses.add(loss)
-        self._applied = False
-        self._update({})
+        self._update_together()
         self.counters.micro_steps += self.micro_batches
         self._after_update()
         return loss
+
+    def _prepare_update(self) -> None:
+        """What can fail on one stage, before anything is changed. A stage on which it fails takes part in the sums of
+        shared weights, in which others wait for it.
+        """
+        failed: Exception | None = None
+        try:
+            self._pipeline.check_update()
+            self._before_update()
+        except Exception as error:  # noqa: BLE001  (raised below, when the other stages have their sums)
+            failed = error
+        self._pipeline.shared.sum_gradients()
+        if failed is not None:
+            raise failed
+
+    def _update_together(self) -> None:
+        """Do the update. If it fails on one rank, all raise the same error, and the engine needs a checkpoint: stages
+        that have stepped and others that have not are no model.
+        """
+        self._applied = False
+        try:
+            with self._pipe.together("the update"):
+                report = self._apply_update({})
+        except Exception as error:
+            self._half_done = (
+                f"an update was not done on all ranks, so that the stages belong to different steps; load a checkpoint"
+                f" with load_checkpoint, or start again from one. The error was: {error}"
+            )
+            self.forget_micro_batches()
+            raise
+        self._end_update(report)
+
+    def _usable(self) -> EngineParts:
+        """The parts.
+
+        Raises:
+            EngineError: an update has failed on some rank, and no checkpoint was loaded since.
+        """
+        if self._half_done:
+            raise EngineError(self._half_done)
+        return self._living()
 
     def eval_batch(
         self,
@@ -225,7 +182,7 @@ class PipelineEngine(Engine):
             bcast_loss: give the loss to all stages; otherwise it is None except on the last one.
             num_micro_batches: number of micro-batches; default: that of an update.
         """
-        self._living().gate.at_rest()
+        self._usable().gate.at_rest()
         self._pipe.set_batch_fn(self._batch_fn)
         found = self._pipe.eval_batch(
             data_iter, return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches
@@ -285,34 +242,29 @@ class PipelineEngine(Engine):
     def _before_backward(self, stage: int, micro_batch: int, last: bool) -> None:
         self._backwards_left -= 1
         if not self._backwards_left:
-            self._fill_unused_ties()
+            self._pipeline.shared.fill_unused(partial(self._begin_backward, boundary=False))
         self._begin_backward(boundary=self._backwards_left == 0)
 
-    def _fill_unused_ties(self) -> None:
-        """Give shared weights that this rank has not used so far a gradient of zeros, to which that of the other stages
-        is added (an embedding of positions beside tied words). The last backward may still use them.
-        """
-        left = [tie.name for tie in self._pipeline.ties if tie.name not in self._ties_used]
-        unused = [p for p in map(self._parts.module.get_parameter, left) if p.requires_grad]
-        if unused and self._pipeline.fills_unused:
-            self._begin_backward(boundary=False)
-            with torch.enable_grad():
-                torch.stack([(p.reshape(-1)[:1] * 0).sum() for p in unused]).sum().backward()
-        self._ties_used.clear()
+    # - Checkpoints
 
-    def _sum_shared_weights(self) -> None:
-        """Each copy's gradient becomes the sum over the stages that hold one."""
-        if self._pipeline.ties:
-            self._parts.optimizer.reduce_gradients()
-        for tie in self._pipeline.ties:
-            parameter = self._parts.module.get_parameter(tie.name)
-            if not parameter.requires_grad:
-                continue
-            gradient = self._pipeline.read_gradient(parameter)
-            if gradient is None:
-                gradient = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
-            self._pipeline.sum_over(gradient, tie.group)
-            self._pipeline.write_gradient(parameter, gradient)
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """See `Engine.save_checkpoint`. Refused after an update that was not done on all ranks."""
+        self._usable()
+        return super().save_checkpoint(*args, **kwargs)
+
+    store_checkpoint = save_checkpoint
+
+    def save_16bit_model(self, *args: Any, **kwargs: Any) -> bool:
+        """See `Engine.save_16bit_model`. Refused after an update that was not done on all ranks."""
+        self._usable()
+        return super().save_16bit_model(*args, **kwargs)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any]]:
+        """See `Engine.load_checkpoint`. Behind it the engine trains again after an update that failed."""
+        found = super().load_checkpoint(*args, **kwargs)
+        if found[0] is not None:
+            self._half_done = ""
+        return found
 
     # - Data
 
