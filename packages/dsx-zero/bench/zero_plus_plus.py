@@ -49,7 +49,6 @@ OURS = {
     "zero_hpz_partition_size": DEVICES,
     "zero_quantized_weights": True,
     "zero_quantized_gradients": True,
-    "zeropp_gate": {"mode": "off"},
 }
 FORMS = {
     "ZeRO++": (BlockFormat(8, BLOCK), BlockFormat(4, GRADIENT_BLOCK)),

@@ -13,7 +13,6 @@ CONFIG = {
     "stage3_param_persistence_threshold": 0,
     "zero_hpz_partition_size": 2,
     "zero_quantized_weights": True,
-    "zeropp_gate": {"mode": "off"},
 }
 
 

@@ -12,7 +12,7 @@ from dsx_comm.compressed import QuantizationFeedback
 from dsx_comm.compressed.blocks import BlockFormat
 from dsx_testkit import Nodes, assert_close_named, run_ranks, tiny
 
-EXACT = {"stage": 3, "stage3_param_persistence_threshold": 0, "zeropp_gate": {"mode": "off"}}
+EXACT = {"stage": 3, "stage3_param_persistence_threshold": 0}
 FEEDBACK = {
     "zero_hpz_partition_size": 2,
     "zero_quantized_weights": True,

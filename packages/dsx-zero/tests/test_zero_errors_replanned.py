@@ -21,7 +21,7 @@ def make(config):
     model = tiny.MLP(depth=5)
     for name, p in model.named_parameters():
         p.requires_grad_(name.startswith(("layers.2", "layers.4", "layers.3.bias")))
-    section = {"stage3_param_persistence_threshold": 0, "zeropp_gate": {"mode": "off"}, **config}
+    section = {"stage3_param_persistence_threshold": 0, **config}
     # One optimizer of all parameters, so that those that train later are in it.
     return dsx_zero.shard(model, torch.optim.SGD(list(model.parameters()), lr=0.1), config=section)
 

@@ -335,3 +335,17 @@ def refused(rank, world):
 
 def test_what_cannot_work_is_refused_with_the_reason():
     run_ranks(refused, 2)
+
+
+def started(rank, world, config):
+    """What sharding sends, for the group of all ranks and for those inside and between nodes."""
+    with on_nodes(rank, world, 1), dsx_comm.count_traffic() as traffic:
+        dsx_zero.shard(tiny.MLP(), adamw, config={**EXACT, **config})
+    return {op: calls for op, (calls, _) in traffic.by_op().items()}
+
+
+def test_sharding_sends_nothing_to_measure_links():
+    exact = run_ranks(started, 2, {})
+    assert run_ranks(started, 2, {**QWZ, **QGZ}) == exact
+    with pytest.raises(dsx_zero.ZeroConfigError, match="zeropp_gate"):
+        dsx_zero.shard(tiny.MLP(), adamw, config={**EXACT, "zeropp_gate": {"mode": "auto"}})

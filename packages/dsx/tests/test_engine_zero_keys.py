@@ -238,7 +238,6 @@ KEYS = {
     ),
     "notice_data_writes": "packages/dsx-zero/tests/test_zero_edits.py",
     "step_agreement": "packages/dsx-zero/tests/test_step_agreement.py",
-    "zeropp_gate": "packages/dsx-zero/tests/test_zero_benefit_gate.py",
     "offload_optimizer.late_update_after": "packages/dsx-zero/tests/test_zero_late_update.py",
     "offload_optimizer.step_during_backward": "packages/dsx-zero/tests/test_zero_step_during_backward.py",
     "offload_optimizer.max_in_cpu": "packages/dsx-zero/tests/test_zero_step_from_disk_during_backward.py",

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from dsx.planning import Machine, Plans, search
-from dsx_plan.search import usual_space
+from dsx_plan.searching import usual_space
 from torch import nn
 
 dsx_pipe = pytest.importorskip("dsx_pipe")

@@ -23,7 +23,7 @@ from dsx_core import replacing
 from torch import nn
 
 from .errors import PipelineError
-from .grid import PipelineParallelGrid
+from .grid import RankGrid
 from .layers import TiedLayerSpec
 from .tensor.slices import is_sliced, slice_of, whole_of
 
@@ -72,7 +72,7 @@ class LayerFiles:
         module: nn.Module,
         specs: Sequence[Any],
         mine: Sequence[int],
-        grid: PipelineParallelGrid,
+        grid: RankGrid,
         *,
         of_model: bool,
     ) -> None:

@@ -25,7 +25,12 @@ from .runtime.structure import flatten
 
 
 def measure_layers(
-    layers: Any, inputs: Any, *, repeats: int = 3, state_bytes_per_parameter: int = 16
+    layers: Any,
+    inputs: Any,
+    *,
+    repeats: int = 3,
+    state_bytes_per_parameter: int = 16,
+    clock: Callable[[], float] | None = None,
 ) -> list[LayerCost]:
     """Measure what each layer costs for one sample, in this process alone.
 
@@ -34,6 +39,7 @@ def measure_layers(
         inputs: a batch for the first layer, of at least two samples along the first dimension of its tensors.
         repeats: number of timed runs; their median is taken.
         state_bytes_per_parameter: bytes of parameter, gradient and optimizer states per element; 16 is Adam in fp32.
+        clock: seconds, read between passes; None: those of this machine. A planner gives its own.
 
     Raises:
         PartitionError: the batch has fewer than two samples.
@@ -46,10 +52,11 @@ def measure_layers(
     half = next(iter(split_batch(inputs, None, 2)))[0]
     samples, fewer = min(rows), flatten(half)[1][0].shape[0]
     costs, value, small = [], inputs, half
+    now = clock or _now
     for layer in flatten_layers(layers):
         module = layer.build() if isinstance(layer, LayerSpec) else layer
-        large_times, kept, value = _measure(module, value, repeats)
-        small_times, _, small = _measure(module, small, repeats)
+        large_times, kept, value = _measure(module, value, repeats, now)
+        small_times, _, small = _measure(module, small, repeats, now)
         slopes = [max(a - b, 0.0) / (samples - fewer) for a, b in zip(large_times, small_times)]
         per_sample = [min(s, a / samples) for s, a in zip(slopes, large_times)]
         fixed = sum(large_times) - samples * sum(per_sample)
@@ -59,7 +66,7 @@ def measure_layers(
     return costs
 
 
-def _measure(module: Any, value: Any, repeats: int) -> tuple[list[float], int, Any]:
+def _measure(module: Any, value: Any, repeats: int, now: Callable[[], float]) -> tuple[list[float], int, Any]:
     """(median seconds of forward, input and weight backward; bytes that autograd keeps; the next layer's input)."""
     rows: list[list[float]] = []
     kept, output = 0, None
@@ -67,16 +74,16 @@ def _measure(module: Any, value: Any, repeats: int) -> tuple[list[float], int, A
         seen: dict[int, int] = {}
         leaf_input = _as_differentiable_input(value)
         hooks = torch.autograd.graph.saved_tensors_hooks(_byte_counter(seen, module), lambda t: t)
-        start = _now()
+        start = now()
         with hooks:
             output = module(leaf_input)
-        middle = _now()
+        middle = now()
         outputs = [t for t in flatten(output)[1] if t.requires_grad]
         leaves = [t for t in flatten(leaf_input)[1] if t.requires_grad]
         later = input_backward(outputs, [torch.ones_like(t) for t in outputs], leaves)
-        end = _now()
+        end = now()
         later.run()
-        rows.append([middle - start, end - middle, _now() - end])
+        rows.append([middle - start, end - middle, now() - end])
         kept = sum(seen.values())
         if isinstance(module, nn.Module):
             module.zero_grad()

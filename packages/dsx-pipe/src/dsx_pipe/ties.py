@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .errors import PipelineError
-from .grid import PipelineParallelGrid
+from .grid import RankGrid
 from .layers import TiedLayerSpec, parameter_at
 
 
@@ -111,7 +111,7 @@ def _make_groups(holders: dict[str, list[list[int]]]) -> dict[str, tuple[Any, tu
     return found
 
 
-def find_ties(module: nn.Module, specs: Sequence[Any], place: dict[int, int], grid: PipelineParallelGrid) -> list[Tie]:
+def find_ties(module: nn.Module, specs: Sequence[Any], place: dict[int, int], grid: RankGrid) -> list[Tie]:
     """The weights that this rank shares with others (collective).
 
     Args:

@@ -12,7 +12,7 @@ from .cost import Timing, simulate
 from .ledger import DEVICE, HOST, Peak
 from .machine import Machine
 from .pipelines import PipelineStep, step_of
-from .plan import PipelinePlan, Plan, StagePlan
+from .plans import PipelinePlan, Plan, StagePlan
 from .replay import Replay
 from .trace import COPIES, COPY, MESSAGE
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from .configs import with_values
 from .errors import explains_itself
-from .plan import Change, Plan
+from .plans import Change, Plan
 
 __all__ = ["changes_that_fit"]
 

@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
 def _plan(args: argparse.Namespace) -> int:
     from .models import _named
     from .planner import plan
-    from .search import search
+    from .searching import search
     from .text import describe_plan, describe_search, describe_skipped
 
     batch = _named(args.batch)() if args.batch else None
@@ -122,7 +122,7 @@ def _machine(given: str | None) -> Any:
 
 def _space(args: argparse.Namespace, machine: Any) -> dict[str, list[Any]]:
     from .errors import PlanError
-    from .search import usual_space
+    from .searching import usual_space
 
     space: dict[str, list[Any]] = {}
     if args.search and not args.vary:

@@ -10,7 +10,7 @@ from typing import Any
 from .engine import EngineToPlan
 from .errors import PlanError
 
-__all__ = ["Ready", "ready", "with_values"]
+__all__ = ["ONE_BIT", "Ready", "ready", "value_of", "with_values"]
 
 _OBSERVING = (
     "tensorboard", "wandb", "csv_monitor", "jsonl", "comet", "flops_profiler", "comms_logger", "timeline", "straggler",
@@ -29,6 +29,12 @@ _LEFT_OUT = {
     "curriculum_learning": "curriculum_learning: the plan is for the last, longest samples",
     "progressive_layer_drop": "progressive_layer_drop: the plan is for all layers",
 }
+
+
+ONE_BIT = {"onebitadam": "freeze_step", "onebitlamb": "freeze_step", "zerooneadam": "var_freeze_step"}
+"""Optimizers that send one bit for each value, with the argument that says from which step on."""
+_COMPRESSED_FROM = 2
+"""The step from which a replay compresses. The one that is recorded comes later."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,7 @@ def ready(source: Any, world_size: int, engine: EngineToPlan) -> Ready:
         if key in given:
             cleaned[key] = given[key]
     cleaned["steps_per_print"] = 0
+    notes += _compressed_steps(cleaned)
     precision = config.precision
     dtype = _DTYPES.get(str(precision.compute), "float32")
     return Ready(
@@ -101,6 +108,25 @@ def ready(source: Any, world_size: int, engine: EngineToPlan) -> Ready:
         dtype=dtype,
         notes=notes,
     )
+
+
+def _compressed_steps(cleaned: dict[str, Any]) -> list[str]:
+    """Let an optimizer with compressed steps compress from its second step on: a job has few exact ones."""
+    section = cleaned.get("optimizer")
+    kind = str(value_of(cleaned, "optimizer.type"))
+    key = ONE_BIT.get(kind.lower())
+    if key is None or not isinstance(section, dict) or value_of(cleaned, "optimizer.params.compression") == "off":
+        return []
+    cleaned["optimizer"] = {**section, "params": {**(section.get("params") or {}), key: _COMPRESSED_FROM}}
+    return [f"{kind}: the plan is of a compressed step, as they are behind {key}"]
+
+
+def value_of(given: Mapping[str, Any], path: str) -> Any:
+    """The value at a dotted path; None where there is none."""
+    found: Any = given
+    for part in path.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found
 
 
 def _axes(given: Mapping[str, Any]) -> tuple[int, int]:

@@ -72,7 +72,7 @@ def engine_to_plan(given: EngineToPlan | None = None) -> EngineToPlan:
     raise NoEngineError(
         f"there are {len(found)} engines to plan with ({names}), expected one; hand one in (engine=...)"
         if found
-        else "a plan runs the engine, and none is installed; install dsx (pip install ./packages/dsx from a checkout),"
+        else "a plan runs the engine, and none is installed; install dsx with all its parts,"
         " or hand one in (engine=...)"
     )
 

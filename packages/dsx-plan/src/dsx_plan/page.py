@@ -11,13 +11,14 @@ import html
 import json
 from collections.abc import Iterable, Sequence
 
-from .plan import Plan
+from .plans import Plan
 from .text import (
     _PARTS,
     STAGE_HEAD,
     bytes_text,
     count_text,
     layout_text,
+    saving_text,
     seconds_text,
     stage_row,
     verdict,
@@ -69,6 +70,7 @@ def plan_page(plan: Plan) -> str:
         f'<p class="verdict {"good" if plan.fits else "bad"}">{html.escape(verdict(plan))}</p>',
         _tiles(plan),
         _changes(plan),
+        "".join(f"<p>{html.escape(saving_text(plan, change))}</p>" for change in plan.without),
         _pipeline(plan),
         _memory(plan),
         _timeline(plan),

@@ -17,8 +17,9 @@ from .engine import EngineToPlan, engine_to_plan
 from .errors import PlanError
 from .machine import Machine
 from .models import Batch, describe, model_maker
+from .pays import plans_without
 from .pipelines import replay_all
-from .plan import Plan
+from .plans import Plan
 from .replay import Question, Replay, replay
 
 __all__ = ["Asked", "Config", "MachineLike", "Model", "plan"]
@@ -61,7 +62,8 @@ def plan(
         loss: from the model's output to the loss; None: the output's `loss`, its first value, or its mean.
         optimizer: makes the optimizer where the configuration names none. None: AdamW.
         recompute: the model recomputes its blocks in backward (`gradient_checkpointing_enable`).
-        changes: look for changes that make it fit where it does not.
+        changes: look for changes that make it fit where it does not; where it fits, plan it without each setting that
+            is there to send less (ZeRO++, 1-bit optimizers), which says whether it saves time.
         engine: what is run; None: the installed one (`dsx_plan.engine`).
 
     Raises:
@@ -71,7 +73,9 @@ def plan(
     """
     asked = Asked(model, world_size, ranks_per_host, Machine.of(machine), batch, sequence, loss, optimizer, engine)
     answer = asked.plan(config, recompute)
-    if not answer.fits and changes:
+    if changes and answer.fits:
+        answer.without = plans_without(answer, asked.plan)
+    elif changes:
         answer.changes = changes_that_fit(answer, asked.plan)
     return answer
 

@@ -8,10 +8,7 @@ in a job. The first steps are left out of the record: in them ranks agree on an 
 from __future__ import annotations
 
 import contextlib
-import logging
-import threading
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +25,7 @@ from .pipelines import PipelineSteps, as_pair, mail_of, micro_batches_of
 from .record import Record, StageReplay, Steps
 from .recorder import Recorder
 from .store import PlannedStore
+from .surroundings import address_space, kernels_recorded, quiet
 from .trace import Trace
 
 __all__ = ["Question", "Replay", "replay"]
@@ -126,8 +124,8 @@ def replay(question: Question) -> Replay:
             " dsx.initialize, in a process of its own (`dsx plan`), or behind dsx_comm.destroy_process_group()"
         )
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_quiet())
-        stack.enter_context(_address_space())
+        stack.enter_context(quiet())
+        stack.enter_context(address_space())
         stack.enter_context(
             dsx_comm.rehearse(
                 question.world_size, question.rank, ranks_per_host=question.ranks_per_host, observer=recorder
@@ -155,7 +153,7 @@ class _Run:
         try:
             engine, batch = self._build()
             steps = self._steps(engine, batch)
-            with _kernels_recorded(recorder):
+            with kernels_recorded(recorder):
                 for _ in range(WARM_UP):
                     steps.run(None)
                 self._name_states(engine)
@@ -345,22 +343,6 @@ def _hint(error: Exception) -> str:
     )
 
 
-@contextlib.contextmanager
-def _address_space() -> Iterator[None]:
-    """Inside the block a limit of address space that this process may lift does not hold."""
-    try:
-        import resource
-    except ImportError:  # there are no such limits on Windows
-        yield
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
 def _experts(model: nn.Module) -> int:
     """Over how many ranks the experts of a model are spread."""
     import dsx_moe  # lazy import: only replays need it
@@ -374,54 +356,3 @@ def _buffer_bytes(model: nn.Module) -> int:
 
 def _positional(batch: Batch) -> tuple[Any, ...]:
     return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """What the engine says, in this thread, of a job that does not run is no news."""
-    own = threading.get_ident()
-
-    def from_elsewhere(record: logging.LogRecord) -> bool:
-        return record.thread != own
-
-    names = ("dsx", "dsx_zero", "dsx_activations", "dsx_comm", "dsx_pipe", "dsx_moe", "dsx_ops")
-    loggers = [logging.getLogger(name) for name in names]
-    before = [(log, log.level) for log in loggers]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for log in loggers:
-            log.addFilter(from_elsewhere)
-        try:
-            yield
-        finally:
-            for log, level in before:
-                log.removeFilter(from_elsewhere)
-                log.setLevel(level)
-
-
-@contextlib.contextmanager
-def _kernels_recorded(recorder: Recorder) -> Iterator[None]:
-    """Inside the block the optimizers of dsx_ops compute nothing in this thread: their kernels are handed addresses,
-    which no dispatch mode sees.
-    """
-    import dsx_ops
-    from dsx_ops import update
-
-    lane = recorder.lane(torch.device("cpu"))
-
-    def note(batch: Any) -> None:
-        for slot in batch.slots:
-            given = [t for t in (slot.param, slot.grad, *slot.states, slot.low_bits) if t is not None]
-            written = [slot.param, *slot.states]
-            copy = slot.copy
-            if copy is not None and recorder.crosses(copy, slot.param):
-                # Where masters lie elsewhere the engine sends the copies by itself, beside the next masters' step.
-                lane.see_writes_so_far()
-                nbytes = copy.numel() * copy.element_size()
-                recorder.late.append(lane.submit(lambda nbytes=nbytes: recorder.copied(1, nbytes)))
-            elif copy is not None:
-                written.append(copy)
-            recorder.stepped([*given, *written], 12 * slot.param.numel())
-
-    with update.handed_to(note), dsx_ops.reference_only():
-        yield

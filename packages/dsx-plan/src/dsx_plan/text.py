@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from .plan import Plan, StagePlan
+from .plans import Change, Plan, StagePlan
 
-__all__ = ["bytes_text", "describe_plan", "describe_search", "describe_skipped", "seconds_text"]
+__all__ = ["bytes_text", "describe_plan", "describe_search", "describe_skipped", "saving_text", "seconds_text"]
 
 _GIB, _MIB, _KIB = 1 << 30, 1 << 20, 1 << 10
 
@@ -81,6 +81,7 @@ def describe_plan(plan: Plan) -> str:
     lines += ["", f"a step: {seconds_text(plan.step_seconds)}, {count_text(plan.flops)}flop a rank"]
     lines += _table([(_PARTS.get(name, name), seconds_text(value)) for name, value in plan.parts.items() if value])
     lines.append(f"  {count_text(plan.tokens_per_second)} tokens/s on all ranks, MFU {100 * plan.mfu:.1f} %")
+    lines += _without(plan)
     if plan.changes:
         lines += ["", "what makes it fit, fastest first"]
         for change in plan.changes:
@@ -92,6 +93,23 @@ def describe_plan(plan: Plan) -> str:
     if plan.notes:
         lines += ["", "notes", *(f"  {note}" for note in plan.notes)]
     return "\n".join(lines) + "\n"
+
+
+def _without(plan: Plan) -> list[str]:
+    """A line for each setting that is there to send less: does it save time?"""
+    return [""] * bool(plan.without) + [saving_text(plan, change) for change in plan.without]
+
+
+def saving_text(plan: Plan, change: Change) -> str:
+    """Whether a setting saves time, from the plan with it and the numbers without it."""
+    saved = change.step_seconds - plan.step_seconds
+    more = plan.peak_bytes - change.peak_bytes
+    memory = f", and takes {bytes_text(more)} more memory" if more > _MIB else ""
+    verdict = "saves" if saved > 0 else "saves no time: it costs"
+    return (
+        f"{change.what} {verdict} {seconds_text(abs(saved))} a step ({seconds_text(plan.step_seconds)} with it,"
+        f" {seconds_text(change.step_seconds)} without{memory})"
+    )
 
 
 def _pipeline(plan: Plan) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import dsx_comm
@@ -49,7 +48,6 @@ from .resharding import release_model
 from .step.masters import check_optimizer, replace_parameters
 from .step.parts import why_at_once
 from .step.sparse import check_dense_gradients
-from .transports.benefit import settings_that_pay
 from .transports.chosen import PlainTransports, Transports, transports_of
 
 if TYPE_CHECKING:
@@ -172,7 +170,7 @@ def shard(
     groups = AuxiliaryGroups(_device_type(model, device))
     settings = _without_tiny_pieces(settings, model, data)
     plain = PlainTransports(precision.wire_dtype, settings.size("reduce_bucket_size"))
-    own, transports = transports, transports or transports_of(settings, plain, groups)
+    transports = transports or transports_of(settings, plain, groups)
     facts = {
         **_setting_facts(settings, precision, reduction),
         "placement": str(placement),
@@ -219,11 +217,6 @@ def shard(
             sparse=_sparse_names(model, inner, sparse_gradients, data.rank),
         )
         planned = recipe.plan(infos, inner)
-        paying = settings_that_pay(settings, planned.plans, data, groups, precision, own=own)
-        if paying is not settings:
-            given_up = transports_of(paying, plain, groups)
-            recipe = replace(recipe, settings=paying, ranks_of=choose(paying), transports=given_up)
-            planned = recipe.plan(infos, inner)
         _check_late_update(settings, inner, planned.placements)
         ask_for_locked_pages(planned, stage=settings.stage, precision=precision)
         names = {id(parameter): name for name, parameter in model.named_parameters()}

@@ -23,7 +23,6 @@ __all__ = [
     "OffloadOptimizer",
     "OffloadParam",
     "ZeroConfig",
-    "ZeroPlusPlusGate",
 ]
 
 PATH = "zero_optimization"
@@ -137,27 +136,6 @@ class LoCo(_Section):
         0.8, description="share of the old error in the moving average; the new error has the rest"
     )
     reset_T: Count = Field(1024, description="steps after which the averaged error is set to zero")
-
-
-class ZeroPlusPlusGate(_Section):
-    """Whether quantised and hierarchical communication pays, said when the model is sharded."""
-
-    mode: Literal["report", "auto", "off"] = Field(
-        "report",
-        description=(
-            "report: log whether it saves time; auto: switch off what does not save time; off: do not measure"
-        ),
-    )
-    inside_nodes_gb_per_s: Annotated[float, Field(gt=0.0)] | None = Field(
-        None, description="10^9 bytes per second that a rank can send to ranks of its node; null: dsx measures it"
-    )
-    between_nodes_gb_per_s: Annotated[float, Field(gt=0.0)] | None = Field(
-        None,
-        description=(
-            "10^9 bytes per second that a rank can send to another node while all ranks of its node send;"
-            " null: dsx measures it"
-        ),
-    )
 
 
 class LeafModules(_Section):
@@ -352,10 +330,6 @@ class ZeroConfig(_Section):
     )
     zeropp_loco_param: LoCo | None = Field(
         None, description="add a moving average of earlier errors to quantised gradients"
-    )
-    zeropp_gate: ZeroPlusPlusGate = Field(
-        default_factory=lambda: ZeroPlusPlusGate.model_validate({}),
-        description="check whether quantised and hierarchical communication saves time on these links",
     )
     mics_shard_size: Annotated[int, Field(ge=-1)] = Field(
         -1,

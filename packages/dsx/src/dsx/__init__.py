@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
+    from dsx_plan import Plan, plan
+
     from . import (
         autotuning,
         checkpoint,
@@ -41,7 +43,6 @@ if TYPE_CHECKING:
     from .errors import DsxConfigError
     from .extension import Extension
     from .pipe import PipelineModule, tp_model_init
-    from .planning import Plan, plan
     from .verification import VerifyError, VerifyReport, verify
 
 _ATTRIBUTES = {

@@ -7,11 +7,10 @@ base, checks       clock, gradients, masks, saving; arguments
 amp, engine_switch what a GradScaler and an engine with a flag have to do with a step
 adam, zero_one, lamb
 rules              what they ask of a configuration or an engine around them
-gate, report       does it pay?
+report             what a step has sent
 """
 
 from .adam import OneBitAdam
-from .gate import Estimate, Link
 from .lamb import OneBitLamb
 from .report import StepTraffic
 from .schedule import StepKind, ZeroOnePolicy
@@ -24,8 +23,6 @@ OnebitLamb = OneBitLamb
 """The name that DeepSpeed's class has; configurations write `OneBitLamb`."""
 
 __all__ = [
-    "Estimate",
-    "Link",
     "OneBitAdam",
     "OneBitLamb",
     "OnebitAdam",

@@ -20,8 +20,7 @@ import torch
 
 from .arithmetic import Hyper, batches, directions, move_first, move_second
 from .base import CompressedOptimizer
-from .checks import check_freezing
-from .gate import Compression
+from .checks import Compression, check_freezing
 from .schedule import EVERY_STEP_ALIKE, StepKind, VarianceWindow
 
 
@@ -59,11 +58,11 @@ class FreezingOptimizer(CompressedOptimizer):
         clock = self.clock
         if group.get("non_freeze"):
             return Hyper.of(group, clock.step, clock.step)
-        window = VarianceWindow(self.freeze_step, self.variance_window) if self._gate.active else EVERY_STEP_ALIKE
+        window = VarianceWindow(self.freeze_step, self.variance_window) if self._compresses else EVERY_STEP_ALIKE
         return Hyper.of(group, clock.step, clock.variance_steps, window)
 
     def _advance(self) -> StepKind:
-        kind = self._coming() if self._gate.active else StepKind.EXACT
+        kind = self._coming() if self._compresses else StepKind.EXACT
         self.clock.step += 1
         self.clock.variance_steps += kind is StepKind.EXACT
         return kind
@@ -87,7 +86,7 @@ class OneBitAdam(FreezingOptimizer):
         cuda_aware, comm_backend_name: checked; the process group's backend carries the messages whatever they say, and
             one line tells where they say something else.
         process_group: who takes part; None: all ranks.
-        compression: "on", "off" (exact steps for ever) or "auto" (off where it costs time; see `gate`).
+        compression: "on", or "off": exact steps for ever. Whether it saves time on some links is said by `dsx plan`.
         gradient_dtype: dtype in which gradients of exact steps travel; None: their own.
         scale: "rms" (the published scale) or "mean" (the least error per message).
         variance_floor: in compressed steps no element's sqrt(v) counts as less than this share of its tensor's root

@@ -30,9 +30,17 @@ from .amp import found_overflow, unscale
 from .arena import Arena
 from .arithmetic import Hyper, descend, roots, with_variance_floor
 from .average import average_exactly, exact_bytes
-from .checks import check_backend, check_floor, check_group, check_start, masks_of, say_unused_backend
+from .checks import (
+    Compression,
+    check_backend,
+    check_compression,
+    check_floor,
+    check_group,
+    check_start,
+    masks_of,
+    say_unused_backend,
+)
 from .engine_switch import EngineSwitch
-from .gate import Compression, Gate, check_compression
 from .report import StepTraffic
 from .schedule import StepKind
 
@@ -67,7 +75,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._scale: Measure = check_measure(scale)
         self._floor = check_floor(variance_floor)
         self._floors = False  # whether the running step needs it
-        self._gate = Gate(check_compression(compression))
+        self._compresses = check_compression(compression) == "on"
         self._gradient_dtype = gradient_dtype
         self._averaged_elsewhere = False
         self._arenas: list[Arena] = []
@@ -97,7 +105,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
     @property
     def takes_local_gradients(self) -> bool:
         """Whether the coming step wants each rank's own gradients, not their mean."""
-        return self._gate.active and self._world_size() > 1 and self._coming() is not StepKind.EXACT
+        return self._compresses and self._world_size() > 1 and self._coming() is not StepKind.EXACT
 
     def expect_averaged_gradients(self, wire_dtype: torch.dtype | None = None) -> None:
         """From now on other code averages the gradients of exact steps, sending them in `wire_dtype`."""
@@ -136,8 +144,6 @@ class CompressedOptimizer(torch.optim.Optimizer):
             return loss
         unscale(self, parameters)
         self._prepare()
-        if self._world_size() > 1 and self._arenas:
-            self._gate.decide(self._compressed_numel(), self._exact_itemsize(), self._arenas[0], self._process_group)
         self._still = self._find_still()
         kind = self._advance()
         self._floors = bool(self._floor) and kind is not StepKind.EXACT
@@ -194,7 +200,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             self._bind(parameter)
 
     def _moves_variance(self) -> bool:
-        return not self._gate.active or self._coming() is StepKind.EXACT
+        return not self._compresses or self._coming() is StepKind.EXACT
 
     def _lay_out(self) -> None:
         members = tuple(id(p) for p in self._compressed())
@@ -317,13 +323,6 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     # - accounting
 
-    def _compressed_numel(self) -> int:
-        return sum(p.numel() for p in self._compressed())
-
-    def _exact_itemsize(self) -> int:
-        first = next(self.parameters())
-        return (self._gradient_dtype or first.dtype).itemsize
-
     def _account(self, kind: StepKind) -> None:
         size = self._world_size()
         uncompressed = exact_bytes(list(self.parameters()), size, self._gradient_dtype)
@@ -332,7 +331,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         sent = {StepKind.EXACT: uncompressed, StepKind.LOCAL: 0}.get(
             kind, compressed + exact_bytes(plain, size, self._gradient_dtype)
         )
-        self.last_traffic = StepTraffic(self.clock.step, kind, sent, uncompressed, self._gate.estimate)
+        self.last_traffic = StepTraffic(self.clock.step, kind, sent, uncompressed)
 
     def error_bytes(self) -> int:
         """Bytes this rank holds for error feedback: 4 per compressed parameter and 4 / P more, P ranks."""

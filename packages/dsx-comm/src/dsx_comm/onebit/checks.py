@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from dsx_core import with_code
@@ -15,6 +15,23 @@ from ..fingerprint import fingerprint
 from ..groups import get_rank, get_world_size, is_initialized, member
 
 _log = logging.getLogger(__name__)
+
+Compression = Literal["on", "off"]
+
+
+def check_compression(value: Any) -> Compression:
+    """`value` if it is one of the two.
+
+    Raises:
+        CommArgumentError: it is not.
+    """
+    if value not in ("on", "off"):
+        raise CommArgumentError(
+            f'compression: got {value!r}, expected "on" or "off"; whether it saves time on your links is said by `dsx'
+            " plan`"
+        )
+    return value
+
 
 BACKENDS = ("nccl", "mpi", "hccl", "compressed", "gloo", "dsx")
 

@@ -23,7 +23,7 @@ import torch
 
 from .adam import FreezingOptimizer
 from .arithmetic import Hyper, batches, directions, move_first, move_second, roots, with_variance_floor
-from .gate import Compression
+from .checks import Compression
 from .schedule import StepKind
 
 

@@ -24,7 +24,7 @@ import torch
 
 from .arithmetic import Hyper, Tensors, batches, directions, move_first, move_second
 from .base import CompressedOptimizer
-from .gate import Compression
+from .checks import Compression
 from .schedule import StepKind, ZeroOneClock, ZeroOnePolicy
 
 
@@ -92,7 +92,7 @@ class ZeroOneAdam(CompressedOptimizer):
         return self.clock.coming(self.policy)
 
     def _advance(self) -> StepKind:
-        if not self._gate.active:
+        if not self._compresses:
             return self.clock.without_compression()
         kind = self.clock.advance(self.policy)
         if self.clock.step == self.policy.var_freeze_step + 1:

@@ -54,7 +54,7 @@ _COUNTS = {"ns_steps": 1, "freeze_step": 1, "var_freeze_step": 1, "var_update_sc
 """Arguments that are whole numbers, with the smallest allowed value."""
 _CHOICES = {
     "comm_backend_name": ("nccl", "mpi", "hccl", "compressed", "gloo", "dsx"),
-    "compression": ("on", "off", "auto"),
+    "compression": ("on", "off"),
     "scale": ("rms", "mean"),
 }
 

@@ -40,12 +40,11 @@ SECTIONS_THAT_MAY_BE_NULL = frozenset(
 
 MEANS_AUTO = frozenset(
     {
-        "optimizer.params.compression",
         *(f"expert_parallel.{name}" for name in ("combine_impl", "row_weighting_impl", "score_apply", "score_func")),
         *(f"expert_parallel.{name}" for name in ("routed_scaling_factor", "top_k")),
     }
 )
-"""Paths at which "auto" is a value like any other. With it, `compression` of a one-bit optimizer measures."""
+"""Paths at which "auto" is a value like any other."""
 
 _TEXT_BOOLEANS = {"true": True, "false": False}
 

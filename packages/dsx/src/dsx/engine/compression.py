@@ -1,8 +1,4 @@
-"""Logs the traffic of an optimizer with one-bit averaging: the bytes it sends, and the time it saves.
-
-Bytes are those of this rank since the line before. The gain is the optimizer's estimate, from measurements at its first
-step (`dsx_comm.StepTraffic`). It measures only with `compression: "auto"`; otherwise no gain is shown.
-"""
+"""Logs the traffic of an optimizer with one-bit averaging: the bytes that this rank has sent since the line before."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ class CompressionLine:
 
     def __init__(self, every: int, latest: Callable[[], Any]) -> None:
         self._every, self._latest = every, latest
-        self._sent = self._uncompressed = self._gain = 0.0
+        self._sent = self._uncompressed = 0.0
 
     def after_step(self, report: StepReport) -> None:
         """Add the step's bytes; at the end of an interval log the sums."""
@@ -31,13 +27,10 @@ class CompressionLine:
         if report.applied and traffic is not None:
             self._sent += traffic.sent
             self._uncompressed += traffic.uncompressed
-            self._gain += traffic.gain_seconds or 0.0
         if traffic is None or report.global_step % self._every:
             return
-        measured = traffic.gain_seconds is not None
-        gain = f", estimated gain {self._gain * 1e3 / self._every:.1f} ms per step" if measured else ""
         logger.info(
-            "compression: %s, sent %.4g MB in %d steps, uncompressed %.4g MB%s",
-            traffic.kind.value, self._sent / 1e6, self._every, self._uncompressed / 1e6, gain,
+            "compression: %s, sent %.4g MB in %d steps, uncompressed %.4g MB",
+            traffic.kind.value, self._sent / 1e6, self._every, self._uncompressed / 1e6,
         )  # fmt: skip
-        self._sent = self._uncompressed = self._gain = 0.0
+        self._sent = self._uncompressed = 0.0

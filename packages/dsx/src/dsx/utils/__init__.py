@@ -83,7 +83,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(dsx_zero, name)
     if name == "RepeatingLoader":
-        from ..data import RepeatingLoader
+        from .. import data
 
-        return RepeatingLoader
+        return data.RepeatingLoader
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,12 +11,12 @@ from .errors import PlanError
 
 __all__ = ["Change", "PipelinePlan", "Plan", "StagePlan"]
 
-FORMAT = 3
+FORMAT = 4
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change of the configuration that makes a plan fit.
+    """A change of the configuration, and what it changes.
 
     Attributes:
         what: in words.
@@ -130,6 +130,7 @@ class Plan:
         timeline: (lane, name, start, end).
         memory: (seconds, bytes on the device); what is in it is that of `peak_bytes`.
         changes: the cheapest changes that make it fit, best first.
+        without: for each setting that is there to send less, the numbers without it (`pays.plans_without`).
         notes: what the reader should know.
         rank: which rank was the one.
         pipeline: of a model in stages: each of them, and how they work together.
@@ -162,6 +163,7 @@ class Plan:
     timeline: list[tuple[str, str, float, float]] = field(default_factory=list)
     memory: list[tuple[float, int]] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
+    without: list[Change] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     rank: int = 0
     pipeline: PipelinePlan | None = None
@@ -178,7 +180,8 @@ class Plan:
     def to_json(self, *, indent: int | None = None) -> str:
         """The plan as JSON text."""
         data = {item.name: getattr(self, item.name) for item in fields(self)}
-        data["changes"] = [vars(change) for change in self.changes]
+        for name in ("changes", "without"):
+            data[name] = [vars(change) for change in data[name]]
         data["pipeline"] = None if self.pipeline is None else asdict(self.pipeline)
         return json.dumps({"format": FORMAT, **data}, indent=indent)
 
@@ -200,7 +203,8 @@ class Plan:
         names = {item.name for item in fields(cls)}
         if set(values) != names:
             raise PlanError(f"a plan: the keys {sorted(set(values) ^ names)} do not belong to it, or are missing")
-        values["changes"] = [Change(**change) for change in values["changes"]]
+        for name in ("changes", "without"):
+            values[name] = [Change(**change) for change in values[name]]
         values["messages"] = _messages(values["messages"])
         if values["pipeline"] is not None:
             values["pipeline"] = PipelinePlan.from_dict(values["pipeline"])

@@ -21,8 +21,8 @@ from .engine import EngineToPlan, engine_to_plan
 from .errors import PlanError, explains_itself
 from .machine import Machine
 from .models import Batch
-from .plan import Plan
 from .planner import Asked, Config, MachineLike, Model
+from .plans import Plan
 
 __all__ = ["Plans", "Skipped", "search", "usual_space"]
 

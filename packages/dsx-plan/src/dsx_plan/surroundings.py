@@ -1,0 +1,89 @@
+"""What surrounds a replay: no limit of address space, no news of a job that does not run, no kernels on addresses."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from .recorder import Recorder
+
+__all__ = ["address_space", "kernels_recorded", "quiet"]
+
+_TALKING = ("dsx", "dsx_zero", "dsx_activations", "dsx_comm", "dsx_pipe", "dsx_moe", "dsx_ops")
+
+
+@contextlib.contextmanager
+def address_space() -> Iterator[None]:
+    """Inside the block a limit of address space that this process may lift does not hold."""
+    try:
+        import resource
+    except ImportError:  # there are no such limits on Windows
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """What the engine says, in this thread, of a job that does not run is no news."""
+    own = threading.get_ident()
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return record.thread != own or record.name.partition(".")[0] not in _TALKING
+
+    names = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] in _TALKING]
+    loggers = [logging.getLogger(name) for name in {*names, *_TALKING}]
+    before = [(log, log.level) for log in loggers]
+    # A logger's filter does not see what comes from the loggers below it; a handler's does.
+    handlers = {handler for log in (logging.root, *loggers) for handler in log.handlers}
+    listening = [*loggers, *handlers, *([logging.lastResort] if logging.lastResort else [])]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for one in listening:
+            one.addFilter(is_news)
+        try:
+            yield
+        finally:
+            for one in listening:
+                one.removeFilter(is_news)
+            for log, level in before:
+                log.setLevel(level)
+
+
+@contextlib.contextmanager
+def kernels_recorded(recorder: Recorder) -> Iterator[None]:
+    """Inside the block the optimizers of dsx_ops compute nothing in this thread: their kernels are handed addresses,
+    which no dispatch mode sees.
+    """
+    import dsx_ops
+    from dsx_ops import update
+
+    lane = recorder.lane(torch.device("cpu"))
+
+    def note(batch: Any) -> None:
+        for slot in batch.slots:
+            given = [t for t in (slot.param, slot.grad, *slot.states, slot.low_bits) if t is not None]
+            written = [slot.param, *slot.states]
+            copy = slot.copy
+            if copy is not None and recorder.crosses(copy, slot.param):
+                # Where masters lie elsewhere the engine sends the copies by itself, beside the next masters' step.
+                lane.see_writes_so_far()
+                nbytes = copy.numel() * copy.element_size()
+                recorder.late.append(lane.submit(lambda nbytes=nbytes: recorder.copied(1, nbytes)))
+            elif copy is not None:
+                written.append(copy)
+            recorder.stepped([*given, *written], 12 * slot.param.numel())
+
+    with update.handed_to(note), dsx_ops.reference_only():
+        yield
