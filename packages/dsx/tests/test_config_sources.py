@@ -70,6 +70,8 @@ BROKEN = {
     "a number with a leading zero": ('{"a": 012}', 1, 7, "number"),
     "not a number": ('{"a": NaN}', 1, 7, "NaN"),
     "infinity": ('{"a": 1e999}', 1, 7, "too large"),
+    "infinity by its name": ('{"a": 1, "steps_per_print": Infinity}', 1, 29, "Infinity is not a JSON number"),
+    "minus infinity": ('{"a": -Infinity}', 1, 7, "-Infinity is not a JSON number"),
     "a missing value": ('{"a": }', 1, 7, "not a JSON value"),
     "nothing": ("  \n", 2, 1, "empty"),
     "too deep": ('{"a":' * 80, 1, 65 * 5 + 1, "nested deeper"),
@@ -93,6 +95,20 @@ def test_broken_text_is_shown_with_line_column_and_caret(name, tmp_path):
     at = caret.index("^") - caret.index("| ") - 2
     assert text == written if len(written) <= 100 else text in written
     assert text[at:] == written[column - 1 :][: len(text) - at]
+
+
+def test_who_writes_infinity_for_never_is_told_to_write_null(tmp_path):
+    file = tmp_path / "never.json"
+    file.write_text('{"train_batch_size": 1, "steps_per_print": Infinity}')
+    with pytest.raises(DsxConfigError) as caught:
+        load_config(file, world_size=1)
+    assert caught.value.problems[0].expected == "a finite number; null where it means never"
+    with pytest.raises(DsxConfigError) as caught:
+        load_config({"train_batch_size": 1, "steps_per_print": float("inf")}, world_size=1)
+    (problem,) = caught.value.problems
+    assert (problem.path, problem.fix) == ("steps_per_print", "write null (None): no progress lines")
+    file.write_text(file.read_text().replace("Infinity", "null"))
+    assert not load_config(file, world_size=1).steps_per_print
 
 
 def test_a_key_given_twice_is_refused_with_both_places(tmp_path):

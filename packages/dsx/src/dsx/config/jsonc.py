@@ -26,6 +26,7 @@ _WORD = re.compile(r"[A-Za-z_][\w.-]*")
 _BARE_KEY = re.compile(r"[A-Za-z_$][\w$-]*")
 _CONSTANTS = {"true": True, "false": False, "null": None}
 _LOOKALIKES = {"True": "true", "False": "false", "None": "null"}
+_NOT_FINITE = ("Infinity", "inf", "NaN", "nan")
 _MAX_DEPTH = 64
 _MAX_DIGITS = 400
 """No finite float has more digits before its point; Python's own limit for reading an int is 4300."""
@@ -205,6 +206,10 @@ class _Reader:
         if word in _CONSTANTS:
             self.at += len(word)
             return _CONSTANTS[word]
+        if word in _NOT_FINITE or self.text.startswith("-Infinity", self.at):
+            raise self._error(
+                f"{word if match else '-Infinity'} is not a JSON number", "a finite number; null where it means never"
+            )
         if self.hjson and match and word not in _LOOKALIKES:
             end = self.text.find("\n", self.at)
             start, self.at = self.at, len(self.text) if end < 0 else end

@@ -172,7 +172,9 @@ def _copy(value: Any, path: Path, problems: list[Problem]) -> Any:
         return value
     if isinstance(value, float):
         if not math.isfinite(value):
-            problems.append(Problem("value", ".".join(map(str, path)), "a finite number is needed", got=str(value)))
+            key = ".".join(map(str, path))
+            fix = "write null (None): no progress lines" if key == "steps_per_print" else ""
+            problems.append(Problem("value", key, "a finite number is needed", got=str(value), fix=fix))
         return value
     if isinstance(value, os.PathLike):
         return os.fspath(value)
