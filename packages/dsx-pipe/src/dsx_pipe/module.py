@@ -22,7 +22,7 @@ from torch import nn
 
 from .chunk import Chunk, Recomputation, recompute
 from .errors import PipelineError
-from .grid import RankGrid, ProcessTopology, topology_for
+from .grid import ProcessTopology, RankGrid, topology_for
 from .layer_files import LayerFiles, TorchFiles
 from .layers import LayerSpec, TiedLayerSpec, class_name, count_parameters, flatten_layers
 from .models import ModelParts, parts_of_model

@@ -1,8 +1,8 @@
 """One experiment: the user's script, started as always, with the configuration of a candidate; how it ended, and why.
 
 The folder of an experiment holds all there is to know: `ds_config.json` (which also tells the engine to measure, see
-`dsx.config.autotuning`), the command, its output, and `metrics.json` once the engine has measured. Everything runs in
-fresh processes; one that takes too long is ended with all its ranks.
+`dsx.config.autotuning`; its secrets are masked), the command, its output, and `metrics.json` once the engine has
+measured. Everything runs in fresh processes; one that takes too long is ended with all its ranks.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from dsx_monitor.secrets import without_secrets
+
 from .arguments import with_config, with_mappings
-from .files import CONFIG, METRICS, STARTED, write_whole
+from .files import CONFIG, METRICS, PRIVATE_CONFIG, STARTED, write_whole
 
 __all__ = ["Job", "Outcome", "run_experiment"]
 
@@ -102,20 +104,32 @@ def run_experiment(
     folder.mkdir(parents=True, exist_ok=True)
     for name in (METRICS, STARTED):
         (folder / name).unlink(missing_ok=True)
-    config = folder / CONFIG
-    write_whole(config, json.dumps(document, indent=2) + "\n")
-    args = with_config(with_mappings(job.args, mappings, document), str(config))
-    write_whole(folder / "command.txt", job.shown(args) + "\n")
+    mapped, config = with_mappings(job.args, mappings, document), folder / CONFIG
+    whole, shown = (json.dumps(one, indent=2) + "\n" for one in (document, without_secrets(document)))
+    write_whole(config, shown)
+    write_whole(folder / "command.txt", job.shown(with_config(mapped, str(config))) + "\n")
+    if shown != whole:
+        config = folder / PRIVATE_CONFIG
     began = time.monotonic()
     with (folder / "stdout.log").open("wb") as out, (folder / "stderr.log").open("wb") as err:
-        process = job.start(args, out, err)
         try:
-            code: int | None = process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            code = None
+            if shown != whole:
+                write_whole(config, whole, private=True)
+            process = job.start(with_config(mapped, str(config)), out, err)
+            code = _waited(process, timeout)
         finally:
-            _end(process)
+            (folder / PRIVATE_CONFIG).unlink(missing_ok=True)
     return _judge(folder, code, timeout, time.monotonic() - began)
+
+
+def _waited(process: subprocess.Popen[bytes], timeout: float) -> int | None:
+    """Wait for a launcher. Returns its exit code, or None after `timeout` seconds; it is ended then, as on an error."""
+    try:
+        return process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        _end(process)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

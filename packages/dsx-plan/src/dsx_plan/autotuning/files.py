@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["CANDIDATES", "CONFIG", "FACTS", "METRICS", "PLANS", "STARTED", "write_whole"]
+__all__ = ["CANDIDATES", "CONFIG", "FACTS", "METRICS", "PLANS", "PRIVATE_CONFIG", "STARTED", "write_whole"]
 
 CONFIG = "ds_config.json"
 """What an experiment runs with."""
+PRIVATE_CONFIG = "ds_config.private.json"
+"""The same with its secrets, for this user and only while the experiment runs; not written if there are none."""
 STARTED = "started.json"
 """Written by the engine when `initialize` has read the configuration."""
 METRICS = "metrics.json"
@@ -21,9 +23,14 @@ PLANS = "plans.json"
 """The planner's answers."""
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that readers see the old text or the new one, never a part; its folder is made."""
+def write_whole(path: Path, text: str, *, private: bool = False) -> None:
+    """Write a file so that readers see the old text or the new one, never a part; its folder is made.
+
+    With `private` only this user can read it.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
+    part.unlink(missing_ok=True)
+    part.touch(mode=0o600 if private else 0o666)
     part.write_text(text, encoding="utf-8")
     os.replace(part, path)

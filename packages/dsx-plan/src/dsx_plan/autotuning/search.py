@@ -1,8 +1,7 @@
 """The search: look at the model once, keep what will fit, try what promises most, write down what was found.
 
 1. The first experiment runs the configuration as it is (where it leaves something open: the highest stage, the smallest
-   micro-batch). It is measured like any other, writes facts about the model, and asks the planner about every
-   candidate.
+   micro-batch). It is measured as the others are, writes facts about the model, and asks the planner about all others.
 2. Candidates that cannot fit are left out. Of each group with the same other settings the largest micro-batches stay.
 3. A tuner proposes, an experiment answers, until the tuner stops.
 
@@ -20,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from dsx_monitor.secrets import command_without_secrets, without_secrets
 
 from ..engine import EngineToPlan, engine_to_plan
 from .arguments import config_position, mapped_numbers, with_config, with_mappings
@@ -148,7 +149,7 @@ class Autotuner:
             entry = journal.ended(f"first {candidate.key}")
             if entry is None or entry["metrics"] is None:
                 self._job.say(f"first experiment, {candidate.name}: looking at the model")
-                write_whole(folder / CANDIDATES, json.dumps(self._questions(candidate)))
+                write_whole(folder / CANDIDATES, json.dumps(without_secrets(self._questions(candidate))))
                 for left in (FACTS, PLANS):
                     (folder / left).unlink(missing_ok=True)
                 outcome = self._run(journal, f"first {candidate.key}", candidate, name, self._first_timeout())
@@ -257,15 +258,14 @@ class Autotuner:
 
     def _about(self) -> dict[str, Any]:
         """What a journal is about; results of anything else are not taken for its own."""
-        index, _ = config_position(self._job.args)
-        section = self._section
+        index, section = config_position(self._job.args)[0], self._section
         return {
             "script": str(Path(self._job.script).absolute()),
-            "arguments": [word for place, word in enumerate(self._job.args) if place != index],
+            "arguments": command_without_secrets([*self._job.args[:index], *self._job.args[index + 1 :]]),
             "ranks": self._job.world_size,
             "updates": [section.start_profile_step, section.end_profile_step],
             "mp_size": section.mp_size,
-            **{f"configuration {path}": value for path, value in leaves(self._training) if path},
+            **{f"configuration {path}": value for path, value in leaves(without_secrets(self._training)) if path},
         }
 
     def _first_timeout(self) -> float:
@@ -308,7 +308,8 @@ class Autotuner:
         document = best.candidate.applied_to(self._training)
         if isinstance(self._training.get(TRAIN), (int, list)):
             document[TRAIN] = best.candidate.micro * best.candidate.steps * self._ranks
-        write_whole(self._results / "ds_config_optimal.json", json.dumps(document, indent=2) + "\n")
+        whole = json.dumps(document, indent=2) + "\n"  # with its secrets: it is what is trained with
+        write_whole(self._results / "ds_config_optimal.json", whole, private=without_secrets(document) != document)
         write_whole(self._results / "cmd_optimal.txt", self._job.shown(self._best_arguments()) + "\n")
         if self._section.metric_path is not None:
             write_whole(Path(self._section.metric_path), json.dumps(dict(best.outcome.metrics), indent=2) + "\n")
