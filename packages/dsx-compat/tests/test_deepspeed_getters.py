@@ -149,6 +149,9 @@ def test_a_member_that_nothing_calls_cannot_be_replaced(engine):
     engine.note = deepspeed.DeepSpeedEngine.note = 3  # other names are free
     assert engine.note == 3
     del deepspeed.DeepSpeedEngine.note
+    with pytest.raises(dsx_compat.errors.MemberNotSupportedError, match="gradient_clipping in the configuration"):
+        type("Mine", (deepspeed.DeepSpeedEngine,), {"clip_fp32_gradients": lambda self: None})
+    assert issubclass(type("Other", (deepspeed.DeepSpeedEngine,), {"mine": 1}), deepspeed.DeepSpeedEngine)
 
 
 def test_members_that_the_advice_names_exist(engine):

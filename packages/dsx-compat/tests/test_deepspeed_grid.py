@@ -3,6 +3,7 @@
 import dsx_comm
 import dsx_compat
 import dsx_pipe
+import pytest
 import torch
 from dsx_testkit import run_ranks
 from torch import nn
@@ -61,6 +62,27 @@ def cut_by_the_configuration(rank, world):
 
 def test_a_pipeline_that_dsx_has_made_has_the_names_too():
     assert run_ranks(cut_by_the_configuration, 2, backend="dsx") == [(0, False), (1, True)]
+
+
+def test_who_replaces_how_layers_are_divided_is_told_the_way():
+    """Nothing of dsx calls DeepSpeed's functions for it: layers would be divided as if they had not been replaced."""
+    from deepspeed.pipe import PipelineModule
+
+    with pytest.raises(dsx_compat.errors.MemberNotSupportedError, match=r'PipelineModule\._partition_layers.*"time"'):
+
+        class Manual(PipelineModule):
+            def _partition_layers(self, method="uniform"):
+                self.parts = [0, 1, 2]
+
+    with pytest.raises(dsx_compat.errors.MemberNotSupportedError, match="_count_layer_params"):
+        PipelineModule._count_layer_params = lambda self: [1, 2]
+    assert not hasattr(PipelineModule, "_count_layer_params")
+
+    class Fine(PipelineModule):
+        def get_additional_losses(self):
+            return {}
+
+    assert issubclass(Fine, dsx_pipe.PipelineModule)
 
 
 def alone(rank, world):

@@ -14,6 +14,7 @@ DeepSpeed need.
 | file | what |
 |---|---|
 | `names`, `unsupported` | the tables: name of DeepSpeed -> name of dsx; what to use instead of the others |
+| `refusing` | classes whose errors say so for members that dsx does not have |
 | `modules` | makes modules from the tables, on first use |
 | `getters` | configured values: methods of the engine, attributes of `DeepSpeedConfig` |
 | `scaler` | the loss scale |

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import dsx_comm
 import torch
@@ -21,9 +21,9 @@ from dsx_comm import parallel_groups
 from dsx_zero import ZeroOptimizer, gather_hooks_paused
 from torch import nn
 
-from .errors import MemberNotSupportedError
 from .figures import ThroughputView
 from .getters import ENGINE_METHODS, Where, value_of
+from .refusing import RefusingClass, refuse
 from .scaler import LossScaleView
 from .switches import EngineSwitches
 from .unsupported import UNSUPPORTED_MEMBERS
@@ -31,31 +31,10 @@ from .unsupported import UNSUPPORTED_MEMBERS
 __all__ = ["DeepSpeedEngine", "DeepSpeedOptimizer", "ParameterOffload", "PipelineEngine", "renamed"]
 
 
-def _refuse(name: str) -> NoReturn:
-    raise MemberNotSupportedError(f"engine.{name}: dsx does not have it; {UNSUPPORTED_MEMBERS[name]}")
-
-
-class _EngineClass(type):
-    """The class of `DeepSpeedEngine`: it answers for members that dsx does not have as an engine does.
-
-    To assign one of them would have no effect, because nothing calls it. So that is refused, too.
-    """
-
-    if not TYPE_CHECKING:  # with it every misspelt name would pass a checker
-
-        def __getattr__(cls, name: str) -> NoReturn:  # only for names that the class does not have
-            if name in UNSUPPORTED_MEMBERS:
-                _refuse(name)
-            raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
-
-    def __setattr__(cls, name: str, value: Any) -> None:
-        if name in UNSUPPORTED_MEMBERS:
-            _refuse(name)
-        super().__setattr__(name, value)
-
-
-class DeepSpeedEngine(EngineSwitches, Engine, metaclass=_EngineClass):
+class DeepSpeedEngine(EngineSwitches, Engine, metaclass=RefusingClass):
     """The engine that `deepspeed.initialize` returns: a `dsx.Engine` with the additional names below."""
+
+    _refused, _shown = UNSUPPORTED_MEMBERS, "engine"
 
     @property
     def config(self) -> dict[str, Any]:
@@ -158,12 +137,12 @@ class DeepSpeedEngine(EngineSwitches, Engine, metaclass=_EngineClass):
 
         def __getattr__(self, name: str) -> Any:
             if name in UNSUPPORTED_MEMBERS:
-                _refuse(name)
+                refuse("engine", name, UNSUPPORTED_MEMBERS[name])
             return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in UNSUPPORTED_MEMBERS:
-            _refuse(name)
+            refuse("engine", name, UNSUPPORTED_MEMBERS[name])
         super().__setattr__(name, value)
 
     # - whole weights

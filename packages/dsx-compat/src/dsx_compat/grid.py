@@ -8,6 +8,9 @@ from __future__ import annotations
 import dsx_pipe
 from dsx_pipe import RankGrid
 
+from .refusing import RefusingClass
+from .unsupported import UNSUPPORTED_PIPELINE_MEMBERS
+
 __all__ = ["PipelineModule", "PipelineParallelGrid", "renamed"]
 
 
@@ -141,7 +144,8 @@ def renamed(module: dsx_pipe.PipelineModule) -> None:
         module.grid.__class__ = PipelineParallelGrid
 
 
-class PipelineModule(dsx_pipe.PipelineModule):
+class PipelineModule(dsx_pipe.PipelineModule, metaclass=RefusingClass):
     """`dsx_pipe.PipelineModule`, whose `mpu()` and `grid` are a `PipelineParallelGrid`."""
 
+    _refused, _shown = UNSUPPORTED_PIPELINE_MEMBERS, "PipelineModule"
     grid_type = PipelineParallelGrid

@@ -6,7 +6,7 @@ A module of the second table may have some names in `names.MODULES`; the advice 
 
 from __future__ import annotations
 
-__all__ = ["UNSUPPORTED", "UNSUPPORTED_MEMBERS", "UNSUPPORTED_MODULES"]
+__all__ = ["UNSUPPORTED", "UNSUPPORTED_MEMBERS", "UNSUPPORTED_MODULES", "UNSUPPORTED_PIPELINE_MEMBERS"]
 
 _SERVING = "dsx trains; serve the saved weights with an inference engine such as vLLM"
 _SLICING = "set tensor_parallel.autotp_size in the configuration, or slice layers with dsx_pipe.tensor"
@@ -153,3 +153,14 @@ UNSUPPORTED_MEMBERS: dict[str, str] = {
     "random_ltd_initialize": "initialize does it, for the layers in data_efficiency.data_routing.random_ltd",
 }
 """Member of DeepSpeed's engine -> what to use instead."""
+
+_PARTITION = (
+    'partition_method="time" with layer_times, one number per layer, places the boundaries; "parameters", "uniform" and'
+    ' "type:REGEX" count by themselves'
+)
+UNSUPPORTED_PIPELINE_MEMBERS: dict[str, str] = {
+    "_partition_layers": _PARTITION,
+    "_count_layer_params": _PARTITION,
+    "_set_bounds": _PARTITION,
+}
+"""Member of DeepSpeed's `PipelineModule` that programs replace -> what to use instead."""
