@@ -21,9 +21,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def sampled():
     """A function that gives what the sample gave on so many ranks. One process per rank runs all of it: the cases, each
-    in the mode that is dealt to it, and then the planted races.
+    in the mode that is dealt to it, some with one collective at a time on a device, and then the planted races.
     """
-    from device_matrix import SAMPLE
+    from device_matrix import ONE_AT_A_TIME_SAMPLE, SAMPLE
     from device_runs import start
     from planted_races import RACES
 
@@ -32,7 +32,8 @@ def sampled():
     def give(world: int):
         if world not in found:
             races = [f"race:{name}" for name, race in RACES.items() if race.sample and race.world == world]
-            found[world] = start([*SAMPLE[world], *races], world, limit_s=500)
+            alone = [f"alone:{name}" for name in ONE_AT_A_TIME_SAMPLE[world]]
+            found[world] = start([*SAMPLE[world], *alone, *races], world, limit_s=500)
         return found[world]
 
     return give

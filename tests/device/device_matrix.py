@@ -97,6 +97,18 @@ VARIANTS = [
     variant("little-live", {"stage": 3, **WHOLE, **SMALL}, sample=(2,)),
     variant("no-accumulation", {"stage": 3, **WHOLE}, rest={"gradient_accumulation_steps": 1}),
     variant("accumulation-on-host", ON_HOST, rest={"gradient_accumulation_steps": 4}, sample=(1, 2)),
+    variant(
+        "accumulation-pageable",
+        {"stage": 3, **WHOLE, **OFFLOADS["parameters-pageable"]},
+        rest={"gradient_accumulation_steps": 4},
+        sample=(1,),
+    ),
+    variant(
+        "accumulation-on-disk",
+        {"stage": 3, **WHOLE, **OFFLOADS["disk"]},
+        rest={"gradient_accumulation_steps": 4},
+        sample=(1,),
+    ),
     variant("hybrid", {"stage": 3, **WHOLE, "zero_hpz_partition_size": 2}, worlds=(2, 4)),
     variant(
         "quantised",
@@ -158,6 +170,12 @@ VARIANTS = [
     Case("experts-dropless", "experts", {"drop_tokens": False}, worlds=(2, 4), sample=(2,)),
     Case("experts-with-capacity", "experts", {"drop_tokens": True}, worlds=(2, 4), sample=(2,)),
     Case("experts-two-hops", "experts", {"drop_tokens": True, "devices_per_node": 2}, worlds=(4,)),
+    Case(
+        "experts-small-buckets",
+        "experts",
+        {"drop_tokens": False, "zero_optimization": {"stage": 2, "reduce_bucket_size": 100}},
+        worlds=(2,),
+    ),
     Case("experts-overlapped", "experts", {"drop_tokens": True, "overlap_chunks": 2}, worlds=(2,)),
     Case("tensor-slices", "tensor_slices", {}, worlds=(2,), sample=(2,)),
 ]
@@ -166,6 +184,19 @@ CASES = {case.name: case for case in [*engine_cases(), *VARIANTS]}
 WORLDS = (1, 2, 4)
 SAMPLE = {world: tuple(c.name for c in CASES.values() if world in c.sample) for world in WORLDS}
 """By the number of ranks: the cases in the ordinary suite."""
+
+ONE_AT_A_TIME: dict[int, tuple[str, ...]] = {
+    2: tuple(case.name for case in CASES.values() if 2 in case.worlds),
+    4: (
+        *(f"stage{stage}-fp32-device" for stage in range(4)),
+        *("stage2-fp32-optimizer-host", "stage3-fp32-parameters-host", "little-live", "small-buckets", "quantised"),
+        *("hybrid", "hybrid-of-four", "pipeline-1f1b", "tensor-slices"),
+        *("experts-dropless", "experts-with-capacity", "experts-two-hops", "experts-small-buckets"),
+    ),
+}
+"""By the number of ranks: the cases that run on a device which does one collective at a time."""
+ONE_AT_A_TIME_SAMPLE = {1: (), 2: ("little-live", "quantised"), 4: ()}
+"""Those of them in the ordinary suite, where the same cases are sampled."""
 
 
 def dealt(number: int) -> str:

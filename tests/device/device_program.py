@@ -2,7 +2,9 @@
 
 `device_program.py FOLDER MODES CASE,CASE,...`: RANK and WORLD_SIZE are set by whoever starts it (`device_runs.py`). One
 line of JSON per case and mode goes to FOLDER/rank<RANK>.jsonl: the losses, the reports of the case, and how often the
-host waited in the last step. In the place of a case "race:NAME" runs the case of a race of `planted_races.py` with it.
+host waited in the last step. In the place of a case "race:NAME" runs the case of a race of `planted_races.py` with it,
+"alone:NAME" a case with one collective at a time on a device, and "swapped:NAME" the same, but the last rank issues its
+gathers and reductions in another order than the others.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from device_matrix import CASES, dealt
-from planted_races import RACES
+from planted_races import RACES, SWAPPED
 from torch import nn
 from torch.nn import functional as F
 
@@ -325,8 +327,9 @@ class Experts(nn.Module):
 def experts(settings: dict[str, Any]) -> list[float]:
     """Experts on all ranks, under ZeRO-1."""
     torch.manual_seed(0)
-    model = Experts(settings)
-    made = make_engine({"zero_optimization": {"stage": 1}, "gradient_accumulation_steps": 1}, model)
+    settings = dict(settings)
+    zero = settings.pop("zero_optimization", {"stage": 1})
+    made = make_engine({"zero_optimization": zero, "gradient_accumulation_steps": 1}, Experts(settings))
     generator, losses = torch.Generator().manual_seed(dist.get_rank()), []
     rows = [torch.randn(2, 8, 16, generator=generator).to(DEVICE) for _ in range(STEPS)]
     for number, inputs in enumerate(rows):
@@ -372,14 +375,18 @@ def tensor_slices(settings: dict[str, Any]) -> list[float]:
 
 def run(name: str, mode: str) -> dict[str, Any]:
     """One case in one mode: losses or the error, reports, waits."""
-    race = RACES[name.removeprefix("race:")] if name.startswith("race:") else None
-    case, before = CASES[race.case if race else name], 0
+    kind, _, rest = name.rpartition(":")
+    race = RACES[rest] if kind == "race" else None
+    case, before = CASES[race.case if race else rest], 0
+    if kind == "swapped" and dist.get_rank() == dist.get_world_size() - 1:
+        race = SWAPPED
     waits.clear()
     if SIMULATED:
         import dsx_simcuda
 
         dsx_simcuda.set_option("mode", mode)
         dsx_simcuda.set_option("delay_us", race.delay_us if race else 300)
+        dsx_simcuda.set_option("one_collective", kind in ("alone", "swapped"))
         before = len(dsx_simcuda.reports())
     result: dict[str, Any] = {"name": name, "mode": mode, "losses": [], "error": ""}
     try:
@@ -406,7 +413,7 @@ def main() -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl" if SIMULATED else "gloo")
     with open(FOLDER / f"rank{dist.get_rank()}.jsonl", "a") as out:
         for number, name in enumerate(names):
-            each = ["slow-side" if name.startswith("race:") else dealt(number)]
+            each = ["slow-side" if ":" in name else dealt(number)]
             for mode in each if modes == ["each"] else modes:
                 print(f"case {name} in mode {mode}", flush=True)
                 out.write(json.dumps(run(name, mode)) + "\n")

@@ -261,3 +261,6 @@ RACES: dict[str, Race] = {
         4,
     ),
 }
+
+SWAPPED = Race("dsx_zero.order.ahead:gathers_ahead", "if need is None:", "if True:", "stage3-fp32-device", 2)
+"""Planted on one rank only: it gathers nothing ahead, so that its order differs from that of the others."""

@@ -37,7 +37,7 @@ BUDGETS = [
     Budget("accumulation-on-host", 1, 2),
     Budget("accumulation-on-host", 2, 2),
     Budget("experts-dropless", 2, 1),
-    Budget("experts-with-capacity", 2, 1, today=2),
+    Budget("experts-with-capacity", 2, 1),
 ]
 
 

@@ -6,17 +6,20 @@ The sample is in the ordinary suite, each case in one scheduling mode. `tools/de
 from __future__ import annotations
 
 import pytest
-from device_matrix import CASES, MODES, SAMPLE, WORLDS, dealt
+from device_matrix import CASES, MODES, ONE_AT_A_TIME, ONE_AT_A_TIME_SAMPLE, SAMPLE, WORLDS, dealt
 from device_runs import check, on_the_cpu, start
 
-ONE_AT_A_TIME = (("DSX_SIMCUDA_ONE_COLLECTIVE", "1"), ("DSX_SIMCUDA_HANG_S", "12"))
+SOON = (("DSX_SIMCUDA_HANG_S", "12"),)
+"""A program that waits for ever ends soon."""
 
 
 def cases(world: int, names: tuple[str, ...]) -> list[object]:
     """Names as parameters; known defects must fail, so that their mending shows."""
     return [
         pytest.param(
-            world, name, marks=[pytest.mark.xfail(reason=CASES[name].known, strict=True)] if CASES[name].known else []
+            world,
+            name,
+            marks=[pytest.mark.xfail(reason=CASES[name].known or "", strict=True)] if CASES[name].known else [],
         )
         for name in names
     ]
@@ -41,10 +44,27 @@ def test_every_case_in_every_mode(world: int, name: str) -> None:
         check(name, world, mode, simulated, on_the_cpu((name,), world))
 
 
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ONE_AT_A_TIME_SAMPLE[2])
+def test_a_sample_with_one_collective_at_a_time_on_a_device(name: str, sampled) -> None:
+    check(f"alone:{name}", 2, "slow-side", sampled(2), on_the_cpu(SAMPLE[2], 2))
+
+
 @pytest.mark.simcuda
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", [name for name in SAMPLE[2] if not name.startswith("pipeline")])
-def test_one_collective_at_a_time_on_a_device(name: str) -> None:
-    simulated = start([name], 2, "slow-side", options=ONE_AT_A_TIME, limit_s=120)
-    check(name, 2, "slow-side", simulated, on_the_cpu((name,), 2))
+@pytest.mark.parametrize(("world", "name"), [(world, name) for world, all in ONE_AT_A_TIME.items() for name in all])
+def test_one_collective_at_a_time_on_a_device(world: int, name: str) -> None:
+    simulated = start([f"alone:{name}"], world, "slow-side,eager", options=SOON, limit_s=300)
+    for mode in ("slow-side", "eager"):
+        check(f"alone:{name}", world, mode, simulated, on_the_cpu((name,), world))
+
+
+@pytest.mark.simcuda
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_another_order_on_one_rank_is_named() -> None:
+    """Rank 1 gathers nothing ahead: it begins a reduction where rank 0 gathers, and each waits for the other."""
+    results, output = start(["swapped:stage3-fp32-device"], 2, "slow-side", options=SOON, limit_s=120)
+    assert not results or all(rank["error"] for ranks in results.values() for rank in ranks), output
+    assert "hang" in output and "all_gather_into_tensor" in output and "reduce_scatter_tensor" in output, output
