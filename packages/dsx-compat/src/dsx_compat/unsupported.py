@@ -10,7 +10,10 @@ __all__ = ["UNSUPPORTED", "UNSUPPORTED_MEMBERS", "UNSUPPORTED_MODULES", "UNSUPPO
 
 _SERVING = "dsx trains; serve the saved weights with an inference engine such as vLLM"
 _SLICING = "set tensor_parallel.autotp_size in the configuration, or slice layers with dsx_pipe.tensor"
-_SEQUENCE = "sequence parallelism is not available yet"
+_SEQUENCE = (
+    "sequence parallelism of models is not available yet; dsx_activations.UlyssesAttention and ring_attention compute"
+    " attention over sequence shards by hand"
+)
 _LAUNCHER = (
     "the command deepspeed takes --launcher pdsh, openmpi, mpich, impi, mvapich or slurm;"
     " dsx_launch.runners.BUILDERS holds a function for each of them that makes the commands"
