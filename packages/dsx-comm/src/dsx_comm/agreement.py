@@ -3,7 +3,8 @@
 Every rank describes its call in a line (operation, size, dtype, operator, root). The first rank to come writes its line
 to the job's store. The others compare theirs with it, and the last one writes whether all lines were equal. So a call
 costs each rank four short requests, whatever the number of ranks. It is done for the first `CHECKED` calls of a group,
-because programs repeat themselves, and not for sends and receives. Only if lines differ do the ranks read each other's.
+because programs repeat themselves (`CHECKED_OF_MANY` of many ranks: one store answers all), and not for sends and
+receives. Only if lines differ do the ranks read each other's.
 Groups of the "dsx" backend need none of this: they compare within every call, at no cost.
 
 If a rank does not come within `PATIENCE` seconds, the check of that call ends, not the call: two groups may be used in
@@ -21,8 +22,9 @@ import torch.distributed as dist
 
 from .errors import CommArgumentError, MismatchError
 from .meeting import fresh_prefix
+from .on_demand import MANY_RANKS
 
-CHECKED = 10
+CHECKED, CHECKED_OF_MANY = 10, 2
 PATIENCE = 2.0
 _NAMED = 16  # ranks that are told apart in an error
 _SKIPPED = frozenset(("send", "recv", "isend", "irecv", "batch_isend_irecv", "monitored_barrier"))
@@ -49,7 +51,7 @@ class Agreement:
     """How many calls of each group were compared, and how many are to be."""
 
     def __init__(self) -> None:
-        self.calls = CHECKED
+        self.calls: int | None = None  # None: by the number of ranks
         self._seen: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._world: Any = None
         self._prefix = ""
@@ -62,7 +64,7 @@ class Agreement:
         """
         group = call.group
         number = self._seen.get(group, 0)
-        if number >= self.calls or call.op in _SKIPPED:
+        if number >= self._most(group) or call.op in _SKIPPED:
             return None
         if self._world is not dist.group.WORLD:
             self._begin()
@@ -76,7 +78,13 @@ class Agreement:
 
     def is_over(self, group: Any) -> bool:
         """Whether no further call of this group is to be compared."""
-        return self._seen.get(group, 0) >= self.calls
+        return self._seen.get(group, 0) >= self._most(group)
+
+    def _most(self, group: Any) -> int:
+        """How many calls of the group are compared."""
+        if self.calls is not None:
+            return self.calls
+        return CHECKED if group.size() < MANY_RANKS else CHECKED_OF_MANY
 
     def _begin(self) -> None:
         """There is a new world, perhaps in a store that has lines of an earlier one."""
@@ -129,7 +137,8 @@ def _compare(store: Any, mine: str, ranks: list[int], where: str) -> None:
 
 
 def check_first_calls(calls: int) -> None:
-    """Compare the first `calls` collectives of every group between ranks (default 10; 0: none).
+    """Compare the first `calls` collectives of every group between ranks (0: none). Without this call it is 10, and 2
+    of a group of 32 or more ranks.
 
     Raises CommArgumentError for a negative number.
     """

@@ -369,10 +369,11 @@ class AgreedOrder:
         ``need`` is what this rank said with its wish.
         """
         operation = posts[0].operation
-        if any(post.need != posts[0].need for post in posts):
+        different = list({id(post): post for post in posts}.values())  # of many ranks most share one (`posts_of`)
+        if any(post.need != posts[0].need for post in different):
             need = None  # the ranks hold different units
-        if any(post.during is Pass.TRAINING for post in posts):
-            if any(post.operation != operation or post.during is not Pass.TRAINING for post in posts):
+        if any(post.during is Pass.TRAINING for post in different):
+            if any(post.operation != operation or post.during is not Pass.TRAINING for post in different):
                 self._uniform = False
             elif operation.kind < Kind.BOUNDARY:
                 self._record.append(operation)

@@ -184,7 +184,7 @@ def decide(posts: Sequence[Post]) -> Decision:
     """
     if not posts:
         raise ValueError("decide needs the post of at least one rank")
-    if len(posts) > 1 and all(post is posts[0] for post in posts):  # the usual case of many ranks
+    if len(posts) > 1 and len(set(map(id, posts))) == 1:  # the usual case of many ranks
         said = decide(posts[:1])
         return Decision(said.align, said.operations, frozenset(range(len(posts))))
     align = max(post.position for post in posts)
