@@ -41,7 +41,7 @@ def own_loop(rank, world, bad):
 
 @pytest.mark.parametrize("backend", ("gloo", "dsx"))
 def test_a_block_that_fails_on_one_rank_fails_on_all(backend):
-    found = run_ranks(own_loop, 3, 1, backend=backend, timeout=40)
+    found = run_ranks(own_loop, 3, 1, backend=backend, timeout=60)
     assert {text for text, *_ in found} == {"stage 1 (rank 1): the optimizer step failed: KeyError: 'planted'"}
     assert [stage for _, stage, _ in found] == [1, 1, 1]
     assert [cause for *_, cause in found] == ["NoneType", "KeyError", "NoneType"]
@@ -73,7 +73,7 @@ def sparse_gradient(rank, world):
 
 
 def test_a_sparse_gradient_of_a_shared_weight_is_refused_on_all_ranks():
-    found = run_ranks(sparse_gradient, 2, timeout=40)
+    found = run_ranks(sparse_gradient, 2, timeout=60)
     assert found[0] == found[1]
     for text, stage, _ in found[0]:
         assert stage == 0 and "tied_modules.w.words.weight" in text and "sparse=False" in text
