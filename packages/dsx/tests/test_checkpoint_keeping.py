@@ -213,6 +213,7 @@ def test_damage_that_comes_later_never_takes_all_checkpoints(tmp_path, keep_last
     shared = []
     for number in range(7):
         engine.save_checkpoint(tmp_path, tag=f"n{number}")
+        engine.wait_for_checkpoints()  # older ones go behind the save
         tags = sorted(path.parent.name for path in tmp_path.glob("*/dsx.json"))
         shared.append(len({frozen_file(tmp_path, tag)[0].stat().st_ino for tag in tags}))
         assert len(tags) == min(number + 1, keep_last or 7)

@@ -14,7 +14,10 @@ Modules, in the order from data to actions:
     encode.py                                   Python state as data
     files.py, folder.py, ranks.py               bytes; tags, locks and leftovers; agreement between ranks
     direct.py, regions.py                       bytes past the page cache; tensors to and from files
-    snapshot.py, plan.py, writing.py            a save
+    snapshot.py, announcing.py                  what a rank holds, and what it tells of it
+    plan.py, striping.py, writers.py            files and the tensors in them; who writes what
+    planning.py, shares.py, agreeing.py         the plan on rank 0, and each rank's part of it
+    writing.py                                  a save
     linking.py, keeping.py, behind.py           files that have not changed; old checkpoints; saves behind training
     failures.py                                 errors of saves behind training, and the exit code of the process
     verifying.py, selecting.py, reading.py      regions by name, verified

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True, order=True, slots=True)
 class Box:
     """The elements with index `offset[d] <= i < offset[d] + size[d]` in every dimension `d`."""
 
@@ -57,7 +57,7 @@ class Run(NamedTuple):
     numel: int
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True, order=True, slots=True)
 class Region:
     """Elements `[start, stop)` of a box, in row-major order inside the box."""
 

@@ -226,6 +226,7 @@ def _prune(given: Any) -> int:
     else:
         with saving(root, "prune"):
             found = keeping.remove_others(root / newest)
+            keeping.wait()
     what = "would be removed" if given.dry_run else "removed"
     sys.stdout.write(f"{what}: {', '.join(found) or 'none'}\n")
     return 0

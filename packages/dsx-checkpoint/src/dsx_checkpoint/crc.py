@@ -58,7 +58,13 @@ def extend_by_zeros(register: int, count: int) -> int:
 
 def register_of(crc: int, count: int) -> int:
     """The register, begun at zero, of `count` bytes whose CRC-32 is `crc`."""
-    return crc ^ _ALL ^ extend_by_zeros(_ALL, count)
+    return crc ^ _ALL ^ _ones_extended(count)
+
+
+@functools.lru_cache(maxsize=4096)
+def _ones_extended(count: int) -> int:
+    """Chunks of a model have few sizes, and there are millions of them."""
+    return extend_by_zeros(_ALL, count)
 
 
 def crc_of(register: int, count: int) -> int:

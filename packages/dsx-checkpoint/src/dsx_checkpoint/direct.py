@@ -80,10 +80,10 @@ class _DirectFile:
 class FileWriter:
     """Writes pieces of one file; see `writing`."""
 
-    def __init__(self, fd: int, path: Path) -> None:
+    def __init__(self, fd: int, path: Path, direct: bool = True) -> None:
         self._fd, self._path = fd, path
         self._direct: _DirectFile | None = None
-        self._asked = False
+        self._asked = not direct
 
     def write(self, data: memoryview, offset: int) -> None:
         """Write `data` at byte `offset`. The memory must stay as it is until `wait`.
@@ -118,17 +118,22 @@ class FileWriter:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[FileWriter]:
+def writing(path: Path, *, flush: bool = True, direct: bool = True) -> Iterator[FileWriter]:
     """A writer of an existing file; at the end everything is on the disk (fsync).
+
+    Args:
+        flush: False: another process of this host flushes the file later.
+        direct: whether pages may be written past the page cache, which opens the file once more.
 
     Raises:
         OSError: something cannot be written.
     """
     with opened(path, os.O_WRONLY) as fd:
-        writer = FileWriter(fd, path)
+        writer = FileWriter(fd, path, direct)
         try:
             yield writer
             writer.wait()
-            os.fsync(fd)
+            if flush:
+                os.fsync(fd)
         finally:
             writer.close()

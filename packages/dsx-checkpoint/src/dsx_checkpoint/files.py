@@ -45,15 +45,26 @@ def read_text(path: Path) -> str:
         raise CheckpointCorruptError(f"{path}: is no text ({error}); the checkpoint is damaged") from error
 
 
-def create(path: Path, header: bytes, size: int) -> None:
-    """Make a file with its full size, so that a full disk shows now, and write its header."""
+def create(path: Path, header: bytes, size: int, *, sparse: bool = False) -> None:
+    """Make a file with its full size, so that a full disk shows now (unless `sparse`), and write its header."""
     with opened(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY) as fd:
-        if hasattr(os, "posix_fallocate"):
+        if hasattr(os, "posix_fallocate") and not sparse:
             os.posix_fallocate(fd, 0, size)
         else:
             os.ftruncate(fd, size)
         write_all(fd, memoryview(header), 0)
         os.fsync(fd)
+
+
+def check_space(folder: Path, nbytes: int) -> None:
+    """Raise `CheckpointError` where the file system says that it has no room for so many bytes."""
+    there = os.statvfs(folder)
+    free = there.f_bavail * there.f_frsize
+    if free < nbytes:
+        raise CheckpointError(
+            f"{folder}: has {free / 1e9:,.1f} GB left, and the checkpoint needs {nbytes / 1e9:,.1f} GB; remove older "
+            "checkpoints, or save to another file system"
+        )
 
 
 def write_all(fd: int, data: memoryview, offset: int) -> None:

@@ -321,6 +321,8 @@ def clear_leftovers(root: Path, only_tag: str | None = None) -> None:
 def _remove(path: Path) -> None:
     try:
         path.unlink() if path.is_symlink() else shutil.rmtree(path)
+    except FileNotFoundError:  # whoever let it go removes it too (`keeping.py`)
+        logger.debug("%s: is being removed", path)
     except OSError as error:
         logger.warning("save_checkpoint: %s was left by a killed save and cannot be removed: %s", path, error)
 

@@ -74,7 +74,7 @@ def dtype_name(dtype: object) -> str:
     return name
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorSpec:
     """A whole tensor: its name on disk, dtype and logical shape."""
 
@@ -98,7 +98,7 @@ class TensorSpec:
         return self.numel * self.itemsize
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Placed:
     """A tensor's place: file and byte offset of its first element in that file."""
 
@@ -107,7 +107,7 @@ class Placed:
     offset: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """A tensor in the index: its place and the hashes of its chunks."""
 

@@ -15,26 +15,30 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from .boxes import Region
+from .announcing import PieceKey
 from .crc import Chunks, Sums, crc_of
 from .errors import CheckpointError
 from .files import opened, read_text, register_of_chunk
 from .folder import newest_meant_as_latest
 from .format import INDEX_NAME
 from .parsing import parse_index
-from .plan import WritePlan
+from .plan import FilePlan
+from .planning import WritePlan
 from .regions import hash_region
+from .shares import Packed, RankPlan, key_of, unpack
 from .snapshot import Piece
 
 logger = logging.getLogger("dsx.checkpoint")
 
 Candidates = dict[str, tuple[str, dict[str, tuple[int, ...]]]]
 """File -> the path of the old file, and the hashes of the tensors in it."""
-Known = dict[tuple[str, str, Region], dict[int, int]]
-"""(family, name, region) -> registers of its chunks, for regions that were hashed already."""
+Known = dict[PieceKey, dict[int, int]]
+"""Registers of the chunks of pieces that were hashed already."""
+Suspects = tuple[Candidates, list[FilePlan]]
+"""Files of the last checkpoint whose bytes one rank looks at."""
 
 
 def find_candidates(plan: WritePlan, root: Path, most_sharing: int) -> Candidates:
@@ -71,28 +75,30 @@ def _size_and_names_of(path: Path) -> tuple[int, int]:
     return found.st_size, found.st_nlink
 
 
-def hash_pieces(plan: WritePlan, pieces: Iterable[Piece], files: Mapping[str, object]) -> Known:
+def hash_pieces(plan: RankPlan, pieces: Iterable[Piece], files: Collection[str]) -> dict[PieceKey, dict[int, int]]:
     """Registers of this rank's pieces that lie in `files`."""
-    known: Known = {}
+    known: dict[PieceKey, dict[int, int]] = {}
     for piece in pieces:
-        family, name = piece.family, piece.spec.name
-        if plan.placed[family][name].file in files:
-            sums = Sums(plan.chunks(family, name))
+        if plan.place(piece).file in files:
+            sums = Sums(plan.chunks(piece))
             hash_region(piece.spec, piece.region, piece.fetch().detach().reshape(-1), sums)
-            known[family, name, piece.region] = sums.registers()
+            known[key_of(piece)] = sums.registers()
     return known
 
 
-def unchanged_files(plan: WritePlan, candidates: Candidates, everyone: Iterable[Known]) -> list[str]:
+def unchanged_files(plan: WritePlan, candidates: Candidates, everyone: Sequence[Packed]) -> list[str]:
     """The candidates whose old file has exactly the values that all ranks together hold."""
     registers: dict[str, list[int]] = {}
-    chunks = {name: plan.chunks(family, name) for family, placed in plan.placed.items() for name in placed}
-    seen: set[tuple[str, str, Region]] = set()
-    for known in everyone:
-        for key, parts in known.items():
-            if key not in seen:  # of replicas one is enough
-                seen.add(key)
-                total = registers.setdefault(key[1], [0] * len(chunks[key[1]]))
+    chunks = {
+        name: plan.chunks(family, name)
+        for family, members in plan.placed.items()
+        for name, placed in members.items()
+        if placed.file in candidates
+    }
+    for rank, packed in enumerate(everyone):
+        for part, parts in unpack(plan, rank, packed):
+            if part.writer == rank and part.name in chunks and isinstance(parts, Mapping):  # of replicas one is enough
+                total = registers.setdefault(part.name, [0] * len(chunks[part.name]))
                 for number, register in parts.items():
                     total[number] ^= register
 
@@ -103,13 +109,12 @@ def unchanged_files(plan: WritePlan, candidates: Candidates, everyone: Iterable[
     return [file for file, (_, hashes) in candidates.items() if all(crcs(n) == old for n, old in hashes.items())]
 
 
-def intact_files(plan: WritePlan, candidates: Candidates, files: Iterable[str]) -> list[str]:
+def intact_files(chunk_bytes: int, candidates: Candidates, files: Iterable[FilePlan]) -> list[str]:
     """Those of `files` whose old file still has the bytes that were written."""
-    return [name for name in files if _is_intact(plan, name, *candidates[name])]
+    return [file.name for file in files if _is_intact(chunk_bytes, file, *candidates[file.name])]
 
 
-def _is_intact(plan: WritePlan, name: str, path: str, hashes: Mapping[str, tuple[int, ...]]) -> bool:
-    file = next(file for file in plan.files if file.name == name)
+def _is_intact(chunk_bytes: int, file: FilePlan, path: str, hashes: Mapping[str, tuple[int, ...]]) -> bool:
     try:
         with opened(Path(path), os.O_RDONLY) as fd:
             if hasattr(os, "posix_fadvise"):  # the disk is asked, not the memory that has written the file
@@ -117,7 +122,7 @@ def _is_intact(plan: WritePlan, name: str, path: str, hashes: Mapping[str, tuple
             if os.pread(fd, len(file.header), 0) == file.header and all(
                 register_of_chunk(fd, placed, chunks, number) == chunks.expected(number)
                 for placed in file.tensors
-                for chunks in [Chunks.grid(placed.spec.nbytes, plan.chunk_bytes, hashes[placed.spec.name])]
+                for chunks in [Chunks.grid(placed.spec.nbytes, chunk_bytes, hashes[placed.spec.name])]
                 for number in range(len(chunks))
             ):
                 return True

@@ -8,7 +8,11 @@ memory: as many bytes as this rank holds.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import hashlib
 import logging
+import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +34,8 @@ from .snapshot import Place, persistent_buffers
 from .verifying import check_files
 
 logger = logging.getLogger("dsx.checkpoint")
+
+_MOST_SHOWN = 10  # names in an error
 
 __all__ = ["LoadDisks", "LoadRequest", "Loadable", "Loaded", "OneDisk", "Prepared", "load", "prepare_load"]
 
@@ -260,13 +266,14 @@ class LoadRequest:
             "selection": self.selection,
         }  # fmt: skip
 
-    def compare(self, reader: Reader) -> tuple[tuple[str, ...], frozenset[str]]:
-        """Names that this rank misses in the checkpoint, and names in it that this rank does not have.
+    def compare(self, reader: Reader) -> Differences:
+        """Names that this rank misses in the checkpoint, and names in it that this rank has.
 
         Raises:
             CheckpointError: tensors have another shape, or are numbers of another kind.
         """
-        return _compare(reader, _wanted(self.module, self.optimizer, self.places))
+        found = _compare(reader, _wanted(self.module, self.optimizer, self.places))
+        return dataclasses.replace(found, missing=found.missing[:_MOST_SHOWN]) if self.strict else found
 
     def read(self, reader: Reader, ranks: Ranks) -> tuple[Any, Any, list[tuple[torch.Tensor, torch.Tensor]], Any]:
         """State, the rank's own state, buffers with their new values, and what `optimizer.read_slices` returns."""
@@ -289,14 +296,18 @@ class LoadRequest:
         """
         reader: Any = None
 
-        def compare() -> tuple[tuple[str, ...], frozenset[str]]:
+        def compare() -> Differences:
             nonlocal reader
             reader = open_checkpoint(root, name, parts=parts, **self.options)
             if self.verify and checks:
                 check_files(reader.folder, reader.index)
             return self.compare(reader)
 
-        missing, unexpected = _merge(root / name, ranks.together(f"opening {root / name}", compare), self.strict)
+        def merge(everyone: list[Differences]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+            names = list(reader.index.tensors[MODEL])
+            return [_merge(root / name, everyone, names, self.strict)] * len(everyone)
+
+        missing, unexpected = ranks.through_first(f"opening {root / name}", compare, merge)
         reader.verifies_later = True
         state, rank_state, buffers, slices = ranks.all_or_none(
             f"reading {root / name}", lambda: self.read(reader, ranks)
@@ -329,10 +340,23 @@ def _wanted(
     return {name: (Place.of(name, shape, places).shape, dtype) for name, (shape, dtype) in found.items()}
 
 
-def _compare(
-    reader: Reader, wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-) -> tuple[tuple[str, ...], frozenset[str]]:
-    """Names that this rank misses in the checkpoint, and names in it that this rank does not have."""
+@dataclass(frozen=True)
+class Differences:
+    """How a rank's names differ from those of a checkpoint.
+
+    Attributes:
+        missing: names of the model that the checkpoint does not have; where that is an error, as many as it shows.
+        names: a hash of the checkpoint's names of parameters and buffers.
+        held: which of these this rank has, as bits: the first name is the lowest bit. None: it does not matter.
+    """
+
+    missing: tuple[str, ...]
+    names: bytes
+    held: int | None
+
+
+def _compare(reader: Reader, wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Differences:
+    """Names that this rank misses in the checkpoint, and names in it that this rank has."""
     wrong = []
     for name, (shape, dtype) in wanted.items():
         spec = reader.spec_of(name) if reader.selection.selects(name) else None
@@ -344,13 +368,21 @@ def _compare(
             continue
         reader.unfit.add(name)
     if wrong and reader.selection.weights:
-        raise _unfit(f"{reader.folder}: tensors do not fit: {'; '.join(wrong[:10])}")
+        raise _unfit(f"{reader.folder}: tensors do not fit: {'; '.join(wrong[:_MOST_SHOWN])}")
     stored = {name: reader.name_of(name) for name in wanted}
     missing = tuple(
         n for n in wanted if reader.selection.wants(n) and not reader.has(n) and stored[n] not in reader.index.excluded
     )
-    whole = reader.selection.weights and reader.selection.only is None  # a selection leaves out names on purpose
-    return missing, frozenset(reader.index.tensors[MODEL]) - set(stored.values()) if whole else frozenset()
+    names = list(reader.index.tensors[MODEL])
+    if not (reader.selection.weights and reader.selection.only is None):  # a selection leaves out names on purpose
+        return Differences(missing, _digest(names), None)
+    held = set(stored.values())
+    bits = "".join("1" if name in held else "0" for name in reversed(names))
+    return Differences(missing, _digest(names), int(bits or "0", 2))
+
+
+def _digest(names: Sequence[str]) -> bytes:
+    return hashlib.sha256("\n".join(names).encode("utf-8", "surrogatepass")).digest()[:16]
 
 
 def _differs_in_rows(reader: Reader, name: str, stored: tuple[int, ...], here: tuple[int, ...]) -> bool:
@@ -359,17 +391,27 @@ def _differs_in_rows(reader: Reader, name: str, stored: tuple[int, ...], here: t
 
 
 def _merge(
-    folder: Path, ranks: list[tuple[tuple[str, ...], frozenset[str]]], strict: bool
+    folder: Path, ranks: Sequence[Differences], names: Sequence[str], strict: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names that any rank misses, and those that no rank has. Raises `CheckpointError` if `strict` and there are
-    any.
+    """The names that any rank misses, and those of the checkpoint's `names` that no rank has. Raises `CheckpointError`
+    if `strict` and there are any, or if ranks see different checkpoints.
     """
-    missing = tuple(dict.fromkeys(name for names, _ in ranks for name in names))
-    unexpected = tuple(sorted(frozenset.intersection(*(names for _, names in ranks))))
+    other = next((rank for rank, found in enumerate(ranks) if found.names != ranks[0].names), None)
+    if other is not None:
+        raise CheckpointError(
+            f"{folder}: rank {other} reads another checkpoint than rank 0: another job saves there, or the ranks do "
+            "not see the same folder; load again"
+        )
+    missing = tuple(dict.fromkeys(name for found in ranks for name in found.missing))
+    unexpected: tuple[str, ...] = ()
+    if all(found.held is not None for found in ranks):
+        held = functools.reduce(operator.or_, (found.held or 0 for found in ranks))
+        if held != (1 << len(names)) - 1:
+            unexpected = tuple(sorted(name for number, name in enumerate(names) if not held >> number & 1))
     if strict and (missing or unexpected):
         raise _unfit(
-            f"{folder}: names differ: missing in the checkpoint: {list(missing[:10])}; not in the model: "
-            f"{list(unexpected[:10])}; pass load_module_strict=False to load what fits"
+            f"{folder}: names differ: missing in the checkpoint: {list(missing[:_MOST_SHOWN])}; not in the model: "
+            f"{list(unexpected[:_MOST_SHOWN])}; pass load_module_strict=False to load what fits"
         )
     return missing, unexpected
 

@@ -11,6 +11,7 @@ afterwards. An asynchronous save replaces the pieces by copies (`Piece.fetch`), 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,11 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from .announcing import MODEL_KEY, Catalogue, ClientTensor, Holding, HoldingBuilder, Known, stored_name
 from .boxes import Box, Region
 from .encode import encode
 from .errors import CheckpointError, shown
-from .format import CLIENT, MASTER, MODEL, OPTIMIZER, TensorSpec, dtype_name
-from .plan import Announcement
+from .format import CLIENT, MASTER, TensorSpec, dtype_name
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,10 @@ class Place:
             )
         return found
 
+    def spec(self, dtype: str) -> TensorSpec:
+        """The whole tensor."""
+        return TensorSpec(self.name, dtype, self.shape)
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -72,10 +77,21 @@ class Piece:
 
 @dataclass
 class Snapshot:
-    """All pieces of one rank, the announcement of them, and the encoded state (of which rank 0's is kept)."""
+    """All pieces of one rank, and what the rank tells of them.
+
+    Attributes:
+        pieces: in the order of the holding.
+        catalogue, holding: the tensors that the rank knows, and the regions that it holds.
+        numbers: optimizer states that are one number: their values, in the order of `holding.numbered`.
+        rank_state: encoded: what this rank alone knows; None: nothing.
+        state: encoded; rank 0's is kept.
+    """
 
     pieces: list[Piece] = field(default_factory=list)
-    announcement: Announcement = field(default_factory=Announcement)
+    catalogue: Catalogue = field(default_factory=Catalogue)
+    holding: Holding = field(default_factory=Holding)
+    numbers: dict[str, list[Any]] = field(default_factory=dict)
+    rank_state: Any = None
     state: Any = None
 
     @staticmethod
@@ -90,68 +106,82 @@ class Snapshot:
         rank_state: dict[str, Any] | None = None,
     ) -> Snapshot:
         """See `writing.save`. Raises `CheckpointError` for what cannot be saved."""
-        snapshot = Snapshot()
+        snapshot, builder = Snapshot(), HoldingBuilder()
+        snapshot.catalogue, snapshot.holding = builder.catalogue, builder.holding
         for part in slices:
-            snapshot._add_part(part, places, excluded=exclude_frozen and not part.trainable)
+            snapshot._add_part(builder, part, places, excluded=exclude_frozen and not part.trainable)
         for name, buffer in persistent_buffers(module):
             place = Place.of(name, buffer.shape, places)
-            snapshot.announcement.unlike.add(place.name)
-            snapshot._add(MODEL, place.name, place, 0, buffer.detach().reshape(-1))
+            builder.know(place.name, Known(place.spec(dtype_name(buffer.dtype)), unlike=True))
+            snapshot._add(builder, MODEL_KEY, place, 0, buffer.detach().reshape(-1))
+        builder.finish()
         tensors: dict[str, torch.Tensor] = {}
         snapshot.state = encode(state, "state", tensors)
         if rank != 0:
             tensors = {}  # rank 0's are kept
         if rank_state is not None:
-            snapshot.announcement.rank_state = encode(rank_state, f"rank{rank}", tensors)
+            snapshot.rank_state = encode(rank_state, f"rank{rank}", tensors)
         for name, tensor in tensors.items():
-            place = Place(name, tuple(tensor.shape), Box.whole(tensor.shape))
-            snapshot._add(CLIENT, name, place, 0, tensor.reshape(-1))
+            snapshot._add_client(ClientTensor(name, dtype_name(tensor.dtype), tuple(tensor.shape)), tensor.reshape(-1))
         return snapshot
 
-    def _add_part(self, part: Any, places: Mapping[str, Place], *, excluded: bool) -> None:
-        place, announced = Place.of(part.name, part.shape, places), self.announcement
+    def _add_part(self, builder: HoldingBuilder, part: Any, places: Mapping[str, Place], *, excluded: bool) -> None:
+        place = Place.of(part.name, part.shape, places)
         if excluded:
-            announced.excluded.append(place.name)
+            self.catalogue.excluded.append(place.name)
             return
-        if not part.trainable:
-            announced.frozen.add(place.name)
-        announced.aliases[place.name] = tuple(places[a].name if a in places else a for a in part.aliases)
-        self._add(MODEL, place.name, place, part.start, part.param)
-        if part.master is not None and part.master.dtype != part.param.dtype:
-            self._add(OPTIMIZER, f"{MASTER}/{place.name}", place, part.start, part.master)
+        master = part.master if part.master is not None and part.master.dtype != part.param.dtype else None
+        known = Known(
+            place.spec(dtype_name(part.param.dtype)),
+            master="" if master is None else dtype_name(master.dtype),
+            frozen=not part.trainable,
+            aliases=tuple(places[a].name if a in places else a for a in part.aliases),
+        )
+        builder.know(place.name, known)
+        self._add(builder, MODEL_KEY, place, part.start, part.param)
+        if master is not None:
+            self._add(builder, MASTER, place, part.start, master)
         for key, value in part.states.items():
-            self._add_state(key, value, part, place)
+            self._add_state(builder, key, value, part, place)
         for key, start, values in part.ranges:
-            self._add(OPTIMIZER, f"{_checked_key(key)}/{place.name}", place, start, values)
+            self._add(builder, _checked_key(key), place, start, values)
 
-    def _add_state(self, key: str, value: Any, part: Any, place: Place) -> None:
+    def _add_state(self, builder: HoldingBuilder, key: str, value: Any, part: Any, place: Place) -> None:
         _checked_key(key)
         if not isinstance(value, torch.Tensor) and hasattr(value, "fetch"):
-            self._add(OPTIMIZER, f"{key}/{place.name}", place, part.start, value)
+            self._add(builder, key, place, part.start, value)
         elif not isinstance(value, torch.Tensor) or value.dim() == 0:
-            number = value.item() if isinstance(value, torch.Tensor) else value
-            self.announcement.scalars.setdefault(key, {})[place.name] = number
+            self.numbers.setdefault(key, []).append(value.item() if isinstance(value, torch.Tensor) else value)
+            builder.number(place.name, key)
         elif value.numel() == part.stop - part.start:
-            self._add(OPTIMIZER, f"{key}/{place.name}", place, part.start, value)
+            self._add(builder, key, place, part.start, value)
         else:
             raise CheckpointError(
                 f"optimizer state {shown(key)} of {shown(part.name)} has {value.numel()} elements for a slice of "
                 f"{part.stop - part.start}; expected one number or one element per parameter element"
             )
 
-    def _add(self, family: str, name: str, place: Place, start: int, values: Any) -> None:
-        """Take in elements `[start, start + numel)` of the rank's tensor; no elements only announce that it exists."""
-        spec = TensorSpec(name, dtype_name(values.dtype), place.shape)
-        _, regions = self.announcement.tensors[family].setdefault(name, (spec, []))
+    def _add(self, builder: HoldingBuilder, key: str, place: Place, start: int, values: Any) -> None:
+        """Take in elements `[start, start + numel)` of the rank's tensor. None tell nothing, unless it has none."""
+        count = values.numel()
+        if not count and math.prod(place.shape):
+            return
+        region, dtype = Region(place.box, start, start + count), dtype_name(values.dtype)
+        builder.hold(place.name, key, dtype, region)
+        if count:
+            family, name = stored_name(key, place.name)
+            self._add_piece(family, TensorSpec(name, dtype, place.shape), region, values)
+
+    def _add_client(self, client: ClientTensor, values: torch.Tensor) -> None:
+        self.holding.client.append(client)
         if values.numel():
-            region = Region(place.box, start, start + values.numel())
-            if region in regions:
-                raise CheckpointError(f"{shown(name)} is listed twice; each tensor of the whole model has one name")
-            regions.append(region)
-            if isinstance(values, torch.Tensor):
-                self.pieces.append(Piece(family, spec, region, lambda: values))
-            else:
-                self.pieces.append(Piece(family, spec, region, values.fetch, values.parts, in_memory=False))
+            self._add_piece(CLIENT, client.spec, Region.whole(client.shape), values)
+
+    def _add_piece(self, family: str, spec: TensorSpec, region: Region, values: Any) -> None:
+        if isinstance(values, torch.Tensor):
+            self.pieces.append(Piece(family, spec, region, lambda: values))
+        else:
+            self.pieces.append(Piece(family, spec, region, values.fetch, values.parts, in_memory=False))
 
 
 def _checked_key(key: str) -> str:

@@ -2,20 +2,23 @@
 
 There are two separate checks: of sizes and headers of files (`check_files`, cheap, at every load), and of the bytes of
 tensors. The bytes that a load reads are hashed while they are read (`Verification`), so that nothing is read twice: if
-several ranks read parts of one chunk, they combine their registers (`crc.py`) instead of each reading the whole chunk.
-`verify_all` reads everything.
+several ranks read parts of one chunk, rank 0 combines their registers (`crc.py`), instead of each rank reading the
+whole chunk. `verify_all` reads everything, on several threads.
 """
 
 from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from .boxes import Region, why_not_a_tiling
+from .boxes import Box, Region, why_not_a_tiling
 from .crc import Sums
 from .errors import CheckpointCorruptError, shown
 from .files import opened, register_of_chunk
@@ -26,6 +29,8 @@ from .spans import Spans
 from .version1 import own_files
 
 Key = tuple[str, str]  # family and name of a tensor
+_MOST_THREADS = 16
+_CHUNKS_AT_ONCE = 16  # of one tensor, by one thread
 Parts = dict[Region, dict[int, int]]  # registers of the chunks that a region has a part of
 
 
@@ -76,12 +81,9 @@ def verify_all(folder: Path, index: Index, progress: Callable[[int, int], None] 
         CheckpointCorruptError: the first thing that is not as it was written.
     """
     check_files(folder, index)
-    done, total = 0, sum(entry.spec.nbytes for family in FAMILIES for entry in index.tensors[family].values())
-    for family in FAMILIES:
-        for entry in index.tensors[family].values():
-            verify_chunks(folder, entry, range(len(entry.chunks)))
-            done += entry.spec.nbytes
-            progress(done, total)
+    entries = [entry for family in FAMILIES for entry in index.tensors[family].values()]
+    total = sum(entry.spec.nbytes for entry in entries)
+    _verify_side_by_side(folder, [(entry, range(len(entry.chunks))) for entry in entries], total, progress)
     own = {INDEX_NAME, NODE_NAME, *index.files, *(own_files(index) if index.version == 1 else ())}
     return Verified(
         folder=folder,
@@ -108,13 +110,51 @@ def verify_part(
         CheckpointCorruptError: the first thing that is not as it was written.
     """
     check_files(folder, index)
+    there = [
+        (entry, [number for number in range(len(entry.chunks)) if _is_there(entry, number, spans)])
+        for family in FAMILIES
+        for entry in index.tensors[family].values()
+    ]
+    return _verify_side_by_side(folder, there, spans.nbytes, progress)
+
+
+def _verify_side_by_side(
+    folder: Path, wanted: Iterable[tuple[Entry, Sequence[int]]], total: int, progress: Callable[[int, int], None]
+) -> int:
+    """Compare chunks of tensors on several threads: reading and hashing need no lock of the interpreter.
+
+    Returns:
+        How many bytes were compared.
+
+    Raises:
+        CheckpointCorruptError: the first thing, in the given order, that is not as it was written.
+    """
+    threads = min(_MOST_THREADS, os.cpu_count() or 1)
+    running: deque[tuple[Future[None], int]] = deque()
     done = 0
-    for family in FAMILIES:
-        for entry in index.tensors[family].values():
-            numbers = [number for number in range(len(entry.chunks)) if _is_there(entry, number, spans)]
-            verify_chunks(folder, entry, numbers)
-            done += sum(stop - start for start, stop in map(entry.chunks.span, numbers))
-            progress(done, spans.nbytes)
+
+    def finish_first() -> None:
+        nonlocal done
+        future, nbytes = running.popleft()
+        future.result()
+        done += nbytes
+        progress(done, total)
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="dsx-verify") as pool:
+        try:
+            for entry, numbers in wanted:
+                for at in range(0, len(numbers), _CHUNKS_AT_ONCE):
+                    some = numbers[at : at + _CHUNKS_AT_ONCE]
+                    nbytes = sum(stop - start for start, stop in map(entry.chunks.span, some))
+                    running.append((pool.submit(verify_chunks, folder, entry, some), nbytes))
+                    if len(running) >= 4 * threads:  # so that few wait, however large the checkpoint is
+                        finish_first()
+            while running:
+                finish_first()
+        except BaseException:
+            for future, _ in running:
+                future.cancel()
+            raise
     return done
 
 
@@ -182,21 +222,47 @@ class Verification:
 
         Only where the ranks' regions do not make up the whole tensor does a rank read a chunk for itself.
         """
-        everyone = ranks.gather(self._open)
-        merged: dict[Key, Parts] = {}
+        doing = f"verifying {self._folder}"
+        any_alone, mine = ranks.through_first(doing, self._packed, self._judge)
+        if any_alone:
+            keys = self._keys()
+            ranks.all_or_none(doing, lambda: [self._settle_alone(keys[number]) for number in mine])
+        self._open.clear()
+
+    def _keys(self) -> list[Key]:
+        """All tensors of the index; they are the same on all ranks."""
+        return [(family, name) for family in FAMILIES for name in self._index.tensors[family]]
+
+    def _packed(self) -> _Read:
+        """What this rank has read of chunks that it has not read wholly, for rank 0."""
+        read = _Read()
+        number_of = {key: number for number, key in enumerate(self._keys())} if self._open else {}
+        boxes: dict[Box, int] = {}
+        for key, regions in self._open.items():
+            for region, parts in regions.items():
+                box = boxes.setdefault(region.box, len(boxes))
+                read.rows.extend((number_of[key], box, region.start, region.stop, len(parts)))
+                for number, register in parts.items():
+                    read.registers.extend((number, register))
+        read.boxes.extend(boxes)
+        return read
+
+    def _judge(self, everyone: Sequence[_Read]) -> list[tuple[bool, list[int]]]:
+        """On rank 0: whether some ranks have to read chunks for themselves, and for each rank the tensors of which it
+        has to.
+        """
+        keys = self._keys()
+        merged: dict[int, Parts] = {}
         contradiction = None
-        for parts_of in everyone:
-            for key, regions in parts_of.items():
-                for region, parts in regions.items():
-                    if merged.setdefault(key, {}).setdefault(region, parts) != parts:
-                        contradiction = contradiction or (key, min(parts, default=0))
+        for read in everyone:
+            for number, region, parts in read.each():
+                if merged.setdefault(number, {}).setdefault(region, parts) != parts:
+                    contradiction = contradiction or (keys[number], min(parts, default=0))
         if contradiction is not None:  # two ranks have read one region, and not the same bytes
             _report(self._folder, self._entry(contradiction[0]), contradiction[1])
-        alone = [key for key, regions in sorted(merged.items()) if not self._compare(key, regions)]
-        if alone:
-            mine = [key for key in alone if key in self._open]
-            ranks.all_or_none(f"verifying {self._folder}", lambda: [self._settle_alone(key) for key in mine])
-        self._open.clear()
+        order = sorted(merged, key=keys.__getitem__)
+        alone = {number for number in order if not self._compare(keys[number], merged[number])}
+        return [(bool(alone), sorted(alone.intersection(read.rows[::5]))) for read in everyone]
 
     def _compare(self, key: Key, regions: Mapping[Region, Mapping[int, int]]) -> bool:
         """Compare what all ranks have read of a tensor; False if that is not the whole tensor, once."""
@@ -211,3 +277,27 @@ class Verification:
             if register != entry.chunks.expected(number):
                 _report(self._folder, entry, number)
         return True
+
+
+@dataclass
+class _Read:
+    """Regions that a rank has read, and the registers of chunks that they have parts of.
+
+    Attributes:
+        rows: five numbers per region: its tensor, its box, its start and stop, and how many registers it has.
+        boxes: the boxes.
+        registers: number and register of chunks, of one region after the other.
+    """
+
+    rows: array[int] = field(default_factory=lambda: array("q"))
+    boxes: list[Box] = field(default_factory=list)
+    registers: array[int] = field(default_factory=lambda: array("I"))
+
+    def each(self) -> Iterator[tuple[int, Region, dict[int, int]]]:
+        """Number of the tensor, region, and registers."""
+        at, numbers = 0, iter(self.rows)
+        for tensor, box, start, stop, count in zip(numbers, numbers, numbers, numbers, numbers):
+            end = at + 2 * count
+            parts = dict(zip(self.registers[at:end:2], self.registers[at + 1 : end : 2]))
+            yield tensor, Region(self.boxes[box], start, stop), parts
+            at = end

@@ -1,11 +1,12 @@
 """Writes a checkpoint in four phases, each of which is an object or a function:
 
     1) snapshot   every rank lists what it holds (`snapshot.py`)
-    2) plan       the lists of all ranks become files, offsets, and which rank writes what (`plan.py`)
+    2) plan       rank 0 makes files, offsets, and which rank writes what of it (`planning.py`), or takes the plan of an
+                  earlier save, and gives each rank its part (`agreeing.py`)
     3) write      rank 0 makes a temporary folder with the files at full size, or with links to files that have not
                   changed (`linking.py`); every rank writes and hashes its pieces, and flushes
-    4) commit     rank 0 writes the index and renames the folder: from then on the checkpoint exists; then `latest` is
-                  replaced, and old checkpoints are removed (`keeping.py`)
+    4) commit     rank 0 gets the hashes, writes the index and renames the folder: from then on the checkpoint exists;
+                  then `latest` is replaced, and old checkpoints are removed (`keeping.py`)
 
 All ranks do every step, and a failure on one rank is raised on all. Until the rename, existing checkpoints are not
 changed. A process that is killed before leaves a `.tmp-` folder, which the next save removes (`folder.py`).
@@ -18,22 +19,23 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-import uuid
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import nn
 
 from ._version import __version__
-from .boxes import Region
+from .agreeing import WholePlan, agree
+from .announcing import PieceKey
 from .crc import Sums, crc_of
 from .direct import FileWriter, writing
 from .errors import CheckpointCorruptError, CheckpointError, shown
-from .files import create, replace_text
+from .files import check_space, create, replace_text
 from .folder import (
     check_folder,
     check_one_folder,
@@ -46,12 +48,26 @@ from .folder import (
 )
 from .format import CHUNK_BYTES, FAMILIES, INDEX_NAME, WEIGHT_MAP_NAME, Entry, FileEntry, Index
 from .keeping import Keeping
-from .linking import Candidates, Known, find_candidates, hash_pieces, intact_files, link, unchanged_files
+from .linking import Candidates, Known, Suspects, find_candidates, hash_pieces, intact_files, link, unchanged_files
 from .parsing import parse_index
-from .plan import MAX_FILE_BYTES, Announcement, PieceKey, WritePlan
+from .plan import MAX_FILE_BYTES, FilePlan
+from .planning import WritePlan
 from .ranks import Ranks, default_ranks
 from .regions import hash_region, write_region
+from .shares import (
+    ONLY_WRITER,
+    Packed,
+    RankPlan,
+    Written,
+    digest_of,
+    is_incomplete,
+    key_of,
+    pack,
+    registers_of,
+    unpack,
+)  # fmt: skip
 from .snapshot import Piece, Place, Snapshot
+from .writers import Spot
 
 
 class Disks(Protocol):
@@ -61,7 +77,7 @@ class Disks(Protocol):
         """Raise `CheckpointArgumentError` unless ranks that see the same disk name the same folder."""
         ...
 
-    def planned(self, planned: PlannedSave, announcements: Sequence[Announcement], ranks: Ranks) -> PlannedSave:
+    def planned(self, planned: PlannedSave, ranks: Ranks) -> PlannedSave:
         """The plan that is carried out on these disks. Collective."""
         ...
 
@@ -73,13 +89,9 @@ class SharedDisk:
         """See `Disks`."""
         check_one_folder(call, paths)
 
-    def planned(self, planned: PlannedSave, announcements: Sequence[Announcement], ranks: Ranks) -> PlannedSave:
+    def planned(self, planned: PlannedSave, ranks: Ranks) -> PlannedSave:
         """See `Disks`."""
         return planned
-
-
-Written = dict[tuple[str, str], list[tuple[Region, dict[int, int]]]]
-"""(family, name) -> the regions of one rank, with the registers of their chunks (see `crc.py`)."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +99,8 @@ class PlannedSave:
     """A planned save. The rest can be done at once, or later on a separate thread.
 
     Attributes:
-        plan: files, places, writers; the same on all ranks.
+        plan: this rank's part of the plan.
+        whole: on rank 0 the whole plan; None on the others.
         pieces: the pieces of this rank: views of the model's tensors, or copies of them (`copied`).
         state: the encoded state.
         temporary, target: the folder that is written, and its final name.
@@ -95,7 +108,8 @@ class PlannedSave:
         keeping: which older checkpoints are removed afterwards.
     """
 
-    plan: WritePlan
+    plan: RankPlan
+    whole: WholePlan | None
     pieces: list[Piece]
     state: Any
     temporary: Path
@@ -110,17 +124,28 @@ class PlannedSave:
     def run(self, ranks: Ranks) -> Path:
         """Do phases 3 and 4. Collective. Raises `CheckpointError`, the same on all ranks; then no files are left."""
         temporary, target, plan = self.temporary, self.target, self.plan
-        with ExitStack() as lock:  # held by rank 0
+        # The lock is held by rank 0; files that a rank flushes for its host stay open until all ranks have written.
+        with ExitStack() as lock, ExitStack() as files:
+            only_zero = self._rank0(lock)
             try:
-                only_zero = Rank0(lock, plan, temporary, target, self.latest, self.keeping) if ranks.rank == 0 else None
-                candidates = ranks.together(f"making {temporary}", only_zero.prepare if only_zero else dict)[0]
+                candidates = ranks.first_for_all(f"making {temporary}", only_zero.prepare if only_zero else list)
                 known = self._link(ranks, only_zero, candidates) if candidates else {}
-                written = ranks.together(
+
+                def write() -> Packed:
+                    return pack(plan, write_pieces(plan, self.pieces, temporary, known, files))
+
+                def close() -> Packed:
+                    files.close()
+                    return packed
+
+                if plan.flushes is not None:
+                    packed = ranks.all_or_none(f"writing {target}", write)
+                ranks.through_first(
                     f"writing {target}",
-                    lambda: write_pieces(plan, self.pieces, plan.writes(ranks.rank), temporary, known),
+                    write if plan.flushes is None else close,
+                    lambda everyone: [only_zero.commit(everyone, self.state) if only_zero else None] * len(everyone),
+                    answering=f"committing {target}",
                 )
-                commit = (lambda: only_zero.commit(written, self.state)) if only_zero else _nothing
-                ranks.all_or_none(f"committing {target}", commit)
             except BaseException:
                 if ranks.rank == 0:
                     shutil.rmtree(temporary, ignore_errors=True)
@@ -130,19 +155,33 @@ class PlannedSave:
             ranks.all_or_none(f"removing what {target} replaces", clean_up)
         return target
 
-    def _link(self, ranks: Ranks, only_zero: Rank0 | None, candidates: Candidates) -> Known:
+    def _link(self, ranks: Ranks, only_zero: Rank0 | None, candidates: list[str]) -> Known:
         """Link files that have not changed. Returns the registers of this rank's pieces in them. Collective."""
         plan, doing = self.plan, f"comparing with the checkpoint before {self.target}"
-        everyone = ranks.together(doing, lambda: hash_pieces(plan, self.pieces, candidates))
-        unchanged = unchanged_files(plan, candidates, everyone)
-        mine = unchanged[ranks.rank :: ranks.world_size]
-        intact = [
-            name for names in ranks.together(doing, lambda: intact_files(plan, candidates, mine)) for name in names
-        ]
-        make = (lambda: only_zero.link_or_make(candidates, intact)) if only_zero else list
-        linked = ranks.together(f"making {self.temporary}", make)[0]
-        known = everyone[ranks.rank]
-        return {key: registers for key, registers in known.items() if plan.placed[key[0]][key[1]].file in linked}
+        known: Known = {}
+
+        def hash_mine() -> Packed:
+            known.update(hash_pieces(plan, self.pieces, candidates))
+            return pack(plan, known)
+
+        def unchanged(everyone: list[Packed]) -> list[Suspects]:
+            return only_zero.deal_out(everyone) if only_zero else []
+
+        suspects: Suspects = ranks.through_first(doing, hash_mine, unchanged)
+
+        def linked(everyone: list[list[str]]) -> list[list[str]]:
+            made = only_zero.link_or_make([name for names in everyone for name in names]) if only_zero else []
+            return [made] * len(everyone)
+
+        names = ranks.through_first(
+            doing, lambda: intact_files(plan.chunk_bytes, *suspects), linked, answering=f"making {self.temporary}"
+        )
+        return {key: registers for key, registers in known.items() if plan.placed[key[0], key[1]].file in names}
+
+    def _rank0(self, lock: ExitStack) -> Rank0 | None:
+        if self.whole is None:
+            return None
+        return Rank0(lock, self.whole, self.temporary, self.target, self.latest, self.keeping)
 
 
 def plan_save(
@@ -178,16 +217,32 @@ def plan_save(
             rank_state=rank_state,
         )
 
-    target, snapshot = ranks.all_or_none("listing what to save", take)
-    everyone: list[tuple[Announcement, str, str]] = ranks.gather(
-        (snapshot.announcement, uuid.uuid4().hex[:12], os.path.realpath(target))
+    taken: list[tuple[Path, Snapshot]] = []
+
+    def tell() -> tuple[Snapshot, str]:
+        taken.append(take())
+        return taken[0][1], os.path.realpath(taken[0][0])
+
+    agreed = agree(
+        ranks,
+        tell,
+        check_folders=lambda paths: disks.check_folders("save", paths),
+        max_file_bytes=max_file_bytes,
+        chunk_bytes=chunk_bytes,
     )
-    disks.check_folders("save", [path for *_, path in everyone])
-    announcements = [a for a, *_ in everyone]
-    plan = WritePlan.make(announcements, max_file_bytes=max_file_bytes, chunk_bytes=chunk_bytes)
-    temporary = target.with_name(temporary_name(target.name, everyone[0][1]))
-    planned = PlannedSave(plan, snapshot.pieces, snapshot.state, temporary, target, save_latest, keeping or Keeping())
-    return disks.planned(planned, announcements, ranks)
+    target, snapshot = taken[0]
+    temporary = target.with_name(temporary_name(target.name, agreed.unique))
+    planned = PlannedSave(
+        agreed.plan,
+        agreed.whole,
+        snapshot.pieces,
+        snapshot.state,
+        temporary,
+        target,
+        save_latest,
+        keeping or Keeping(),
+    )
+    return disks.planned(planned, ranks)
 
 
 def save(directory: str | os.PathLike[str], tag: str, *, ranks: Ranks | None = None, **options: Any) -> Path:
@@ -224,40 +279,44 @@ def _nothing() -> None:
 
 
 def write_pieces(
-    plan: WritePlan,
-    pieces: Iterable[Piece],
-    writes: Callable[[PieceKey], bool],
-    folder: Path,
-    known: Known | None = None,
+    plan: RankPlan, pieces: Iterable[Piece], folder: Path, known: Known | None = None, files: ExitStack | None = None
 ) -> Written:
-    """Write the pieces of this rank that `writes` selects, hash all pieces, and flush.
+    """Write the pieces of this rank that it is to write, hash all pieces, and flush.
 
     Args:
         known: registers of pieces that need not be written, because they are in linked files.
+        files: gets the files that this rank flushes for its host, which its closing does.
     """
-    written: Written = {}
+    written: dict[PieceKey, dict[int, int]] = {}
     by_file: dict[str, list[Piece]] = {}
     for piece in pieces:
-        registers = (known or {}).get((piece.family, piece.spec.name, piece.region))
+        registers = (known or {}).get(key_of(piece))
         if registers is not None:
-            written.setdefault((piece.family, piece.spec.name), []).append((piece.region, registers))
+            written[key_of(piece)] = dict(registers)
             continue
-        by_file.setdefault(plan.placed[piece.family][piece.spec.name].file, []).append(piece)
+        by_file.setdefault(plan.place(piece).file, []).append(piece)
     for file, members in by_file.items():
-        with writing(folder / file) as target:
+        if not any(plan.writes[key_of(piece)] for piece in members):
+            written |= {key_of(piece): _write_piece(None, plan, piece) for piece in members}
+            continue
+        on_its_own = plan.flushes is None
+        with ExitStack() as here:
+            stack = files if files is not None and not on_its_own and file in (plan.flushes or ()) else here
+            flush = on_its_own or stack is not here
+            target = stack.enter_context(writing(folder / file, flush=flush, direct=on_its_own))
             for piece in members:
-                registers = _write_piece(target, plan, piece, writes)
-                written.setdefault((piece.family, piece.spec.name), []).append((piece.region, registers))
+                written[key_of(piece)] = _write_piece(target, plan, piece)
     return written
 
 
-def _write_piece(file: FileWriter, plan: WritePlan, piece: Piece, writes: Callable[[PieceKey], bool]) -> dict[int, int]:
-    family, name = piece.family, piece.spec.name
-    values, sums = piece.fetch().detach().reshape(-1), Sums(plan.chunks(family, name))
+def _write_piece(file: FileWriter | None, plan: RankPlan, piece: Piece) -> dict[int, int]:
+    values, sums = piece.fetch().detach().reshape(-1), Sums(plan.chunks(piece))
     if values.numel() != piece.region.numel:
-        raise CheckpointError(f"{shown(name)}: got {values.numel()} values for {piece.region.numel} elements")
-    if writes((family, name, piece.region)):
-        write_region(file, plan.placed[family][name], piece.region, values, sums)
+        raise CheckpointError(
+            f"{shown(piece.spec.name)}: got {values.numel()} values for {piece.region.numel} elements"
+        )
+    if file is not None and plan.writes[key_of(piece)]:
+        write_region(file, plan.place(piece), piece.region, values, sums)
         if not piece.in_memory:
             file.wait()
     else:  # another rank writes its replica; this rank only computes the hash
@@ -273,91 +332,133 @@ class Rank0:
     """The steps of a save that rank 0 does for all ranks."""
 
     lock: ExitStack
-    plan: WritePlan
+    whole: WholePlan
     temporary: Path
     target: Path
     latest: bool
     keeping: Keeping
+    candidates: Candidates = field(default_factory=dict)
 
-    def prepare(self) -> Candidates:
-        """Take the lock of the folder and make all files with their full size, except those that may be linked."""
+    def prepare(self) -> list[str]:
+        """Take the lock of the folder and make all files with their full size, except those that may be linked.
+
+        Returns:
+            The names of the files that may be linked.
+        """
+        plan = self.whole.plan
+        self.keeping.wait()
         self.lock.enter_context(saving(self.target.parent, self.target.name))
         check_target(self.target, latest=self.latest)
+        if plan.striped:
+            check_space(self.target.parent, sum(file.size for file in plan.files))
         self.temporary.mkdir()
-        candidates = find_candidates(self.plan, self.target.parent, self.keeping.most_sharing)
-        for file in self.plan.files:
-            if file.name not in candidates:
-                create(self.temporary / file.name, file.header, file.size)
-        if self.plan.map_text:
-            create(self.temporary / WEIGHT_MAP_NAME, self.plan.map_text, len(self.plan.map_text))
-        return candidates
+        self.candidates.update(find_candidates(plan, self.target.parent, self.keeping.most_sharing))
+        for file in plan.files:
+            if file.name not in self.candidates:
+                self._create(file)
+        if plan.map_text:
+            create(self.temporary / WEIGHT_MAP_NAME, plan.map_text, len(plan.map_text))
+        return list(self.candidates)
 
-    def link_or_make(self, candidates: Candidates, intact: list[str]) -> list[str]:
+    def _create(self, file: FilePlan) -> None:
+        # Files of many hosts are sparse: where a file system has no room to give in advance, each block of the whole
+        # checkpoint would be touched by this process.
+        create(self.temporary / file.name, file.header, file.size, sparse=self.whole.plan.striped)
+
+    def deal_out(self, everyone: Sequence[Packed]) -> list[Suspects]:
+        """The files whose old ones have the values of all ranks: for each rank those whose bytes it looks at."""
+        plan = self.whole.plan
+        names = unchanged_files(plan, self.candidates, everyone)
+        files = {file.name: file for file in plan.files}
+        return [
+            ({name: self.candidates[name] for name in mine}, [files[name] for name in mine])
+            for mine in (names[rank :: len(everyone)] for rank in range(len(everyone)))
+        ]
+
+    def link_or_make(self, intact: list[str]) -> list[str]:
         """Link the files that have not changed and make the others; returns the names of the linked ones."""
-        linked = [name for name in intact if link(candidates[name][0], self.temporary / name)]
-        for file in self.plan.files:
-            if file.name in candidates and file.name not in linked:
-                create(self.temporary / file.name, file.header, file.size)
+        linked = [name for name in intact if link(self.candidates[name][0], self.temporary / name)]
+        for file in self.whole.plan.files:
+            if file.name in self.candidates and file.name not in linked:
+                self._create(file)
         return linked
 
-    def commit(self, written: list[Written], state: Any) -> None:
+    def commit(self, written: Sequence[Packed], state: Any) -> None:
         """Write the index with all hashes and give the checkpoint its name."""
-        text = build_index(self.plan, written, state, self.latest).to_json()
+        text = build_index(self.whole, written, state, self.latest).to_json()
         parse_index(text, str(self.target / INDEX_NAME))  # a checkpoint that could not be read is not committed
         replace_text(self.temporary / INDEX_NAME, text)
         remove_replaced(publish(self.temporary, self.target, latest=self.latest))
 
     def clean_up(self) -> None:
-        """Remove older checkpoints, and give up the lock of the folder."""
+        """Remove older checkpoints, the bytes of which go behind the caller, and give up the lock of the folder."""
         self.keeping.remove_others(self.target)
         self.lock.close()
 
 
-def build_index(plan: WritePlan, written: list[Written], state: Any, latest: bool) -> Index:
+def build_index(whole: WholePlan, written: Sequence[Packed], state: Any, latest: bool) -> Index:
     """The index of a checkpoint, from the hashes of all ranks.
 
     Raises:
         CheckpointError: ranks hold different values of elements that should be equal.
     """
+    plan = whole.plan
     headers = {file.name: (file.size, file.header) for file in plan.files}
     if plan.map_text:
         headers[WEIGHT_MAP_NAME] = (len(plan.map_text), plan.map_text)
+    registers = _registers(plan, written)
     tensors = {
-        family: {name: _entry(plan, written, family, name) for name in plan.placed[family]} for family in FAMILIES
+        family: {name: _entry(plan, family, name, registers) for name in plan.placed[family]} for family in FAMILIES
     }
     return Index(
         files={name: FileEntry(size, len(header), zlib.crc32(header)) for name, (size, header) in headers.items()},
         tensors=tensors,
         aliases=dict(plan.aliases),
         excluded=plan.excluded,
-        scalars={key: dict(values) for key, values in plan.scalars.items()},
+        scalars={key: dict(values) for key, values in whole.numbers.items()},
         state=state,
-        ranks=plan.rank_states,
+        ranks=tuple(whole.rank_states),
         latest=latest,
         writer=f"dsx {__version__}",
         chunk_bytes=plan.chunk_bytes,
     )
 
 
-def _entry(plan: WritePlan, written: list[Written], family: str, name: str) -> Entry:
-    """A tensor's place and the hashes of its chunks, from the registers of the ranks' regions."""
-    placed, writers, chunks = plan.placed[family][name], plan.writers[family][name], plan.chunks(family, name)
-    registers = [0] * len(chunks)
-    first: dict[Region, tuple[int, dict[int, int]]] = {}
-    for rank, regions in enumerate(written):
-        for region, parts in regions.get((family, name), ()):
-            owner, known = first.setdefault(region, (rank, parts))
-            if owner == rank:
-                for number, register in parts.items():
-                    registers[number] ^= register
-            elif known != parts and name not in plan.unlike:
+def _registers(plan: WritePlan, written: Sequence[Packed]) -> array[int]:
+    """The registers of all chunks (`WritePlan.first_chunks`), put together from the ranks' pieces."""
+    found = array("I", bytes(4 * plan.chunk_count))
+    digests: dict[tuple[str, str, Spot], tuple[int, bytes]] = {}
+    for rank, packed in enumerate(written):
+        firsts, flags = plan.table(rank)
+        if any(flag != ONLY_WRITER for flag in flags) or is_incomplete(packed):
+            _compare_replicas(plan, rank, packed, digests)
+        for number, register in registers_of(packed, firsts, flags):
+            found[number] ^= register
+    return found
+
+
+def _compare_replicas(
+    plan: WritePlan, rank: int, packed: Packed, digests: dict[tuple[str, str, Spot], tuple[int, bytes]]
+) -> None:
+    """Compare the pieces that several ranks hold with those of lower ranks, of which `digests` has the hashes."""
+    for part, registers in unpack(plan, rank, packed):
+        if registers is None:
+            raise CheckpointCorruptError(f"{shown(part.name)}: not everything that was planned has been written")
+        if part.replicated:
+            digest = registers if isinstance(registers, bytes) else digest_of(registers)
+            owner, known = digests.setdefault((part.family, part.name, part.spot), (rank, digest))
+            if known != digest and part.name not in plan.unlike:
                 raise CheckpointError(
-                    f"{shown(name)} has other values on rank {rank} than on rank {owner}, which should hold the same; "
-                    "if they hold different parts of it by model parallelism, say so with `places`; else the ranks' "
-                    "models have diverged"
+                    f"{shown(part.name)} has other values on rank {rank} than on rank {owner}, which should hold the "
+                    "same; if they hold different parts of it by model parallelism, say so with `places`; else the "
+                    "ranks' models have diverged"
                 )
-    if {region: owner for region, (owner, _) in first.items()} != dict(writers):
-        raise CheckpointCorruptError(f"{shown(name)}: not everything that was planned has been written")
-    spans = [chunks.span(number) for number in range(len(chunks))]
-    crcs = [crc_of(register, stop - start) for register, (start, stop) in zip(registers, spans)]
-    return Entry(placed, plan.chunks(family, name, crcs))
+
+
+def _entry(plan: WritePlan, family: str, name: str, registers: array[int]) -> Entry:
+    """A tensor's place and the hashes of its chunks."""
+    chunks, first = plan.chunks(family, name), plan.first_chunks[family, name]
+    spans = map(chunks.span, range(len(chunks)))
+    values = registers[first : first + len(chunks)]
+    crcs = [crc_of(register, stop - start) for register, (start, stop) in zip(values, spans)]
+    return Entry(plan.placed[family][name], plan.chunks(family, name, crcs))

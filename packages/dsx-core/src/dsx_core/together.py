@@ -8,6 +8,9 @@ The second use: ranks compare facts (text by key) before they build something, s
 ending in a hang or in wrong numbers. They exchange a hash first. Only if the hashes differ do they exchange facts, and
 then only one rank of each kind sends them, so that the messages of a thousand ranks stay small.
 
+Results that only one rank needs go to rank 0, which answers (`through_first`): then no rank but rank 0 receives more
+than its own answer.
+
 This module sends nothing itself: `Together` is given a function that gathers a value of each rank, such as one over
 `all_gather_object`. So it works over any process group, over threads in tests, and without torch.
 """
@@ -47,6 +50,9 @@ class Together:
         kinds: classes of errors, each made with one text. An error of one of these classes, or of a class below it,
             becomes that class on all ranks; the last one stands for all other errors.
         differ: class of the error of `agree`.
+        collect: gives the values of all ranks on rank 0, and an empty list on the others. Collective.
+        deal: gives each rank its own of rank 0's values; the others give None. Collective. Without these two,
+            `through_first` gathers.
     """
 
     gather: Callable[[Any], list[Any]]
@@ -54,6 +60,8 @@ class Together:
     size: int
     kinds: Sequence[type[Exception]] = (RuntimeError,)
     differ: type[Exception] = RanksDifferError
+    collect: Callable[[Any], list[Any]] | None = None
+    deal: Callable[[Sequence[Any] | None], Any] | None = None
 
     def run(self, doing: str, action: Callable[[], T]) -> list[T]:
         """Run `action` on every rank and return all results. When it fails on one rank, all ranks raise the same error.
@@ -72,11 +80,10 @@ class Together:
             failure = error
         told = None if failure is None else self._told(failure)
         outcomes = self.gather((result if failure is None else None, told))
-        for rank, (_, failed) in enumerate(outcomes):
-            if failed is not None:
-                kind, words = failed
-                who = f"rank {rank} failed: " if self.size > 1 else ""
-                raise self.kinds[kind](f"{doing}: {who}{words}") from failure
+        failed = self._first_failure(doing, outcomes)
+        if failed is not None:
+            kind, words = failed
+            raise self.kinds[kind](words) from failure
         return [value for value, _ in outcomes]
 
     def keep(self, doing: str, action: Callable[[], T]) -> T:
@@ -84,6 +91,63 @@ class Together:
         kept: list[T] = []
         self.run(doing, lambda: kept.append(action()))
         return kept[0]
+
+    def through_first(
+        self, doing: str, action: Callable[[], T], answer: Callable[[list[T]], Sequence[Any]], *, answering: str = ""
+    ) -> Any:
+        """Run `action` on every rank and `answer` on rank 0 with all results; returns this rank's item of the answer.
+        When one of the two fails, all ranks raise the same error.
+
+        Neither function may be collective.
+
+        Args:
+            answering: what rank 0 does in `answer`, for its error; "": the error has rank 0's words alone.
+
+        Raises:
+            one of `kinds`: like `run`.
+        """
+        failure: Exception | None = None
+        result: Any = None
+        try:
+            result = action()
+        except Exception as error:  # noqa: BLE001 - whatever it is, rank 0 waits for this rank
+            failure = error
+        told = None if failure is None else self._told(failure)
+        everyone = (self.collect or self._gathered)((result if failure is None else None, told))
+        replies: Sequence[Any] = ()
+        failed: tuple[int, str] | None = None
+        if self.rank == 0:
+            failed = self._first_failure(doing, everyone)
+            if failed is None:
+                try:
+                    replies = answer([value for value, _ in everyone])
+                except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer
+                    failure = error
+                    kind, words = self._told(error)
+                    who = f"{answering}: {'rank 0 failed: ' if self.size > 1 else ''}" if answering else ""
+                    failed = (kind, f"{who}{words}")
+        given = [(None, failed)] * self.size if failed is not None else [(reply, None) for reply in replies]
+        reply, failed = (self.deal or self._dealt)(given if self.rank == 0 else None)
+        if failed is not None:
+            kind, words = failed
+            raise self.kinds[kind](words) from failure
+        return reply
+
+    def _first_failure(self, doing: str, outcomes: list[Any]) -> tuple[int, str] | None:
+        """Of the lowest rank that failed: the index of its kind, and the words of the error."""
+        for rank, (_, failed) in enumerate(outcomes):
+            if failed is not None:
+                kind, words = failed
+                who = f"rank {rank} failed: " if self.size > 1 else ""
+                return kind, f"{doing}: {who}{words}"
+        return None
+
+    def _gathered(self, value: Any) -> list[Any]:
+        values = self.gather(value)
+        return values if self.rank == 0 else []
+
+    def _dealt(self, values: Sequence[Any] | None) -> Any:
+        return self.gather(values)[0][self.rank]
 
     def agree(self, doing: str, facts: Mapping[str, str]) -> None:
         """Check that all ranks have equal facts. Does nothing, and sends nothing, on one rank.

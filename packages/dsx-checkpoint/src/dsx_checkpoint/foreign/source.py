@@ -4,6 +4,7 @@ them as a checkpoint of dsx.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,16 +13,18 @@ from typing import Any
 
 import torch
 
+from ..agreeing import agree
+from ..announcing import MODEL_KEY, ClientTensor, HoldingBuilder, Known, stored_name
 from ..boxes import Region
 from ..encode import encode
 from ..errors import CheckpointCorruptError, CheckpointError, shown
 from ..folder import check_folder, check_tag, temporary_name
 from ..format import CHUNK_BYTES, CLIENT, DTYPES, MASTER, MODEL, OPTIMIZER, TensorSpec, dtype_name
 from ..keeping import Keeping
-from ..plan import MAX_FILE_BYTES, Announcement, WritePlan
+from ..plan import MAX_FILE_BYTES
 from ..ranks import Solo
 from ..reading import Reader
-from ..snapshot import Piece
+from ..snapshot import Piece, Snapshot
 from ..writing import PlannedSave
 
 __all__ = ["Source", "Tensor", "numbers_of_group", "of_reader", "write_source"]
@@ -117,37 +120,44 @@ def write_source(
     if (target / "dsx.json").exists():
         raise CheckpointError(f"{target}: there is a checkpoint already; choose another tag")
     _check_fits(source)
-    announced, pieces = Announcement(), []
+    snapshot, builder = Snapshot(), HoldingBuilder()
+    snapshot.catalogue, snapshot.holding = builder.catalogue, builder.holding
 
     def add(family: str, name: str, tensor: Tensor) -> None:
-        spec = TensorSpec(name, dtype_name(tensor.dtype), tensor.shape)
-        region = Region.whole(tensor.shape)
-        announced.tensors[family][name] = (spec, [region] if region.numel else [])
+        spec, region = TensorSpec(name, dtype_name(tensor.dtype), tensor.shape), Region.whole(tensor.shape)
         if region.numel:
-            pieces.append(Piece(family, spec, region, lambda: _checked(name, tensor), in_memory=False))
+            fetch = functools.partial(_checked, name, tensor)
+            snapshot.pieces.append(Piece(family, spec, region, fetch, in_memory=False))
+
+    def hold(name: str, key: str, tensor: Tensor) -> None:
+        builder.hold(name, key, dtype_name(tensor.dtype), Region.whole(tensor.shape))
+        add(*stored_name(key, name), tensor)
 
     for name, tensor in {**source.parameters, **source.buffers}.items():
-        add(MODEL, name, tensor)
-    for name in source.parameters:
-        announced.aliases[name] = source.aliases.get(name, ())
-        master = source.masters.get(name)
-        if master is not None and master.dtype != source.parameters[name].dtype:
-            add(OPTIMIZER, f"{MASTER}/{name}", master)
+        spec = TensorSpec(name, dtype_name(tensor.dtype), tensor.shape)
+        aliases = source.aliases.get(name, ()) if name in source.parameters else None
+        master = source.masters.get(name) if name in source.parameters else None
+        builder.know(name, Known(spec, frozen=name in source.frozen, aliases=aliases))
+        hold(name, MODEL_KEY, tensor)
+        if master is not None and master.dtype != tensor.dtype:
+            hold(name, MASTER, master)
         for key, value in source.states.get(name, {}).items():
             if isinstance(value, Tensor):
-                add(OPTIMIZER, f"{key}/{name}", value)
+                hold(name, key, value)
             else:
-                announced.scalars.setdefault(key, {})[name] = value
-    announced.frozen = set(source.frozen)
+                builder.number(name, key)
+                snapshot.numbers.setdefault(key, []).append(value)
+    builder.finish()
     tensors: dict[str, torch.Tensor] = {}
     state = {"client": source.client, **({} if source.engine is None else {"engine": source.engine})}
     encoded = encode(state, "state", tensors)
     for name, value in tensors.items():
+        snapshot.holding.client.append(ClientTensor(name, dtype_name(value.dtype), tuple(value.shape)))
         add(CLIENT, name, Tensor.of(value))
-    plan = WritePlan.make([announced], max_file_bytes=max_file_bytes, chunk_bytes=CHUNK_BYTES)
-    temporary = target.with_name(temporary_name(target.name, os.urandom(6).hex()))
-    counted = _counting(pieces, progress)
-    return PlannedSave(plan, counted, encoded, temporary, target, latest, Keeping()).run(Solo())
+    agreed = agree(Solo(), lambda: (snapshot, ""), max_file_bytes=max_file_bytes, chunk_bytes=CHUNK_BYTES)
+    temporary = target.with_name(temporary_name(target.name, agreed.unique))
+    counted = _counting(snapshot.pieces, progress)
+    return PlannedSave(agreed.plan, agreed.whole, counted, encoded, temporary, target, latest, Keeping()).run(Solo())
 
 
 def _check_fits(source: Source) -> None:

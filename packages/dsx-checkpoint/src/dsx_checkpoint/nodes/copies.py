@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from ..crc import Chunks, Sums
 from ..format import FAMILIES, Entry, Placed
-from ..plan import WritePlan
+from ..planning import WritePlan
 from ..spans import Range
 
 __all__ = ["ChunkKey", "Layout", "Registers"]

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..loading import LoadRequest
-from ..plan import Announcement
 from ..ranks import Ranks
 from ..writing import PlannedSave
 from .loading import bring, candidates, mend_copies
-from .saving import NodePlan, NodeSave
+from .saving import NodeSave
 from .topology import Nodes
 
 __all__ = ["NodeDisks"]
@@ -36,11 +35,9 @@ class NodeDisks:
         """Raise `CheckpointArgumentError` unless the ranks of each node name one folder."""
         self.nodes.check_folders(call, paths)
 
-    def planned(self, planned: PlannedSave, announcements: Sequence[Announcement], ranks: Ranks) -> PlannedSave:
+    def planned(self, planned: PlannedSave, ranks: Ranks) -> PlannedSave:
         """The save as the nodes carry it out; one node alone saves as if its disk were shared."""
-        if self.nodes.count == 1:
-            return planned
-        return NodeSave.of(planned, NodePlan.make(planned.plan, announcements, self.nodes))
+        return planned if self.nodes.count == 1 else NodeSave.of(planned, self.nodes, ranks)
 
     def candidates(self, root: Path, tag: str | None, ranks: Ranks) -> Iterator[str]:
         """The tags to try. Collective."""

@@ -22,31 +22,58 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ..boxes import Region
+from ..crc import Chunks
 from ..errors import CheckpointError, shown
 from ..files import opened, replace_text, write_all
 from ..folder import check_target, publish, remove_replaced, saving
-from ..format import INDEX_NAME, WEIGHT_MAP_NAME
+from ..format import INDEX_NAME, WEIGHT_MAP_NAME, Placed
 from ..node_part import NodePart, digest_of_index
 from ..parsing import parse_index
-from ..plan import Announcement, PieceKey, WritePlan
+from ..planning import Part, WritePlan
 from ..ranks import Ranks
+from ..shares import Packed, pack, unpack
 from ..spans import Spans, spans_of_region
-from ..writing import PlannedSave, Written, build_index, write_pieces
+from ..writers import Spot
+from ..writing import PlannedSave, build_index, write_pieces
 from .copies import ChunkKey, Layout, Registers
 from .topology import Nodes
 from .transfers import Transfer, in_rounds, run_transfers, transfers_between
 
-__all__ = ["NodePlan", "NodeSave"]
+__all__ = ["NodePlan", "NodeSave", "NodeShare"]
+
+Piece = tuple[str, str, Spot]
+"""Family, name, and region of the tensor."""
+
+
+@dataclass(frozen=True)
+class NodeShare:
+    """A rank's part of what the nodes do.
+
+    Attributes:
+        writes: of each of its pieces 1 if it writes it.
+        transfers: the messages that bring copies to the next node, of which it sends or receives.
+        placed: the tensors of which it receives copies, with their family.
+        files, map_text: to the lowest rank of each node: name, header and size of all files; see `WritePlan`.
+        spans: to the lowest rank of each node: what its node will hold.
+    """
+
+    writes: bytes
+    transfers: tuple[Transfer, ...]
+    placed: tuple[tuple[str, Placed], ...]
+    files: tuple[tuple[str, bytes, int], ...] = ()
+    map_text: bytes = b""
+    spans: Spans = field(default_factory=Spans)
 
 
 @dataclass(frozen=True)
 class NodePlan:
-    """What lies on which node when a save is over.
+    """What lies on which node when a save is over. Only rank 0 has it.
 
     Attributes:
         nodes: which ranks share a disk.
@@ -56,42 +83,65 @@ class NodePlan:
         copied: piece -> the node that gets a copy of it.
     """
 
+    plan: WritePlan
     nodes: Nodes
-    writers: Mapping[PieceKey, frozenset[int]]
+    writers: Mapping[Piece, Mapping[int, int]]
     own: tuple[Spans, ...]
     copies: tuple[Spans, ...]
-    copied: Mapping[PieceKey, int]
+    copied: Mapping[Piece, int]
 
     @staticmethod
-    def make(plan: WritePlan, announcements: Sequence[Announcement], nodes: Nodes) -> NodePlan:
-        """The same on all ranks."""
-        holders: dict[PieceKey, dict[int, int]] = {}  # piece -> node -> its lowest rank there
-        for rank, announced in enumerate(announcements):
-            for key in _pieces(announced):
-                family, name, region = key
-                if (
-                    name not in plan.unlike or plan.writers[family][name][region] == rank
-                ):  # else its values do not count
-                    holders.setdefault(key, {}).setdefault(nodes.of_rank[rank], rank)
+    def make(plan: WritePlan, nodes: Nodes) -> NodePlan:
+        """From the plan for one disk."""
+        holders: dict[Piece, dict[int, int]] = {}  # piece -> node -> its lowest rank there
+        regions: dict[Piece, Region] = {}
+        for rank, node in enumerate(nodes.of_rank):
+            for part in plan.parts(rank):
+                if part.name not in plan.unlike or part.writer == rank:  # else its values do not count
+                    key = (part.family, part.name, part.spot)
+                    holders.setdefault(key, {}).setdefault(node, rank)
+                    regions.setdefault(key, plan.region(part))
         headers = [(file.name, 0, len(file.header)) for file in plan.files]
         headers += [(WEIGHT_MAP_NAME, 0, len(plan.map_text))] if plan.map_text else []
         own = [[*headers] for _ in range(nodes.count)]
         copies: list[list[tuple[str, int, int]]] = [[] for _ in range(nodes.count)]
-        copied: dict[PieceKey, int] = {}
+        copied: dict[Piece, int] = {}
         for key, by_node in holders.items():
-            family, name, region = key
-            ranges = list(spans_of_region(plan.placed[family][name], region))
+            family, name, _ = key
+            ranges = list(spans_of_region(plan.placed[family][name], regions[key]))
             for node in by_node:
                 own[node] += ranges
                 if len(by_node) == 1 < nodes.count:
                     copied[key] = (node + 1) % nodes.count
                     copies[copied[key]] += ranges
-        writers = {key: frozenset(by_node.values()) for key, by_node in holders.items()}
-        return NodePlan(nodes, writers, tuple(map(Spans.of, own)), tuple(map(Spans.of, copies)), copied)
+        return NodePlan(plan, nodes, holders, tuple(map(Spans.of, own)), tuple(map(Spans.of, copies)), copied)
 
-    def writes(self, rank: int) -> Callable[[PieceKey], bool]:
+    def writes(self, rank: int, part: Part) -> bool:
         """Whether a rank writes a piece."""
-        return lambda key: rank in self.writers.get(key, ())
+        return self.writers.get((part.family, part.name, part.spot), {}).get(self.nodes.of_rank[rank]) == rank
+
+    def shares(self) -> list[NodeShare]:
+        """The part of each rank."""
+        nodes, plan, layout = self.nodes, self.plan, Layout.of_plan(self.plan)
+        transfers: list[list[Transfer]] = [[] for _ in nodes.of_rank]
+        placed: list[dict[tuple[str, str], Placed]] = [{} for _ in nodes.of_rank]
+        for transfer in self.transfers():
+            for rank in (transfer.source, transfer.target):
+                transfers[rank].append(transfer)
+            for item in transfer.ranges:
+                for (family, name, _), *_ in layout.parts(*item):
+                    placed[transfer.target][family, name] = plan.placed[family][name]
+        files = tuple((file.name, file.header, file.size) for file in plan.files)
+        found = []
+        for rank, node in enumerate(nodes.of_rank):
+            writes = bytes(self.writes(rank, part) for part in plan.parts(rank))
+            tensors = tuple((family, one) for (family, _), one in placed[rank].items())
+            share = NodeShare(writes, tuple(transfers[rank]), tensors)
+            if nodes.leads(rank):
+                spans = self.own[node] | self.copies[node]
+                share = replace(share, files=files, map_text=plan.map_text, spans=spans)
+            found.append(share)
+        return found
 
     def transfers(self) -> list[Transfer]:
         """Every message that brings copies to the next node."""
@@ -104,11 +154,11 @@ class NodePlan:
         return in_rounds(nodes, found)
 
 
-def check_copies(plan: NodePlan, written: Sequence[Written], came: Sequence[Registers]) -> None:
+def check_copies(plan: NodePlan, written: Sequence[Packed], came: Sequence[Registers]) -> None:
     """Compare what has come to each node with what the ranks of the node before it have hashed when they wrote it.
 
     Args:
-        written: of each rank, its regions and their registers.
+        written: of each rank, the registers of its pieces.
         came: of each rank, the registers of the ranges that it has received.
 
     Raises:
@@ -119,13 +169,12 @@ def check_copies(plan: NodePlan, written: Sequence[Written], came: Sequence[Regi
     def take(node: int, key: ChunkKey, register: int) -> None:
         left[node][key] = left[node].get(key, 0) ^ register
 
-    for rank, regions in enumerate(written):
-        for (family, name), parts in regions.items():
-            for region, registers in parts:
-                key = (family, name, region)
-                if key in plan.copied and rank in plan.writers[key]:
-                    for chunk, register in registers.items():
-                        take(plan.copied[key], (family, name, chunk), register)
+    for rank, packed in enumerate(written):
+        for part, registers in unpack(plan.plan, rank, packed):
+            key = (part.family, part.name, part.spot)
+            if key in plan.copied and isinstance(registers, Mapping) and plan.writes(rank, part):
+                for chunk, register in registers.items():
+                    take(plan.copied[key], (part.family, part.name, chunk), register)
     for rank, registers in enumerate(came):
         for key, register in registers.items():
             take(plan.nodes.of_rank[rank], key, register)
@@ -138,28 +187,39 @@ def check_copies(plan: NodePlan, written: Sequence[Written], came: Sequence[Regi
             )
 
 
-def _pieces(announced: Announcement) -> Iterator[PieceKey]:
-    for family, tensors in announced.tensors.items():
-        for name, (_, regions) in tensors.items():
-            for region in regions:
-                yield family, name, region
-
-
 @dataclass(frozen=True)
 class NodeSave(PlannedSave):
-    """A planned save that each node carries out on its own disk."""
+    """A planned save that each node carries out on its own disk.
 
-    on_nodes: NodePlan
+    Attributes:
+        nodes: which ranks share a disk.
+        share: this rank's part.
+        on_nodes: on rank 0 what lies where; None on the others.
+    """
+
+    nodes: Nodes
+    share: NodeShare
+    on_nodes: NodePlan | None
 
     @staticmethod
-    def of(planned: PlannedSave, on_nodes: NodePlan) -> NodeSave:
-        """The same save over the disks of the nodes."""
-        return NodeSave(**vars(planned), on_nodes=on_nodes)
+    def of(planned: PlannedSave, nodes: Nodes, ranks: Ranks) -> NodeSave:
+        """The same save over the disks of the nodes. Collective."""
+        made: list[NodePlan] = []
+
+        def deal_out(_: list[None]) -> list[NodeShare]:
+            if planned.whole is None:
+                raise CheckpointError("rank 0 has no plan of the save")
+            made.append(NodePlan.make(planned.whole.plan, nodes))
+            return made[0].shares()
+
+        share: NodeShare = ranks.through_first("planning the nodes' parts", lambda: None, deal_out)
+        writes = dict(zip(planned.plan.writes, map(bool, share.writes)))
+        plan = replace(planned.plan, writes=writes, flushes=None)
+        return NodeSave(**{**vars(planned), "plan": plan}, nodes=nodes, share=share, on_nodes=next(iter(made), None))
 
     def run(self, ranks: Ranks) -> Path:
         """See `PlannedSave.run`."""
-        plan, here = self.plan, self.on_nodes
-        nodes, target, temporary = here.nodes, self.target, self.temporary
+        nodes, target, temporary = self.nodes, self.target, self.temporary
         nodes.check_disks(ranks, target.parent)
         with ExitStack() as lock:
             leader: NodeLeader | _Follower = (
@@ -167,20 +227,15 @@ class NodeSave(PlannedSave):
             )
             try:
                 ranks.all_or_none(f"making {temporary.name}", leader.make)
-                written = ranks.together(
-                    f"writing {target.name}",
-                    lambda: write_pieces(plan, self.pieces, here.writes(ranks.rank), temporary),
+                packed = ranks.all_or_none(
+                    f"writing {target.name}", lambda: pack(self.plan, write_pieces(self.plan, self.pieces, temporary))
                 )
-                came = ranks.together(
-                    f"copying {target.name} to the next node", lambda: self._copy(ranks, here.transfers(), temporary)
+                text, saved_at = ranks.through_first(
+                    f"copying {target.name} to the next node",
+                    lambda: (packed, self._copy(ranks, temporary)),
+                    self._complete,
+                    answering=f"completing {target.name}",
                 )
-
-                def build() -> tuple[str, float]:
-                    check_copies(here, written, came)
-                    return build_index(plan, written, self.state, self.latest).to_json(), time.time()
-
-                built = build if ranks.rank == 0 else lambda: ("", 0.0)
-                text, saved_at = ranks.together(f"completing {target.name}", built)[0]
                 ranks.all_or_none(f"completing {target.name}", lambda: leader.complete(text, saved_at))
                 ranks.all_or_none(f"committing {target.name}", leader.commit)
             except BaseException:
@@ -189,10 +244,23 @@ class NodeSave(PlannedSave):
             ranks.all_or_none(f"removing what {target.name} replaces", leader.clean_up)
         return target
 
-    def _copy(self, ranks: Ranks, transfers: Sequence[Transfer], folder: Path) -> Registers:
+    def _complete(self, everyone: Sequence[tuple[Packed, Registers]]) -> list[tuple[str, float]]:
+        """The text of the index and the time, for the lowest rank of each node."""
+        if self.whole is None or self.on_nodes is None:
+            raise CheckpointError("rank 0 has no plan of the save")
+        written = [packed for packed, _ in everyone]
+        check_copies(self.on_nodes, written, [came for _, came in everyone])
+        built = build_index(self.whole, written, self.state, self.latest).to_json(), time.time()
+        return [built if self.nodes.leads(rank) else ("", 0.0) for rank in range(len(everyone))]
+
+    def _copy(self, ranks: Ranks, folder: Path) -> Registers:
         """Send and receive copies; the registers of what has come."""
-        layout, found = Layout.of_plan(self.plan), Registers()
-        run_transfers(ranks, transfers, folder, lambda item, data: layout.add(found, item, data))
+        chunk_bytes = self.plan.chunk_bytes
+        layout = Layout.of(
+            (family, placed, Chunks.grid(placed.spec.nbytes, chunk_bytes, ())) for family, placed in self.share.placed
+        )
+        found = Registers()
+        run_transfers(ranks, self.share.transfers, folder, lambda item, data: layout.add(found, item, data))
         return found
 
 
@@ -224,19 +292,16 @@ class NodeLeader:
 
     def make(self) -> None:
         """Take the lock of the folder and make the files, with room for what this node will hold."""
-        save, plan = self._save, self._save.plan
+        save, share = self._save, self._save.share
+        save.keeping.wait()
         self._lock.enter_context(saving(save.target.parent, save.target.name))
         check_target(save.target, latest=save.latest)
         save.temporary.mkdir()
-        here = self._spans()
-        for file in plan.files:
-            create_sparse(save.temporary / file.name, file.header, file.size, here.by_file.get(file.name, ()))
-        if plan.map_text:
-            size = len(plan.map_text)
-            create_sparse(save.temporary / WEIGHT_MAP_NAME, plan.map_text, size, ((0, size),))
-
-    def _spans(self) -> Spans:
-        return self._save.on_nodes.own[self._node] | self._save.on_nodes.copies[self._node]
+        for name, header, size in share.files:
+            create_sparse(save.temporary / name, header, size, share.spans.by_file.get(name, ()))
+        if share.map_text:
+            size = len(share.map_text)
+            create_sparse(save.temporary / WEIGHT_MAP_NAME, share.map_text, size, ((0, size),))
 
     def complete(self, text: str, saved_at: float) -> None:
         """Write the index and `node.json` into the unfinished folder."""
@@ -245,7 +310,7 @@ class NodeLeader:
         replace_text(save.temporary / INDEX_NAME, text)
         NodePart(
             index=digest_of_index(save.temporary), latest=save.latest, saved_at=saved_at, node=self._node,
-            nodes=save.on_nodes.nodes.count, spans=self._spans(),
+            nodes=save.nodes.count, spans=save.share.spans,
         ).write(save.temporary)  # fmt: skip
 
     def commit(self) -> None:

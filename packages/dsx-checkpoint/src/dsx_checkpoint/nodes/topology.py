@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import uuid
@@ -13,7 +14,12 @@ from ..errors import CheckpointError
 from ..folder import check_one_folder
 from ..ranks import Ranks
 
-__all__ = ["Nodes"]
+__all__ = ["Nodes", "host_label"]
+
+
+def host_label() -> str:
+    """What is equal for ranks of one host: ranks that one launcher's agent has started there."""
+    return f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,7 @@ class Nodes:
         """Ask all ranks where they run. Collective. Ranks that one launcher's agent has started on one host share a
         disk.
         """
-        return Nodes.labelled(ranks.gather(f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"))
+        return Nodes.labelled(ranks.gather(host_label()))
 
     @staticmethod
     def labelled(labels: Sequence[str]) -> Nodes:
@@ -39,18 +45,26 @@ class Nodes:
         numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
         return Nodes(tuple(numbers[label] for label in labels))
 
+    @functools.cached_property
+    def members(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each node, the lowest first."""
+        found: list[list[int]] = [[] for _ in range(max(self.of_rank) + 1)]
+        for rank, node in enumerate(self.of_rank):
+            found[node].append(rank)
+        return tuple(map(tuple, found))
+
     @property
     def count(self) -> int:
         """Number of nodes."""
-        return max(self.of_rank) + 1
+        return len(self.members)
 
-    def ranks_of(self, node: int) -> list[int]:
+    def ranks_of(self, node: int) -> tuple[int, ...]:
         """The ranks of a node, the lowest first."""
-        return [rank for rank, other in enumerate(self.of_rank) if other == node]
+        return self.members[node]
 
     def leads(self, rank: int) -> bool:
         """Whether this is the lowest rank of its node, which makes folders and files there."""
-        return self.of_rank.index(self.of_rank[rank]) == rank
+        return self.members[self.of_rank[rank]][0] == rank
 
     def after(self, node: int) -> list[int]:
         """The other nodes, beginning with the next one."""
@@ -58,11 +72,21 @@ class Nodes:
 
     def keeper_of(self, rank: int) -> int | None:
         """The rank of the next node that keeps a copy of what `rank` writes; None on a single node."""
-        node = self.of_rank[rank]
-        if self.count == 1:
-            return None
-        members, place = self.ranks_of(self.after(node)[0]), self.ranks_of(node).index(rank)
-        return members[place % len(members)]
+        return None if self.count == 1 else self._keepers[rank]
+
+    def kept_by(self, rank: int) -> tuple[int, ...]:
+        """The ranks of the node before of whose bytes `rank` keeps a copy, the lowest first."""
+        before = (self.of_rank[rank] - 1) % self.count
+        return tuple(other for other in self.members[before] if self.keeper_of(other) == rank)
+
+    @functools.cached_property
+    def _keepers(self) -> tuple[int, ...]:
+        found = [0] * len(self.of_rank)
+        for node, members in enumerate(self.members):
+            following = self.members[(node + 1) % self.count]
+            for place, rank in enumerate(members):
+                found[rank] = following[place % len(following)]
+        return tuple(found)
 
     def check_folders(self, call: str, paths: Sequence[str]) -> None:
         """Raise `CheckpointArgumentError` unless the ranks of each node name one folder."""

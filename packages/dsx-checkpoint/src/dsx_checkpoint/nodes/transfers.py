@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointCorruptError
+from ..errors import CheckpointCorruptError, CheckpointError
 from ..files import PIECE_BYTES, opened, write_all
 from ..ranks import Ranks
 from ..regions import raw_bytes
 from ..spans import Range, Spans
 from .topology import Nodes
 
-__all__ = ["Transfer", "in_rounds", "run_transfers", "transfers_between"]
+__all__ = ["Transfer", "in_rounds", "packs", "run_transfers", "transfers_between"]
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ def transfers_between(nodes: Nodes, source: int, target: int, spans: Spans) -> l
     senders, receivers = nodes.ranks_of(source), nodes.ranks_of(target)
     return [
         Transfer(senders[number % len(senders)], receivers[number % len(receivers)], pack)
-        for number, pack in enumerate(_packs(spans))
+        for number, pack in enumerate(packs(spans))
     ]
 
 
-def _packs(spans: Spans) -> Iterator[tuple[Range, ...]]:
-    """Joins ranges, so that many small ones are sent as one message."""
+def packs(spans: Spans) -> Iterator[tuple[Range, ...]]:
+    """What goes into one message each: ranges are cut, and many small ones are joined."""
     pack: list[Range] = []
     used = 0
     for file, begin, end in spans.pieces(PIECE_BYTES):
@@ -80,17 +80,19 @@ def run_transfers(
     transfers: Sequence[Transfer],
     folder: Path,
     came: Callable[[Range, memoryview], None] = lambda item, data: None,
+    read: Callable[[Iterable[Range], memoryview], None] | None = None,
 ) -> None:
     """Do the transfers of this rank: read from files in `folder`, or write to them and flush. Every rank calls it.
 
     Args:
         came: called with each range that is written here, and its bytes.
+        read: fills memory with ranges that are sent; None: from `folder`.
 
     A rank that cannot read or write goes on with its messages, so that no other rank waits for it, and raises at the
     end.
 
     Raises:
-        OSError, CheckpointCorruptError: the first thing that went wrong here. The ranks must agree on it afterwards.
+        OSError, CheckpointError: the first thing that went wrong here. The ranks must agree on it afterwards.
     """
     failure: Exception | None = None
     buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8) if transfers else torch.empty(0, dtype=torch.uint8)
@@ -98,8 +100,11 @@ def run_transfers(
         files = _Files(folder, stack)
         for transfer in transfers:
             message = buffer[: transfer.nbytes]
-            if transfer.source == ranks.rank:
-                failure = failure or _try(files.read, transfer.ranges, raw_bytes(message))
+            if transfer.source == transfer.target == ranks.rank:  # from another folder of this node
+                failure = failure or _try(read or files.read, transfer.ranges, raw_bytes(message))
+                failure = failure or _try(files.write, transfer.ranges, raw_bytes(message))
+            elif transfer.source == ranks.rank:
+                failure = failure or _try(read or files.read, transfer.ranges, raw_bytes(message))
                 ranks.send(message, transfer.target)
             elif transfer.target == ranks.rank:
                 ranks.receive(message, transfer.source)
@@ -120,7 +125,7 @@ def _tell(came: Callable[[Range, memoryview], None], ranges: Iterable[Range], da
 def _try(action: Callable[..., None], *arguments: Any) -> Exception | None:
     try:
         action(*arguments)
-    except (OSError, CheckpointCorruptError) as error:
+    except (OSError, CheckpointError) as error:
         return error
     return None
 

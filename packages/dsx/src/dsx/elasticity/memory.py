@@ -24,7 +24,7 @@ import socket
 import tempfile
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,10 +38,11 @@ from dsx_core.holding import HOLD_NAME, Hold, free, hold, note_in, remove_if_fre
 
 from ..utils.logging import logger
 
-__all__ = ["NODE_VARIABLE", "NodeMemory", "Part", "node_name", "remove_leftovers", "step_of", "write_ranges"]
+__all__ = ["NODE_VARIABLE", "NodeMemory", "Part", "node_name", "note_held", "remove_leftovers", "step_of"]
 
 NODE_VARIABLE = "DSX_ELASTIC_NODE"
 HELD_NAME = "held.json"
+_NOTE = ".held-"
 _MEMORY = Path("/dev/shm")
 _NAME = re.compile(r"step(?P<step>[0-9]+)-[0-9a-f]{12}")
 _UNFINISHED = ".tmp-"
@@ -162,8 +163,12 @@ class NodeMemory:
                 write_all(fd, memoryview(header), 0)
         return folder
 
-    def finish(self, folder: Path, name: str, index: str, held: Spans) -> Path:
-        """Give a folder its name: from here on it is a part of a snapshot."""
+    def finish(self, folder: Path, name: str, index: str) -> Path:
+        """Give a folder its name: from here on it is a part of a snapshot, with the bytes that ranks have noted."""
+        held = Spans()
+        for note in sorted(folder.glob(f"{_NOTE}*")):
+            held |= _spans_in(note)
+            note.unlink()
         (folder / HELD_NAME).write_text(json.dumps(held.by_file))
         (folder / INDEX_NAME).write_text(index)
         folder.rename(self.path / name)
@@ -258,18 +263,20 @@ def _agree_on_first(text: Path) -> None:
     text.write_text((first / "key").read_text())
 
 
+def note_held(folder: Path, rank: int, held: Spans) -> None:
+    """Note in an unfinished part which bytes a rank of this node has written there; see `NodeMemory.finish`."""
+    (folder / f"{_NOTE}{rank}").write_text(json.dumps(held.by_file))
+
+
+def _spans_in(path: Path) -> Spans:
+    told = json.loads(path.read_text())
+    return Spans.of((file, int(start), int(stop)) for file, ranges in told.items() for start, stop in ranges)
+
+
 def _held(folder: Path) -> Spans:
     """Which bytes a part has; none where it does not say so."""
     try:
-        told = json.loads((folder / HELD_NAME).read_text())
-        return Spans.of((file, int(start), int(stop)) for file, ranges in told.items() for start, stop in ranges)
+        return _spans_in(folder / HELD_NAME)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         logger.debug("%s: no readable %s: %s", folder, HELD_NAME, error)
         return Spans()
-
-
-def write_ranges(folder: Path, pieces: Iterable[tuple[str, int, memoryview]]) -> None:
-    """Write bytes into the files of a part: file, first byte, values."""
-    for file, start, data in pieces:
-        with opened(folder / file, os.O_WRONLY) as fd:
-            write_all(fd, data, start)

@@ -1,8 +1,8 @@
 """Snapshots that survive the loss of a node: each node keeps what its ranks own, and a copy of what another node keeps.
 
 A snapshot is a checkpoint whose bytes are spread over the nodes' memories (`memory.py`). It is planned as every save is
-(`dsx_checkpoint.plan`), each rank writes its pieces into the memory of its node, and sends them to a rank of the next
-node, which writes them there. So any one node can be lost, and any number of nodes that do not follow each other.
+(`dsx_checkpoint.planning`), each rank writes its pieces into the memory of its node, and sends them to one rank of the
+next node, which writes them there. So any one node can be lost, and any number of nodes that do not follow each other.
 
     node 0: a b | copies of e f        node 1: c d | copies of a b        node 2: e f | copies of c d
 
@@ -16,6 +16,7 @@ Left out: choosing between snapshots and disk, and when to take one (`runtime.py
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,17 +32,16 @@ from dsx_checkpoint.files import opened, read_text
 from dsx_checkpoint.format import DTYPES, INDEX_NAME, WEIGHT_MAP_NAME, Index
 from dsx_checkpoint.loading import OneDisk
 from dsx_checkpoint.nodes.topology import Nodes
+from dsx_checkpoint.nodes.transfers import Transfer, packs, run_transfers
 from dsx_checkpoint.parsing import parse_index
-from dsx_checkpoint.plan import WritePlan
-from dsx_checkpoint.ranks import GroupRanks
 from dsx_checkpoint.ranks import Ranks as Processes
 from dsx_checkpoint.reading import Reader
-from dsx_checkpoint.regions import raw_bytes
+from dsx_checkpoint.shares import Packed, RankPlan, pack
 from dsx_checkpoint.snapshot import persistent_buffers
 from dsx_checkpoint.spans import Range, Spans, spans_of_region
-from dsx_checkpoint.writing import PlannedSave, Written, build_index, write_pieces
+from dsx_checkpoint.writing import PlannedSave, build_index, write_pieces
 
-from .memory import NodeMemory, Part, step_of, write_ranges
+from .memory import NodeMemory, Part, note_held, step_of
 
 __all__ = ["NodeFolders", "PeerSave", "Snapshot", "fetch", "find_snapshots"]
 
@@ -73,22 +73,29 @@ class PeerSave(PlannedSave):
         Raises:
             CheckpointError: the same on all ranks; the snapshot before this one is still there then.
         """
-        memory, plan, name, rank = self.memory, self.plan, self.name, ranks.rank
-        leads = self.nodes.leads(rank)
-        made = ranks.together("making a snapshot in memory", lambda: str(self._make()) if leads else "")
-        folder = Path(made[self.nodes.ranks_of(self.nodes.of_rank[rank])[0]])
-        try:
-            told = ranks.together(
-                f"writing {name} to memory",
-                lambda: (write_pieces(plan, self.pieces, plan.writes(rank), folder), self.state if rank == 0 else None),
+        memory, plan, name, nodes, rank = self.memory, self.plan, self.name, self.nodes, ranks.rank
+        leads, doing = nodes.leads(rank), "making a snapshot in memory"
+        files: _Files = ranks.through_first(doing, lambda: None, lambda everyone: self._for_leaders(self._files()))
+        folder = Path(
+            ranks.through_first(
+                doing,
+                lambda: str(memory.make(name, files)) if leads else "",
+                lambda made: [made[nodes.ranks_of(node)[0]] for node in nodes.of_rank],
             )
-            written = [mine for mine, _ in told]
-            owned = [owned_spans(plan, mine, number) for number, mine in enumerate(written)]
-            self._copy_to_next_node(ranks, folder, owned)
+        )
+        try:
+            packed = ranks.all_or_none(
+                f"writing {name} to memory", lambda: pack(plan, write_pieces(plan, self.pieces, folder))
+            )
+            ranks.all_or_none(f"copying {name} to the next node", lambda: self._copy_to_next_node(ranks, folder))
             # Every node has the same index, so that its parts know each other.
-            index = build_index(plan, written, told[0][1], latest=True).to_json() if leads else ""
-            kept = Spans.of(item for number, spans in enumerate(owned) if self._is_here(number, rank) for item in spans)
-            ranks.all_or_none(f"committing {name}", lambda: memory.finish(folder, name, index, kept) if leads else None)
+            index = ranks.through_first(
+                f"writing {name} to memory",
+                lambda: packed,
+                lambda everyone: self._for_leaders(self._index(everyone)),
+                answering=f"committing {name}",
+            )
+            ranks.all_or_none(f"committing {name}", lambda: memory.finish(folder, name, index) if leads else None)
         except BaseException:
             if leads:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -98,93 +105,63 @@ class PeerSave(PlannedSave):
             memory.keep_only(name)
         return memory.path / name
 
-    def _make(self) -> Path:
-        texts = {WEIGHT_MAP_NAME: (len(self.plan.map_text), self.plan.map_text)} if self.plan.map_text else {}
-        files = {file.name: (file.size, file.header) for file in self.plan.files}
-        return self.memory.make(self.name, {**files, **texts})
+    def _for_leaders(self, value: Any) -> list[Any]:
+        """The value for the first rank of each node, which makes the files there."""
+        return [value if self.nodes.leads(rank) else None for rank in range(len(self.nodes.of_rank))]
 
-    def _is_here(self, writer: int, rank: int) -> bool:
-        """Whether what `writer` wrote is on the node of `rank`, as its own or as a copy."""
-        node, keeper = self.nodes.of_rank, self.nodes.keeper_of(writer)
-        return node[writer] == node[rank] or (keeper is not None and node[keeper] == node[rank])
+    def _files(self) -> _Files:
+        """On rank 0: size and first bytes of each file."""
+        if self.whole is None:
+            raise CheckpointError("rank 0 has no plan of the snapshot")
+        plan = self.whole.plan
+        texts = {WEIGHT_MAP_NAME: (len(plan.map_text), plan.map_text)} if plan.map_text else {}
+        return {**{file.name: (file.size, file.header) for file in plan.files}, **texts}
 
-    def _copy_to_next_node(self, ranks: Processes, folder: Path, owned: Sequence[Spans]) -> None:
-        """File by file, so that no more than one file's share of a rank is held twice."""
-        if self.nodes.keeper_of(ranks.rank) is None:
-            return
-        me = Part(self.name, ((folder, owned[ranks.rank]),))
-        for file in self.plan.files:
-            moves = [
-                Move(writer, keeper, file.name, start, stop)
-                for writer, spans in enumerate(owned)
-                for start, stop in spans.by_file.get(file.name, ())
-                if (keeper := self.nodes.keeper_of(writer)) is not None
-            ]
-            exchange(ranks, moves, me, folder)
+    def _index(self, written: Sequence[Packed]) -> str:
+        """On rank 0: the text of the index."""
+        if self.whole is None:
+            raise CheckpointError("rank 0 has no plan of the snapshot")
+        return build_index(self.whole, written, self.state, latest=True).to_json()
+
+    def _copy_to_next_node(self, ranks: Processes, folder: Path) -> None:
+        """Send what this rank has written to the rank of the next node that keeps a copy, and write what comes from the
+        node before; note what this node has then.
+        """
+        rank, nodes = ranks.rank, self.nodes
+        own, keeper = owned_spans(self.plan), nodes.keeper_of(rank)
+        came, transfers = Spans(), []
+        for source in _in_turns(nodes, rank):
+            if source == rank and keeper is not None:
+                ranks.send_object(own.by_file, keeper)
+                transfers += [Transfer(rank, keeper, ranges) for ranges in packs(own)]
+            elif source != rank:
+                spans = Spans(ranks.receive_object(source))
+                transfers += [Transfer(source, rank, ranges) for ranges in packs(spans)]
+                came |= spans
+        run_transfers(ranks, transfers, folder)
+        note_held(folder, rank, own | came)
 
 
-def owned_spans(plan: WritePlan, written: Written, rank: int) -> Spans:
-    """The bytes that a rank has written."""
+_Files = dict[str, tuple[int, bytes]]
+"""Name of a file -> its size, and the bytes at its start."""
+
+
+def _in_turns(nodes: Nodes, rank: int) -> list[int]:
+    """Whose bytes a rank sends or receives, in an order in which no two ranks wait for each other: those of even nodes
+    first.
+    """
+    sources = () if nodes.count == 1 else (rank, *nodes.kept_by(rank))
+    return sorted(sources, key=lambda source: (nodes.of_rank[source] % 2, source))
+
+
+def owned_spans(plan: RankPlan) -> Spans:
+    """The bytes that a rank writes."""
     return Spans.of(
         item
-        for (family, name), regions in written.items()
-        for region, _ in regions
-        if plan.writers[family][name][region] == rank
-        for item in spans_of_region(plan.placed[family][name], region)
+        for (family, name, region), writes in plan.writes.items()
+        if writes
+        for item in spans_of_region(plan.placed[family, name], region)
     )
-
-
-# - Moving bytes
-
-
-@dataclass(frozen=True)
-class Move:
-    """Bytes of a file that go from one rank to another."""
-
-    source: int
-    target: int
-    file: str
-    start: int
-    stop: int
-
-    @property
-    def nbytes(self) -> int:
-        """How many."""
-        return self.stop - self.start
-
-
-def exchange(ranks: Processes, moves: Sequence[Move], source: Part, folder: Path) -> None:
-    """Do all moves: every rank reads what it sends from `source` and writes what comes into `folder`. Collective; the
-    list is the same on all ranks.
-
-    Raises:
-        CheckpointError: a rank could not read or write; the same on all ranks.
-    """
-    if not moves:
-        return
-    if not isinstance(ranks, GroupRanks):
-        raise CheckpointError(f"got moves between ranks on {ranks.world_size} rank, expected several")
-    mine, world = ranks.rank, range(ranks.world_size)
-    sent = {to: [move for move in moves if move.source == mine and move.target == to] for to in world}
-    come = {of: [move for move in moves if move.target == mine and move.source == of] for of in world}
-
-    def read() -> torch.Tensor:
-        data = bytearray().join(source.read(move.file, move.start, move.stop) for to in world for move in sent[to])
-        return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-
-    outgoing = ranks.all_or_none("reading a snapshot for other nodes", read)
-    sizes = [sum(move.nbytes for move in come[of]) for of in world]
-    incoming = torch.empty(sum(sizes), dtype=torch.uint8)
-    ranks.all_to_all(incoming, outgoing, sizes, [sum(move.nbytes for move in sent[to]) for to in world])
-
-    def write() -> None:
-        view, at = raw_bytes(incoming), 0
-        for of in world:
-            for move in come[of]:
-                write_ranges(folder, [(move.file, move.start, view[at : at + move.nbytes])])
-                at += move.nbytes
-
-    ranks.all_or_none("writing a snapshot from other nodes", write)
 
 
 # - Restoring
@@ -259,7 +236,7 @@ def fetch(
     def prepare() -> None:
         if leads and not (memory.path / name).exists():
             files = {file: (entry.nbytes, headers[file]) for file, entry in index.files.items()}
-            memory.finish(memory.make(name, files), name, index_text, Spans())
+            memory.finish(memory.make(name, files), name, index_text)
 
     ranks.all_or_none("making room for a snapshot", prepare)
     own = Spans()
@@ -269,16 +246,26 @@ def fetch(
         "listing what to read", lambda: _wanted(memory.path / name, index, ranks, module, optimizer, places)
     )
     missing: list[Spans] = ranks.gather(wanted - own)
-    moves = [
-        Move(source, target, file, start, stop)
+    transfers = [
+        Transfer(source, target, ranges)
         for target, spans in enumerate(missing)
-        for source, file, start, stop in _servers(spans, target, snapshot, nodes)
+        for source, taken in _servers(spans, target, snapshot, nodes)
+        for ranges in packs(taken)
     ]
+    mine = [transfer for transfer in transfers if ranks.rank in (transfer.source, transfer.target)]
     source = part or Part(name, ((memory.path / name, Spans()),))
-    for file in index.files:
-        exchange(ranks, [move for move in moves if move.file == file], source, memory.path / name)
-    came = sum(move.nbytes for move in moves if move.target == ranks.rank and nodes.of_rank[move.source] != here)
+    ranks.all_or_none(
+        "fetching a snapshot from other nodes",
+        lambda: run_transfers(ranks, mine, memory.path / name, read=functools.partial(_read_ranges, source)),
+    )
+    came = sum(t.nbytes for t in mine if t.target == ranks.rank and nodes.of_rank[t.source] != here)
     return memory.path / name, came
+
+
+def _read_ranges(part: Part, ranges: Iterable[Range], into: memoryview) -> None:
+    for file, start, stop in ranges:
+        into[: stop - start] = part.read(file, start, stop)
+        into = into[stop - start :]
 
 
 def _texts(part: Part) -> tuple[str, dict[str, bytes]]:
@@ -291,14 +278,17 @@ def _texts(part: Part) -> tuple[str, dict[str, bytes]]:
     return text, headers
 
 
-def _servers(missing: Spans, target: int, snapshot: Snapshot, nodes: Nodes) -> Iterator[tuple[int, str, int, int]]:
-    """Who sends what to a rank that misses `missing`: (rank, file, first byte, behind the last)."""
+def _servers(missing: Spans, target: int, snapshot: Snapshot, nodes: Nodes) -> Iterator[tuple[int, Spans]]:
+    """Who sends what to a rank that misses `missing`. A rank sends itself what its node has in another folder."""
+    if not missing:
+        return
     here = nodes.of_rank[target]
     for node in (here, *nodes.after(here)):  # its own node may hold it in the folder of an agent that has died
         found = missing & snapshot.held.get(node, Spans())
         members = nodes.ranks_of(node)
         source = members[target % len(members)]
-        yield from ((source, *item) for item in found)
+        if found:
+            yield source, found
         missing = missing - found
     if missing:
         raise CheckpointError(f"snapshot {snapshot.name}: {missing.nbytes} bytes are on no node")

@@ -179,14 +179,22 @@ class Checkpointer:
         return made
 
     def wait(self) -> None:
-        """Wait until every save is on disk. Raises `CheckpointError` if one failed."""
+        """Wait until every save is on disk and older ones are gone. Raises `CheckpointError` if a save failed."""
         for behind in self._behind:
             behind.wait()
+        self._wait_for_removals()
 
     def close(self) -> None:
         """Wait for the saves in flight, and end their thread. Raises `CheckpointError` like `wait`."""
         for behind in self._behind:
             behind.close()
+        self._wait_for_removals()
+
+    def _wait_for_removals(self) -> None:
+        if self.settings.keep_last is not None:
+            from dsx_checkpoint.keeping import Keeping
+
+            Keeping.wait()
 
     def note_rest(self, loader: Any) -> None:
         """Keep data position and random states for a save between this update and the next one. When a signal arrives,

@@ -1,0 +1,177 @@
+"""Which rank writes which region: of ranks that hold the same region, the lowest.
+
+The regions of a tensor and of its states are mostly the same, so they are kept once per set of members that ranks hold
+together.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from .announcing import MODEL_KEY, Holding, stored_name
+from .boxes import Box, Region, why_not_a_tiling
+from .errors import CheckpointError, shown
+from .format import CLIENT, MASTER, MODEL, TensorSpec
+
+if TYPE_CHECKING:
+    from .planning import Told
+
+__all__ = ["Spot", "Writers", "different_specs"]
+
+Spot = tuple[Box | None, int, int]
+"""A region of a tensor: elements of a box; the box None is the whole tensor."""
+KeySet = tuple[tuple[str, str], ...]
+
+
+@dataclass
+class Writers:
+    """The writers of all regions.
+
+    Attributes:
+        by_tensor: tensor -> members that are held together -> region -> rank.
+        dtypes: tensor -> state -> dtype, and the lowest rank that has it.
+        replicated: regions of tensors that several ranks hold.
+        client, client_specs: tensors that one rank alone knows: who writes them, and what they are.
+    """
+
+    by_tensor: dict[str, dict[KeySet, dict[Spot, int]]] = field(default_factory=dict)
+    dtypes: dict[str, dict[str, tuple[str, int]]] = field(default_factory=dict)
+    replicated: set[tuple[str, Spot]] = field(default_factory=set)
+    client: dict[str, int] = field(default_factory=dict)
+    client_specs: list[TensorSpec] = field(default_factory=list)
+
+    @staticmethod
+    def of(told: Told, model: Mapping[str, TensorSpec]) -> Writers:
+        """From what the ranks hold. Raises `CheckpointError` where they have states of different dtypes."""
+        made = Writers()
+        members: dict[tuple[int, int], int] = {}
+        for kind in told.of_rank:
+            members[kind] = members.get(kind, 0) + 1
+        for catalogue in told.catalogues:
+            for name, known in catalogue.known.items():
+                if known.master:
+                    made._note_dtype(name, model[name], MASTER, known.master, 0)
+        for (catalogue, number), rank in told.first.items():
+            made._take_rows(rank, told.names[catalogue], told.holdings[number], model, members[catalogue, number] > 1)
+            for client in told.holdings[number].client:
+                if client.name not in made.client:
+                    made.client[client.name] = rank
+                    made.client_specs.append(client.spec)
+        return made
+
+    def _take_rows(
+        self, rank: int, names: Sequence[str], holding: Holding, model: Mapping[str, TensorSpec], several: bool
+    ) -> None:
+        for row in holding.each_row():
+            name, keys, spot = names[row.tensor], holding.key_sets[row.keys], (holding.boxes[row.box], *row[2:4])
+            sets = self.by_tensor.setdefault(name, {})
+            found = sets.get(keys)
+            if found is None:
+                found = sets[keys] = {}
+                for key, dtype in keys:
+                    if key != MODEL_KEY:
+                        self._note_dtype(name, model[name], key, dtype, rank)
+            if found.setdefault(spot, rank) != rank or several or len(sets) > 1:
+                self.replicated.add((name, spot))
+
+    def _note_dtype(self, name: str, spec: TensorSpec, key: str, dtype: str, rank: int) -> None:
+        known, other = self.dtypes.setdefault(name, {}).setdefault(key, (dtype, rank))
+        if known != dtype:
+            stored = stored_name(key, name)[1]
+            one, before = (TensorSpec(stored, found, spec.shape) for found in (dtype, known))
+            raise different_specs(stored, one, rank, before, other)
+
+    def states(self, model: Mapping[str, TensorSpec]) -> Iterator[TensorSpec]:
+        """Masters and states, sorted by parameter, masters first: the same order whichever ranks hold what."""
+        for name, spec in model.items():
+            found = self.dtypes.get(name, {})
+            for key in sorted(found, key=lambda key: (key != MASTER, key)):
+                yield TensorSpec(stored_name(key, name)[1], found[key][0], spec.shape)
+
+    def of_piece(self, name: str, key: str, spot: Spot) -> int:
+        """The rank that writes a region of a tensor (`MODEL_KEY`) or of one of its states."""
+        sets = self.by_tensor[name]
+        if len(sets) == 1:
+            return next(iter(sets.values()))[spot]
+        return min(regions[spot] for keys, regions in sets.items() if spot in regions and key in _keys_of(keys))
+
+    def check(self, model: Mapping[str, TensorSpec]) -> None:
+        """Raise `CheckpointError` unless the regions of each tensor and each state are the whole of it, once."""
+        for of_model in (True, False):
+            for name, spec in model.items():
+                sets, good = self.by_tensor.get(name, {}), set()
+                for key in [MODEL_KEY] if of_model else self.dtypes.get(name, ()):
+                    found = [regions for keys, regions in sets.items() if key in _keys_of(keys)]
+                    if tuple(map(id, found)) not in good:
+                        _check_whole(stored_name(key, name)[1], spec.shape, found)
+                        good.add(tuple(map(id, found)))
+
+    def masks(self, specs: Mapping[str, Sequence[TensorSpec]]) -> dict[int, int]:
+        """The ranks that write a tensor, as the bits of a number; by the `id` of its spec."""
+        same: dict[int, int] = {}
+        known: dict[tuple[int, ...], int] = {}
+        found: dict[int, int] = {}
+        for family, members in specs.items():
+            for spec in members:
+                if family not in (MODEL, CLIENT):
+                    key, _, name = spec.name.partition("/")
+                else:
+                    key, name = MODEL_KEY, spec.name
+                if family == CLIENT:
+                    found[id(spec)] = 1 << self.client[name]
+                    continue
+                parts = [regions for keys, regions in self.by_tensor.get(name, {}).items() if key in _keys_of(keys)]
+                ids = tuple(map(id, parts))
+                if ids not in known:
+                    mask = _mask(rank for regions in parts for rank in regions.values())
+                    known[ids] = same.setdefault(mask, mask)
+                found[id(spec)] = known[ids]
+        return found
+
+
+def _mask(ranks: Iterable[int]) -> int:
+    mask = 0
+    for rank in set(ranks):
+        mask |= 1 << rank
+    return mask
+
+
+@functools.lru_cache(maxsize=1024)
+def _keys_of(keys: KeySet) -> frozenset[str]:
+    return frozenset(key for key, _ in keys)
+
+
+def _check_whole(name: str, shape: tuple[int, ...], found: Sequence[Mapping[Spot, int]]) -> None:
+    spots: dict[Spot, int] = {}
+    for regions in found:
+        for spot, rank in regions.items():
+            spots[spot] = min(rank, spots.get(spot, rank))
+    position, numel = 0, math.prod(shape)
+    if all(box is None for box, *_ in spots):
+        for _, start, stop in sorted(spot for spot in spots if spot[1] < spot[2]):
+            if start != position:
+                break
+            position = stop
+        else:
+            if position == numel:
+                return
+    whole = Box.whole(shape)
+    wrong = why_not_a_tiling(shape, [Region(whole if box is None else box, *ends) for box, *ends in spots])
+    if wrong:
+        ranks = sorted(set(spots.values()))[:10]
+        raise CheckpointError(
+            f"what ranks {ranks} hold of {shown(name)} (shape {shape}) is not the whole tensor, once: "
+            f"{wrong}; if they hold parts of it by model parallelism, say so with `places`"
+        )
+
+
+def different_specs(name: str, spec: TensorSpec, rank: int, known: TensorSpec, other: int) -> CheckpointError:
+    """The error for a tensor that is another one on two ranks."""
+    return CheckpointError(
+        f"{shown(name)} is {spec.dtype} of shape {spec.shape} on rank {rank}, but {known.dtype} of shape "
+        f"{known.shape} on rank {other}; all ranks must hold one model"
+    )

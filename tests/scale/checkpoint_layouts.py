@@ -1,0 +1,173 @@
+"""Ranks of a large job as arithmetic: what each would tell, send and write in a save, without processes or tensors.
+
+`Job` goes through the messages of a save with the real code of rank 0, and counts.
+"""
+
+import pickle
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field
+from random import Random
+
+from dsx_checkpoint.agreeing import First, Hello
+from dsx_checkpoint.announcing import Catalogue, ClientTensor, Holding, Known
+from dsx_checkpoint.format import CHUNK_BYTES, TensorSpec
+from dsx_checkpoint.plan import MAX_FILE_BYTES
+from dsx_checkpoint.ranks import _packed, children_of
+from dsx_checkpoint.shares import Packed
+
+STATES = (("", ""), ("master", "F32"), ("exp_avg", "F32"), ("exp_avg_sq", "F32"))
+RANDOM = (("python.numbers", "I64", 625), ("torch", "U8", 5056), ("numpy.keys", "I64", 624))
+RANKS_PER_HOST = 8
+
+
+def llama(blocks: int, width: int = 8192, inner: int = 28672, vocabulary: int = 128256) -> list[list[tuple]]:
+    """Units of name and shape: with 80 blocks the 723 tensors of a Llama of 70 billion parameters."""
+    shapes = {
+        "input_norm": (width,), "q": (width, width), "k": (width // 8, width), "v": (width // 8, width),
+        "o": (width, width), "post_norm": (width,), "gate": (inner, width), "up": (inner, width),
+        "down": (width, inner),
+    }  # fmt: skip
+    units = [[("embed.weight", (vocabulary, width))]]
+    units += [[(f"layers.{i}.{n}.weight", s) for n, s in shapes.items()] for i in range(blocks)]
+    return [*units, [("norm.weight", (width,))], [("lm_head.weight", (vocabulary, width))]]
+
+
+def experts(blocks: int, per_block: int, shape: tuple = (2048, 1024)) -> list[list[tuple]]:
+    """Units of many small matrices."""
+    return [[(f"layers.{i}.experts.{e}.weight", shape) for e in range(per_block)] for i in range(blocks)]
+
+
+def numel(shape: tuple) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+@dataclass
+class Job:
+    """Ranks that share each unit out evenly, as ZeRO does, and a save of them.
+
+    Attributes:
+        units: of each unit the names and shapes of its tensors.
+        sent, received: bytes of each rank, those included that it passes on in the tree.
+    """
+
+    ranks: int
+    units: list[list[tuple]]
+    catalogue: Catalogue = field(default_factory=Catalogue)
+    sent: Counter = field(default_factory=Counter)
+    received: Counter = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        for unit in self.units:
+            for name, shape in unit:
+                self.catalogue.known[name] = Known(TensorSpec(name, "BF16", shape), master="F32", aliases=())
+        self.digest = self.catalogue.digest()
+        self.holdings = [self._holding(rank) for rank in range(self.ranks)]
+        self.kinds = [(self.digest, holding.digest()) for holding in self.holdings]
+        self.parts: dict[int, str] = {}
+
+    def _holding(self, rank: int) -> Holding:
+        found, number = Holding(key_sets=[STATES]), 0
+        for unit in self.units:
+            sizes = [numel(shape) for _, shape in unit]
+            share = -(-sum(sizes) // self.ranks)
+            begin, end, at = rank * share, (rank + 1) * share, 0
+            for size in sizes:
+                start, stop = max(begin, at) - at, min(end, at + size) - at
+                if start < stop:
+                    found.rows.extend((number, 0, start, stop, 0))
+                at, number = at + size, number + 1
+        found.client += [ClientTensor(f"rank{rank}.random.{n}", dtype, (count,)) for n, dtype, count in RANDOM]
+        found.numbered["step"] = array("I", found.rows[::5])
+        return found
+
+    # - Messages
+
+    def _up(self, values: list) -> None:
+        """Count a value of each rank on its way to rank 0."""
+        sizes = [len(_packed((value, None))) for value in values]
+        self._count_tree(sizes, self.sent, self.received)
+
+    def _down(self, values: list) -> None:
+        """Count an answer to each rank."""
+        for rank in range(self.ranks):
+            for child, end in children_of(rank, self.ranks):
+                size = len(_packed([(value, None) for value in values[child:end]]))
+                self.sent[rank] += size
+                self.received[child] += size
+
+    def _count_tree(self, sizes: list[int], sent: Counter, received: Counter) -> None:
+        for rank in range(self.ranks):
+            for child, end in children_of(rank, self.ranks):
+                size = sum(sizes[child:end]) + len(pickle.dumps([b""])) * (end - child)
+                sent[child] += size
+                received[rank] += size
+
+    # - A save
+
+    def plan(self, step: int = 1) -> First:
+        """Phase 2. The plan is rank 0's, as `dsx_checkpoint.agreeing` makes it."""
+        first = First(lambda paths: None, MAX_FILE_BYTES, CHUNK_BYTES)
+        hellos = [
+            Hello(
+                kind,
+                {"step": [float(step)] * len(holding.numbered["step"])},
+                {"random": {"python": f"state {rank}", "torch": f"state {rank}"}},
+                "/checkpoints/step",
+                f"host{rank // RANKS_PER_HOST} 0",
+                (self.parts[rank],) if rank in self.parts else (),
+            )
+            for rank, (kind, holding) in enumerate(zip(self.kinds, self.holdings))
+        ]
+        self._up(hellos)
+        replies = first.greet(hellos)
+        self._down(replies)
+        self.asked = sum(reply.wants_holding for reply in replies)
+        if not replies[0].plan:
+            details = [
+                (self.catalogue if reply.wants_catalogue else None, holding if reply.wants_holding else None)
+                for reply, holding in zip(replies, self.holdings)
+            ]
+            self._up(details)
+            replies = first.plan(details)
+            self._down(replies)
+            self.shares = [reply.share for reply in replies]
+        self.parts = {rank: reply.plan for rank, reply in enumerate(replies)}
+        return first
+
+    def registers(self, first: First) -> list[Packed]:
+        """Phase 4: what the ranks send of what they wrote."""
+        written = [self._registers(rank) for rank in range(self.ranks)]
+        self._up(written)
+        return written
+
+    def _registers(self, rank: int) -> Packed:
+        counts, values, random = array("I"), array("I"), Random(rank)
+        holding = self.holdings[rank]
+        for row in holding.each_row():
+            for key, _ in holding.key_sets[row.keys]:
+                size = 4 if key else 2
+                begin, end = row.start * size // CHUNK_BYTES, (row.stop * size - 1) // CHUNK_BYTES + 1
+                counts.append(end - begin)
+                for number in range(begin, end):
+                    values.extend((number, random.getrandbits(32)))
+        for _ in holding.client:
+            counts.append(1)
+            values.extend((0, rank))
+        return counts, values
+
+    # - Files
+
+    def opened_and_flushed(self) -> list[int]:
+        """Of each rank how often it opens or flushes a file of tensors."""
+        return [
+            len(set(_written_files(share))) + len(share.files if share.flushes is None else share.flushes)
+            for share in self.shares
+        ]
+
+
+def _written_files(share) -> list[str]:
+    return [share.files[number] for number, writes in zip(share.places[::2], share.writes) if writes]
