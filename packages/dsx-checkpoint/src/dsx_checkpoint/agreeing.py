@@ -18,11 +18,10 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .announcing import Catalogue, Holding
+from .announcing import Catalogue, Holding, Told
 from .errors import CheckpointError
-from .nodes.topology import Nodes, host_label
-from .planning import Told, WritePlan, merged_numbers
-from .ranks import Ranks
+from .planning import WritePlan, merged_numbers
+from .ranks import Ranks, host_label, numbered
 from .shares import RankPlan, Share, make_shares
 from .snapshot import Snapshot
 
@@ -182,7 +181,7 @@ class First:
         """Answer with the plan of an earlier save, or ask for what is needed to make one."""
         self._check_folders([hello.path for hello in hellos])
         self._hellos = hellos
-        self._hosts = Nodes.labelled([hello.host for hello in hellos]).of_rank
+        self._hosts = numbered([hello.host for hello in hellos])
         known = _PLANS.get(self._key())
         if known is not None:
             return self._answer(*known)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from .boxes import Box, Region
 from .errors import CheckpointError, shown
 from .format import CLIENT, MODEL, OPTIMIZER, TensorSpec
 
-__all__ = ["MODEL_KEY", "Catalogue", "ClientTensor", "Holding", "Known", "PieceKey", "Row"]
+__all__ = ["MODEL_KEY", "Catalogue", "ClientTensor", "Holding", "Known", "PieceKey", "Row", "Told"]
 
 PieceKey = tuple[str, str, Region]
 """Family, name, and region of the tensor."""
@@ -134,6 +134,33 @@ class Holding:
         for client in self.client:
             if client.spec.numel:
                 yield CLIENT, client.name, Region.whole(client.shape)
+
+
+@dataclass(frozen=True)
+class Told:
+    """What rank 0 knows of all ranks.
+
+    Attributes:
+        catalogues, holdings: one of each kind, in the order of the lowest ranks that have them.
+        of_rank: the numbers of a rank's catalogue and holding.
+    """
+
+    catalogues: Sequence[Catalogue]
+    holdings: Sequence[Holding]
+    of_rank: Sequence[tuple[int, int]]
+
+    @functools.cached_property
+    def names(self) -> list[list[str]]:
+        """The names of each catalogue, by number."""
+        return [list(catalogue.known) for catalogue in self.catalogues]
+
+    @functools.cached_property
+    def first(self) -> dict[tuple[int, int], int]:
+        """The lowest rank of each kind."""
+        found: dict[tuple[int, int], int] = {}
+        for rank, kind in enumerate(self.of_rank):
+            found.setdefault(kind, rank)
+        return found
 
 
 @functools.lru_cache(maxsize=1 << 14)

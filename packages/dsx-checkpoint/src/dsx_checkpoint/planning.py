@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .announcing import Catalogue, Holding, stored_name
+from .announcing import Told, stored_name
 from .boxes import Box, Region
 from .crc import Chunks
 from .errors import CheckpointError, shown
@@ -24,7 +24,7 @@ from .plan import STEADY_BYTES, FilePlan, plan_files, weight_map
 from .striping import striped_files
 from .writers import Spot, Writers, different_specs
 
-__all__ = ["Told", "WritePlan", "merged_numbers"]
+__all__ = ["Part", "WritePlan", "merged_numbers"]
 
 
 class Part(NamedTuple):
@@ -40,33 +40,6 @@ class Part(NamedTuple):
     spot: Spot
     writer: int
     replicated: bool
-
-
-@dataclass(frozen=True)
-class Told:
-    """What rank 0 knows of all ranks.
-
-    Attributes:
-        catalogues, holdings: one of each kind, in the order of the lowest ranks that have them.
-        of_rank: the numbers of a rank's catalogue and holding.
-    """
-
-    catalogues: Sequence[Catalogue]
-    holdings: Sequence[Holding]
-    of_rank: Sequence[tuple[int, int]]
-
-    @functools.cached_property
-    def names(self) -> list[list[str]]:
-        """The names of each catalogue, by number."""
-        return [list(catalogue.known) for catalogue in self.catalogues]
-
-    @functools.cached_property
-    def first(self) -> dict[tuple[int, int], int]:
-        """The lowest rank of each kind."""
-        found: dict[tuple[int, int], int] = {}
-        for rank, kind in enumerate(self.of_rank):
-            found.setdefault(kind, rank)
-        return found
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,9 @@ Messages to and from rank 0 go along a tree, in which a rank talks to at most `F
 
 from __future__ import annotations
 
+import os
 import pickle
+import socket
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -186,6 +188,17 @@ class GroupRanks(Ranks):
     def receive(self, data: torch.Tensor, source: int) -> None:
         """`dsx_comm.recv` over the group."""
         self._comm.recv(data, group=self._group, group_src=source)
+
+
+def host_label() -> str:
+    """What is equal for ranks of one host: ranks that one launcher's agent has started there."""
+    return f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
+
+
+def numbered(labels: Sequence[str]) -> tuple[int, ...]:
+    """The number of each label, by the first place of that label."""
+    numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
+    return tuple(numbers[label] for label in labels)
 
 
 def children_of(rank: int, size: int) -> Iterator[tuple[int, int]]:

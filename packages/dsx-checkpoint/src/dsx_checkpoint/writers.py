@@ -10,15 +10,11 @@ import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from .announcing import MODEL_KEY, Holding, stored_name
+from .announcing import MODEL_KEY, Holding, Told, stored_name
 from .boxes import Box, Region, why_not_a_tiling
 from .errors import CheckpointError, shown
 from .format import CLIENT, MASTER, MODEL, TensorSpec
-
-if TYPE_CHECKING:
-    from .planning import Told
 
 __all__ = ["Spot", "Writers", "different_specs"]
 

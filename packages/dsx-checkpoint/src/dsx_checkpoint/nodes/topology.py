@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import socket
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,14 +10,9 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from ..folder import check_one_folder
-from ..ranks import Ranks
+from ..ranks import Ranks, host_label, numbered
 
-__all__ = ["Nodes", "host_label"]
-
-
-def host_label() -> str:
-    """What is equal for ranks of one host: ranks that one launcher's agent has started there."""
-    return f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
+__all__ = ["Nodes"]
 
 
 @dataclass(frozen=True)
@@ -42,8 +35,7 @@ class Nodes:
     @staticmethod
     def labelled(labels: Sequence[str]) -> Nodes:
         """Ranks of one label are on one node."""
-        numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
-        return Nodes(tuple(numbers[label] for label in labels))
+        return Nodes(numbered(labels))
 
     @functools.cached_property
     def members(self) -> tuple[tuple[int, ...], ...]:
