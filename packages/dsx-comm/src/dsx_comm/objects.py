@@ -177,9 +177,7 @@ def gather_object(
     run(call, issue)
 
 
-def _gathered_by_tree(
-    data: bytes, target: int, to: Membership, device: torch.device, labels: dict[str, Any]
-) -> list[bytes]:
+def _gathered_by_tree(data: bytes, target: int, to: Membership, device: torch.device, labels: Labels) -> list[bytes]:
     """On the group's rank `target` the ranks' `data`, by rank. A rank whose distance from it has k zeros at its end, as
     a binary number, gets that of the 2^k - 1 ranks behind it, and sends all of it on at once.
     """

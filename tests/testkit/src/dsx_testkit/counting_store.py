@@ -12,7 +12,7 @@ import torch.distributed as dist
 __all__ = ["CountingStore"]
 
 
-class CountingStore(dist.Store):
+class CountingStore(dist.Store):  # pyright: ignore[reportPrivateImportUsage]
     """One rank's way to a store.
 
     Attributes:
