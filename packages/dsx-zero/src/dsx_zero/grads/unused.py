@@ -13,6 +13,7 @@ from typing import Any
 
 import dsx_comm
 import torch
+from dsx_core.together import some_ranks
 
 from ..errors import ZeroStateError
 from ..params.flat import Unit
@@ -77,7 +78,7 @@ class UnusedParameters:
         if self._ranks.size > 1:
             dsx_comm.all_gather_object(by_rank, by_rank[0], group=self._ranks.group)
         missing = [
-            f"{name} (rank {', '.join(map(str, ranks))})"
+            f"{name} (rank {some_ranks(ranks)})"
             for index, name in enumerate(self._names)
             if (ranks := _missing(by_rank, index, name))
         ]

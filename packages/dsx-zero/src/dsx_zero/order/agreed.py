@@ -32,6 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import dsx_comm
 from dsx_core import with_code
+from dsx_core.together import some_ranks
 
 from ..errors import ZeroStateError
 from .ahead import GatherLimits, Need
@@ -46,6 +47,8 @@ __all__ = ["AgreedOrder", "ScheduleDivergence"]
 
 _log = logging.getLogger(__name__)
 
+_NAMED = 8
+"""Ranks, or kinds of ranks, that a text tells apart."""
 _UNFREEZE_AFTER = 2
 """Steps with deviations in a row after which the ranks agree again."""
 _FREEZE_AFTER = 2
@@ -385,8 +388,11 @@ class AgreedOrder:
 
         The outcome is the same on every rank.
         """
-        if len({post.checksum for post in posts}) > 1:
-            sums = ", ".join(f"rank {rank}: {post.checksum:016x}" for rank, post in enumerate(posts))
+        executed: dict[int, list[int]] = {}
+        for rank, post in enumerate(posts):
+            executed.setdefault(post.checksum, []).append(rank)
+        if len(executed) > 1:
+            sums = ", ".join(f"rank {some_ranks(ranks)}: {found:016x}" for found, ranks in [*executed.items()][:_NAMED])
             raise ScheduleDivergence(
                 f"the ranks executed different collectives in this step ({sums}); results are not to be trusted. Every"
                 " rank has to build the same model and shard it with the same arguments"
@@ -408,6 +414,7 @@ class AgreedOrder:
 
     def _report(self, deviations: Sequence[tuple[int, Operation | None]]) -> None:
         if self._channel.rank == 0 and self._deviating_steps == 0 and not self._alone:
-            needs = "; ".join(f"rank {rank} needed {operation}" for rank, operation in deviations)
+            more = f"; and {len(deviations) - _NAMED} more ranks" if len(deviations) > _NAMED else ""
+            needs = "; ".join(f"rank {rank} needed {operation}" for rank, operation in deviations[:_NAMED]) + more
             text = "beyond the agreed schedule of collectives: %s (correct, but slower than an unchanging order)"
             _log.warning(with_code(text, "DSX352"), needs)

@@ -18,6 +18,8 @@ from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
+from dsx_core.together import some_ranks
+
 __all__ = [
     "Decision",
     "Kind",
@@ -204,7 +206,10 @@ def decide(posts: Sequence[Post]) -> Decision:
         return Decision(align, (), paused)
     trains = _ranks(asked, (Operation(Kind.TRAINING_BEGIN),))
     if len(set(asked)) > 1 and (not trains or Operation(Kind.JOIN) in asked):
-        where = ", ".join(f"rank {rank} at {op}" for rank, op in enumerate(asked))
+        at: dict[Operation, list[int]] = {}
+        for rank, op in enumerate(asked):
+            at.setdefault(op, []).append(rank)
+        where = ", ".join(f"rank {some_ranks(ranks)} at {op}" for op, ranks in at.items())
         raise ValueError(f"the ranks wait for each other at different places: {where}")
     return Decision(align, (), trains or frozenset(range(len(posts))))
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import dsx_comm
 import torch
+from dsx_core.together import some_ranks
 
 from ..errors import ZeroStateError
 from ..homes.home import opened, read
@@ -253,8 +254,8 @@ class EditAgreement:
         if not found:
             return None
         more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
-        ranks = [str(rank) for rank, changes in enumerate(by_rank) if any(name in changes for name in found)]
-        return ", ".join(found[:_MAX_NAMED]) + more, ", ".join(ranks)
+        ranks = [rank for rank, changes in enumerate(by_rank) if any(name in changes for name in found)]
+        return ", ".join(found[:_MAX_NAMED]) + more, some_ranks(ranks)
 
     def _differs(self, name: str, values: Sequence[int | None]) -> bool:
         if name not in self._of_some:
