@@ -90,6 +90,7 @@ def variant(name: str, zero: dict[str, Any], body: str = "engine", rest: Any = N
 
 
 SLOTS = {"partition_activations": True, "contiguous_checkpointing": True, "num_checkpoints": 3}
+ZERO_1 = {"zero_optimization": {"stage": 1}}
 ON_HOST = {"stage": 3, **WHOLE, **OFFLOADS["parameters-host"]}
 VARIANTS = [
     variant("persistent", {"stage": 3}),
@@ -166,6 +167,17 @@ VARIANTS = [
     Case("pipeline-zero-bubble", "pipeline", {"schedule": "zb-h1"}, worlds=(2,), sample=(2,)),
     Case("pipeline-1f1b-of-8", "pipeline", {"schedule": "1f1b", "micro_batches": 8}, worlds=(2,), sample=(2,)),
     Case("pipeline-zero-bubble-of-8", "pipeline", {"schedule": "zb-h1", "micro_batches": 8}, worlds=(2,), sample=(2,)),
+    Case("staged-1f1b", "staged", {}, worlds=(2, 4), sample=(2,)),
+    Case("staged-1f1b-of-8", "staged", {"micro_batches": 8}, worlds=(2,), sample=(2,)),
+    Case("staged-zero-bubble", "staged", {"schedule": "zb-h1", **ZERO_1}, worlds=(2, 4), sample=(2,)),
+    Case("staged-zb-v", "staged", {"schedule": "zbv"}, worlds=(2,)),
+    Case("staged-interleaved", "staged", {"schedule": "interleaved", **ZERO_1}, worlds=(2, 4), sample=(2,)),
+    Case("staged-tied", "staged", {"tied": True, **ZERO_1}, worlds=(2, 4), sample=(2,)),
+    Case("staged-tied-zero-bubble", "staged", {"tied": True, "schedule": "zb-h1"}, worlds=(2,)),
+    Case("staged-experts", "staged", {"ep_size": 1, **ZERO_1}, worlds=(2,), sample=(2,)),
+    Case("staged-experts-of-two", "staged", {"ep_size": 2, **ZERO_1}, worlds=(4,)),
+    Case("staged-bf16", "staged", {"tied": True, **ZERO_1, **PRECISIONS["bf16"]}, worlds=(2, 4), tolerance=3e-2),
+    Case("staged-stage-3", "staged", {"zero_optimization": {"stage": 3, **WHOLE}}, worlds=(2, 4)),
     Case("pipeline-gpipe", "pipeline", {"schedule": "gpipe"}, worlds=(2,)),
     Case("experts-dropless", "experts", {"drop_tokens": False}, worlds=(2, 4), sample=(2,)),
     Case("experts-with-capacity", "experts", {"drop_tokens": True}, worlds=(2, 4), sample=(2,)),

@@ -13,7 +13,6 @@ import gc
 import json
 import sys
 import traceback
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from device_matrix import CASES, dealt
+from device_models import Block, Experts, Language, Mixed, Sliced, Words, next_words
 from planted_races import RACES, SWAPPED
 from torch import nn
-from torch.nn import functional as F
 
 SIMULATED = torch.cuda.is_available()
 DEVICE = "cuda" if SIMULATED else "cpu"
@@ -31,45 +30,6 @@ FOLDER = Path(sys.argv[1])
 STEPS = 4
 waits: list[Any] = []
 """The host's waits of the last step of the case that runs, where the body marks them."""
-
-
-class Block(nn.Module):
-    """Attention and a feed-forward part, each behind a layer norm and added to the stream."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.before, self.behind = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts = self.qkv(self.before(x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).reshape(x.shape)
-        x = x + self.out(mixed)
-        return x + self.down(F.gelu(self.up(self.behind(x))))
-
-
-class Language(nn.Module):
-    """A small GPT whose forward returns the loss; `places` wraps the call of a block."""
-
-    def __init__(self, width: int = 32, layers: int = 3, vocabulary: int = 64, length: int = 16) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block(width, 4) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
-        self.call: Callable[..., torch.Tensor] = lambda block, x: block(x)
-
-    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        """(batch, length, vocabulary)."""
-        hidden = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.blocks:
-            hidden = self.call(block, hidden)
-        return self.head(self.norm(hidden))
-
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
-        logits = self.logits(tokens)
-        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def batches(number: int, device: Any = DEVICE) -> list[torch.Tensor]:
@@ -305,23 +265,42 @@ def pipeline(settings: dict[str, Any]) -> list[float]:
     return numbers(losses)
 
 
-class Experts(nn.Module):
-    """A layer of experts between two linear ones; forward returns the loss."""
+def staged(settings: dict[str, Any]) -> list[float]:
+    """Two stages through the engine; the word weights may be tied, and layers may have experts."""
+    import dsx
+    import dsx_pipe
 
-    def __init__(self, settings: dict[str, Any]) -> None:
-        import dsx_moe
-
-        super().__init__()
-        expert = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
-        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
-        drawn = {"top2_2nd_expert_sampling": False, "use_rts": False}  # random numbers are not the CPU's
-        self.moe = dsx_moe.MoE(
-            hidden_size=16, expert=expert, num_experts=4, ep_size=dist.get_world_size(), k=2, **drawn, **settings
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden, balance, _ = self.moe(self.first(x))
-        return self.last(hidden).square().mean() + 0.01 * balance
+    settings = dict(settings)
+    micro_batches, schedule = settings.pop("micro_batches", 4), settings.pop("schedule", "1f1b")
+    tied, ep_size = settings.pop("tied", False), settings.pop("ep_size", 0)
+    torch.manual_seed(0)
+    layer = (lambda: Mixed(ep_size)) if ep_size else (lambda: Block(32, 4))
+    layers: list[Any] = [dsx_pipe.LayerSpec(Words), *(dsx_pipe.LayerSpec(layer) for _ in range(4))]
+    layers.append(dsx_pipe.LayerSpec(nn.Linear, 32, 64))
+    if tied:
+        layers[0] = dsx_pipe.TiedLayerSpec("words", Words)
+        layers[-1] = dsx_pipe.TiedLayerSpec("words", Words, forward_fn=lambda words, x: x @ words.weight.T)
+    module = dsx_pipe.PipelineModule(
+        layers, num_stages=2, loss_fn=next_words, schedule=schedule, seed_layers=True, partition_method="uniform",
+        chunks=2 if schedule == "interleaved" else None,
+    )  # fmt: skip
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": micro_batches,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "gradient_clipping": 1.0,
+        "steps_per_print": None,
+        **settings,
+    }
+    made, data = dsx.initialize(model=module, config=config)[0], module.grid.data
+    generator, losses = torch.Generator().manual_seed(data.rank), []
+    draw = lambda: torch.randint(0, 64, (2, 17), generator=generator)  # noqa: E731
+    for number in range(STEPS):
+        rows = [draw().to(DEVICE) for _ in range(micro_batches)]
+        with watched(number == STEPS - 1):
+            losses.append(made.train_batch(iter([(row[:, :-1], row[:, 1:]) for row in rows])))
+    made.destroy()
+    return numbers(losses)
 
 
 def experts(settings: dict[str, Any]) -> list[float]:
@@ -340,19 +319,6 @@ def experts(settings: dict[str, Any]) -> list[float]:
         losses.append(loss.detach())
     made.destroy()
     return numbers(losses)
-
-
-class Sliced(nn.Module):
-    """A feed-forward part whose weights are sliced over the ranks; forward returns the loss."""
-
-    def __init__(self) -> None:
-        from dsx_pipe.tensor import ColumnParallelLinear, RowParallelLinear
-
-        super().__init__()
-        self.first, self.up, self.down = nn.Linear(16, 16), ColumnParallelLinear(16, 64), RowParallelLinear(64, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x - self.down(F.gelu(self.up(self.first(x))))).square().mean()
 
 
 def tensor_slices(settings: dict[str, Any]) -> list[float]:

@@ -36,6 +36,9 @@ BUDGETS = [
     # Backward waits for nothing: the two waits are those of the step, for the last gradients and for their norm.
     Budget("accumulation-on-host", 1, 2),
     Budget("accumulation-on-host", 2, 2),
+    # However many micro-batches: the losses and the check of the gradients are read together, behind the last backward.
+    *(Budget(f"{case}{count}", 2, 1) for case in ("pipeline-1f1b", "pipeline-zero-bubble") for count in ("", "-of-8")),
+    *(Budget(f"staged-{case}", 2, 1) for case in ("1f1b", "1f1b-of-8", "zero-bubble", "interleaved", "tied")),
     Budget("experts-dropless", 2, 1),
     Budget("experts-with-capacity", 2, 1),
 ]

@@ -1,0 +1,113 @@
+"""The models of `device_program.py`. They import what they need, so that a case loads no more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward part, each behind a layer norm and added to the stream."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before, self.behind = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.qkv(self.before(x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).reshape(x.shape)
+        x = x + self.out(mixed)
+        return x + self.down(F.gelu(self.up(self.behind(x))))
+
+
+class Language(nn.Module):
+    """A small GPT whose forward returns the loss; `places` wraps the call of a block."""
+
+    def __init__(self, width: int = 32, layers: int = 3, vocabulary: int = 64, length: int = 16) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width, 4) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        self.call: Callable[..., torch.Tensor] = lambda block, x: block(x)
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(batch, length, vocabulary)."""
+        hidden = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            hidden = self.call(block, hidden)
+        return self.head(self.norm(hidden))
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        logits = self.logits(tokens)
+        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+class Words(nn.Module):
+    """An embedding whose weight a pipeline's last stage uses again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.1 * torch.randn(64, 32))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return F.embedding(tokens, self.weight)
+
+
+class Mixed(nn.Module):
+    """A layer of experts in a stage."""
+
+    def __init__(self, ep_size: int) -> None:
+        import dsx_moe
+
+        super().__init__()
+        expert = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
+        drawn = {"top2_2nd_expert_sampling": False, "use_rts": False}  # random numbers are not the CPU's
+        self.moe = dsx_moe.MoE(32, expert, num_experts=4, ep_size=ep_size, k=2, drop_tokens=False, **drawn)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.moe(x)[0]
+
+
+def next_words(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The loss of a pipeline's last stage."""
+    return F.cross_entropy(output.flatten(0, 1).float(), labels.flatten())
+
+
+class Experts(nn.Module):
+    """A layer of experts between two linear ones; forward returns the loss."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        import dsx_moe
+
+        super().__init__()
+        expert = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
+        drawn = {"top2_2nd_expert_sampling": False, "use_rts": False}  # random numbers are not the CPU's
+        self.moe = dsx_moe.MoE(
+            hidden_size=16, expert=expert, num_experts=4, ep_size=dist.get_world_size(), k=2, **drawn, **settings
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden, balance, _ = self.moe(self.first(x))
+        return self.last(hidden).square().mean() + 0.01 * balance
+
+
+class Sliced(nn.Module):
+    """A feed-forward part whose weights are sliced over the ranks; forward returns the loss."""
+
+    def __init__(self) -> None:
+        from dsx_pipe.tensor import ColumnParallelLinear, RowParallelLinear
+
+        super().__init__()
+        self.first, self.up, self.down = nn.Linear(16, 16), ColumnParallelLinear(16, 64), RowParallelLinear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x - self.down(F.gelu(self.up(self.first(x))))).square().mean()
