@@ -23,7 +23,7 @@ def test_switches_answer_from_the_configuration(library):
     def build(**more):
         return library.initialize(model=torch.nn.Linear(6, 4), config=config(**more))[0]
 
-    plain = build(steps_per_print=0)
+    plain = build(steps_per_print=None)
     assert not plain.fp16_enabled() and not plain.bfloat16_enabled() and not plain.dynamic_loss_scale()
     assert not plain.zero_optimization() and plain.scheduler_name() is None and plain.steps_per_print() is None
     assert plain.get_data_types() == (torch.float32, torch.float32)
