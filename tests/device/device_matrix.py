@@ -105,6 +105,12 @@ VARIANTS = [
         sample=(1,),
     ),
     variant(
+        "accumulation-with-parameters-on-disk",
+        {"stage": 3, **WHOLE, "offload_optimizer": PINNED, "offload_param": DISK_PARAMETERS},
+        rest={"gradient_accumulation_steps": 4},
+        sample=(1,),
+    ),
+    variant(
         "accumulation-on-disk",
         {"stage": 3, **WHOLE, **OFFLOADS["disk"]},
         rest={"gradient_accumulation_steps": 4},
