@@ -11,23 +11,22 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import signal
 import sys
+import time
 import traceback
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from device_matrix import CASES, dealt
 from device_models import Block, Experts, Language, Mixed, Sliced, Words, next_words
+from device_streams import DEVICE, FOLDER, SIMULATED, STEPS, aside, compressed, let_go, numbers  # noqa: F401  bodies
 from planted_races import RACES, SWAPPED
 from torch import nn
 
-SIMULATED = torch.cuda.is_available()
-DEVICE = "cuda" if SIMULATED else "cpu"
-FOLDER = Path(sys.argv[1])
-STEPS = 4
 waits: list[Any] = []
 """The host's waits of the last step of the case that runs, where the body marks them."""
 
@@ -59,11 +58,6 @@ class _Keeping:
 
     def __exit__(self, *error: Any) -> None:
         self._block.__exit__(*error)
-
-
-def numbers(losses: list[torch.Tensor]) -> list[float]:
-    """Losses as Python numbers, read behind training."""
-    return [float(loss) for loss in losses]
 
 
 # - Bodies: each returns losses. They import what they need, so that a case loads no more.
@@ -130,10 +124,13 @@ def saved(settings: dict[str, Any]) -> list[float]:
 
 def states_moved_out(settings: dict[str, Any]) -> list[float]:
     """All states leave the device between steps and come back, without a wait of the host."""
+    settings = dict(settings)
+    where = aside if settings.pop("aside", False) else nullcontext
     made = make_engine(settings)
     losses = trained(made, 2)
     for non_blocking in (False, True):
-        made.offload_states(pin_memory=True, non_blocking=non_blocking)
+        with where():
+            made.offload_states(pin_memory=True, non_blocking=non_blocking)
         torch.zeros(100_000, device=DEVICE).add_(1)  # takes the memory that was given back
         made.reload_states(non_blocking=non_blocking)
         losses += trained(made, 1)
@@ -156,6 +153,51 @@ def evaluated_between(settings: dict[str, Any]) -> list[float]:
         made.train()
     made.destroy()
     return numbers(losses)
+
+
+def preempted(settings: dict[str, Any]) -> list[float]:
+    """Rank 0 is asked to end, all ranks save and stop; training that goes on from there is training without a stop.
+
+    The ranks agree on the update after which they stop, so that it differs from run to run.
+    """
+    from dsx.engine.preemption import Preempted
+
+    every, rows, folder = 2, batches(16), str(FOLDER / "preempted")
+    made = make_engine(settings)
+    losses = trained(made, 2)
+    made.save_on_preemption(folder)
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+    try:
+        for number in range(10_000):
+            micro_batch(made, rows[number % len(rows)])
+            time.sleep(0.02)  # training that is faster than the ranks agree would take all the rows
+    except Preempted:
+        pass
+    made.destroy()
+    made = make_engine(settings)
+    made.load_checkpoint(folder)
+    stopped = (made.global_steps - 2) * every
+    assert stopped > 0, "the ranks did not stop behind an update"
+    again = numbers([micro_batch(made, rows[number % len(rows)]) for number in range(stopped, stopped + 2 * every)])
+    made.destroy()
+    made = make_engine(settings)
+    trained(made, 2)
+    straight = numbers([micro_batch(made, rows[number % len(rows)]) for number in range(stopped + 2 * every)])
+    made.destroy()
+    assert again == straight[stopped:], f"after the stop: got {again}, expected {straight[stopped:]}"
+    return numbers(losses)
+
+
+def sparse_embeddings(settings: dict[str, Any]) -> list[float]:
+    """Of the embedding only the rows that have a gradient are sent."""
+    torch.manual_seed(0)
+    model = Language()
+    model.tokens.sparse = True
+    made = make_engine(settings, model)
+    losses = numbers(trained(made))
+    made.destroy()
+    return losses
 
 
 def activations_on_host(settings: dict[str, Any]) -> list[float]:

@@ -87,8 +87,6 @@ CURRENT, ANY = "torch.cuda.current_stream(self._device)", "torch.cuda.current_st
 SEE, FROM_HOST = "lane.see_writes_so_far()", "stage2-fp32-optimizer-host"
 PARAMETERS = "stage3-fp32-parameters-host"
 
-UNFOLLOWED = "a writer's native code reads page-locked memory that is in flight: only the values on disk are wrong"
-
 RACES: dict[str, Race] = {
     # lanes
     "lane-forgets-last-uses": Race(
@@ -215,12 +213,8 @@ RACES: dict[str, Race] = {
         "saved-behind-at-stage-2",
         delay_us=10_000,  # not in the sample: on a loaded machine the copy is over before training goes on
     ),
-    "save-end-not-recorded": Race(
-        f"{BEHIND}:_copy_from", "done.record(stream)", "pass", "saved-behind-at-stage-2", known=UNFOLLOWED
-    ),
-    "save-written-early": Race(
-        f"{BEHIND}:_copy_on_device", "end.synchronize()", "pass", "saved-behind-at-stage-2", known=UNFOLLOWED
-    ),
+    "save-end-not-recorded": Race(f"{BEHIND}:_copy_from", "done.record(stream)", "pass", "saved-behind-at-stage-2"),
+    "save-written-early": Race(f"{BEHIND}:_copy_on_device", "end.synchronize()", "pass", "saved-behind-at-stage-2"),
     "states-leave-on-a-stream": Race(
         "dsx_zero.state.moving:_Stash.__init__",
         "self._host.copy_(data, non_blocking=non_blocking)",
@@ -232,6 +226,30 @@ RACES: dict[str, Race] = {
         "self._bytes().copy_(self._host, non_blocking=non_blocking)",
         "with torch.cuda.stream(torch.cuda.Stream()): self._bytes().copy_(self._host, non_blocking=True)",
         "states-moved-out",
+    ),
+    # memory that another stream still uses
+    "moved-state-not-recorded": Race(
+        "dsx_zero.state.moving:_Stash.__init__",
+        "data.record_stream(stream)",
+        "pass",
+        "states-moved-out-aside",
+    ),
+    "moved-state-back-too-soon": Race(
+        "dsx_zero.state.moving:_Stash.bring_back",
+        "torch.cuda.current_stream(self._device).wait_event(self._left)",
+        "pass",
+        "states-moved-out-aside",
+    ),
+    "saved-value-not-recorded": Race(f"{BEHIND}:_copy_from", "value.record_stream(stream)", "pass", "copies-let-go"),
+    "steps-tensor-not-recorded": Race(
+        "dsx_comm.step_lane:_DeviceSteps.do", "tensor.record_stream(stream)", "pass", "steps-let-go", 2
+    ),
+    "hops-tensor-not-recorded": Race(
+        "dsx_moe.exchange:HierarchicalExchange._start_on_stream",
+        "tensor.record_stream(self._stream)",
+        "pass",
+        "hops-let-go",
+        2,
     ),
     # experts, pipelines, slices
     "tokens-not-awaited": Race(

@@ -79,12 +79,17 @@ class _Stash:
         self._host = (locked_empty if pin and on_cuda else torch.empty)(self.nbytes, dtype=torch.uint8)
         data = self._bytes()
         self._host.copy_(data, non_blocking=non_blocking)
+        self._left: Any = None  # the event of the way out
         if on_cuda:
-            data.record_stream(torch.cuda.current_stream(self._device))
+            stream = torch.cuda.current_stream(self._device)
+            data.record_stream(stream)
+            self._left = stream.record_event()
         self._storage.resize_(0)
 
     def bring_back(self, *, non_blocking: bool) -> None:
         """Allocate the storage's memory again and copy its values back."""
+        if self._left is not None:  # the caller's stream may be another one than on the way out
+            torch.cuda.current_stream(self._device).wait_event(self._left)
         self._storage.resize_(self.nbytes)
         self._bytes().copy_(self._host, non_blocking=non_blocking)
 
