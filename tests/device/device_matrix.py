@@ -152,24 +152,6 @@ VARIANTS = [
     ),
     variant("activations-on-host", {"stage": 3, **WHOLE}, body="activations_on_host", sample=(2,)),
     variant("activations-on-host-offloaded", ON_HOST, body="activations_on_host"),
-    Case("activations-alone", "activations_alone", {"kept": {"checkpoint_in_cpu": True}}, sample=(1,)),
-    Case("activations-by-budget", "activations_alone", {"kept": {"checkpoint_in_cpu": True}, "budget": 0.3}),
-    Case("activations-in-slots", "activations_alone", {"kept": SLOTS}, sample=(1,)),
-    Case("activations-in-host-slots", "activations_alone", {"kept": {**SLOTS, "checkpoint_in_cpu": True}}),
-    Case(
-        "activations-under-ddp",
-        "activations_alone",
-        {"kept": {"checkpoint_in_cpu": True}, "wrapper": "ddp", "pieces": True},
-        worlds=(2,),
-        sample=(2,),
-    ),
-    Case(
-        "activations-under-fsdp",
-        "activations_alone",
-        {"kept": {"checkpoint_in_cpu": True}, "wrapper": "fsdp", "budget": 0.3},
-        worlds=(2,),
-        sample=(2,),
-    ),
     variant("activations-on-host-stage-2", {"stage": 2}, "activations_on_host", PRECISIONS["fp16"], tolerance=3e-2),
     variant(
         "one-bit-adam",
@@ -246,6 +228,25 @@ VARIANTS = [
     ),
     Case("experts-overlapped", "experts", {"drop_tokens": True, "overlap_chunks": 2}, worlds=(2,)),
     Case("tensor-slices", "tensor_slices", {}, worlds=(2,), sample=(2,)),
+    Case("activations-alone", "activations_alone", {"kept": {"checkpoint_in_cpu": True}}, sample=(1,)),
+    Case("activations-by-budget", "activations_alone", {"kept": {"checkpoint_in_cpu": True}, "budget": 0.3}),
+    Case("activation-boundary", "activation_boundary", worlds=(1,), sample=(1,)),
+    Case("activations-in-slots", "activations_alone", {"kept": SLOTS}, sample=(1,)),
+    Case("activations-in-host-slots", "activations_alone", {"kept": {**SLOTS, "checkpoint_in_cpu": True}}),
+    Case(
+        "activations-under-ddp",
+        "activations_alone",
+        {"kept": {"checkpoint_in_cpu": True}, "wrapper": "ddp", "pieces": True},
+        worlds=(2,),
+        sample=(2,),
+    ),
+    Case(
+        "activations-under-fsdp",
+        "activations_alone",
+        {"kept": {"checkpoint_in_cpu": True}, "wrapper": "fsdp", "budget": 0.3},
+        worlds=(2,),
+        sample=(2,),
+    ),
 ]
 
 CASES = {case.name: case for case in [*engine_cases(), *VARIANTS]}

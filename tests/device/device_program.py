@@ -264,6 +264,30 @@ def activations_alone(settings: dict[str, Any]) -> list[float]:
         dsx_activations.configure()
 
 
+def activation_boundary(settings: dict[str, Any]) -> list[float]:
+    """`synchronize` waits at the boundaries for the device of the inputs, which is not the current one."""
+    import dsx_activations
+
+    dsx_activations.configure(synchronize=True)
+    device, marks = torch.device("cuda:1" if SIMULATED else "cpu"), []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        if SIMULATED:
+            marks.append(torch.cuda.Event())
+            marks[-1].record(torch.cuda.current_stream(device))
+        return y
+
+    try:
+        x = torch.arange(4.0).to(device).requires_grad_()
+        y = dsx_activations.checkpoint(function, x)
+        assert all(mark.query() for mark in marks), "the host went on before the device had computed the function"
+        y.sum().backward()
+        return [float(x.grad.sum())] if x.grad is not None else []
+    finally:
+        dsx_activations.configure()
+
+
 def own_loop(settings: dict[str, Any]) -> list[float]:
     """`dsx_zero.shard` in one's own loop; `device` may be another one than the current device."""
     import dsx_zero

@@ -44,6 +44,9 @@ BUDGETS = [
     # locked, or to add up what comes from a disk.
     Budget("accumulation-pageable", 1, 4 * 4 + 1),
     Budget("accumulation-on-disk", 1, 4 * 4 + 3),
+    Budget("activations-alone", 1, 0),
+    Budget("activations-under-ddp", 2, 0),
+    Budget("activations-under-fsdp", 2, 0),
     Budget("experts-dropless", 2, 1),
     Budget("experts-with-capacity", 2, 1),
 ]

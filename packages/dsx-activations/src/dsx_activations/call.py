@@ -187,7 +187,7 @@ class _Run:
             self._began = before
         elif self._began is not None:
             state.rng.restore(self._began)
-        _synchronize_if_asked(state)
+        self._synchronize_if_asked(tensors)
         began = time.perf_counter()
         state.depth += 1
         try:
@@ -197,11 +197,20 @@ class _Run:
             if not first and before is not None:
                 state.rng.restore(before)
             restore_buffers(buffers)
-            _synchronize_if_asked(state)
+            self._synchronize_if_asked(tensors)
             if state.settings.profile:
                 what = "forward" if first else "recomputation"
                 _log.info("checkpoint %d: %s %.3f ms", self._number, what, (time.perf_counter() - began) * 1e3)
         return self._flattened(out, first) if self._flat else out
+
+    def _synchronize_if_asked(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        settings = self._state.settings
+        if not (settings.synchronize_checkpoint_boundary or settings.profile):
+            return
+        if any(tensor.is_cuda for tensor in tensors):
+            synchronize(tensors)
+        elif torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # the function may use the current device
 
     def _flattened(self, out: Any, first: bool) -> tuple[torch.Tensor, ...]:
         leaves, structure = tree_flatten(out)
@@ -234,7 +243,7 @@ def restore_buffers(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None
                 buffer.copy_(value)
 
 
-def _synchronize_if_asked(state: State) -> None:
-    wanted = state.settings.synchronize_checkpoint_boundary or state.settings.profile
-    if wanted and torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+def synchronize(tensors: Iterable[torch.Tensor]) -> None:
+    """Let the host wait for the devices of these tensors, whatever device is current."""
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.synchronize(device)

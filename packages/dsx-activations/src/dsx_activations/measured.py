@@ -23,7 +23,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from .call import checkpoint, restore_buffers
+from .call import checkpoint, restore_buffers, synchronize
 from .configured import current
 from .operators import KeepResults, keep_operators
 from .plan import BlockCost, Selective
@@ -147,10 +147,10 @@ class _Probe:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         outputs, alive = self._count(args, kwargs)
         keeping = None if outputs is None else self._keeping(args, kwargs)
-        _synchronize_device(self._inputs)
+        synchronize(self._inputs)
         began = time.perf_counter()
         out = self._forward(*args, **kwargs)
-        _synchronize_device(self._inputs)
+        synchronize(self._inputs)
         self.seconds = time.perf_counter() - began
         if keeping is not None and outputs is not None:
             first, again = keeping
@@ -192,11 +192,11 @@ class _Probe:
             for context in keep_operators():
                 # With other hooks: the hooks around this call belong to the checkpoint that it is inside of.
                 with self._undone(), saved_tensors_hooks(torch.Tensor.detach, _unpack):
-                    _synchronize_device(self._inputs)
+                    synchronize(self._inputs)
                     began = time.perf_counter()
                     with context:
                         self._forward(*args, **kwargs)
-                    _synchronize_device(self._inputs)
+                    synchronize(self._inputs)
                     times.append(time.perf_counter() - began)
         except RuntimeError as error:
             _log.debug("%s: results of operators are not kept: %s", type(self._module).__name__, error)
@@ -252,8 +252,3 @@ def _storages(modules: Iterable[nn.Module]) -> set[int]:
     """Storages of the modules' own parameters and buffers."""
     own = (t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None)
     return _of([tensor.detach() for tensor in own if type(tensor) in (torch.Tensor, nn.Parameter)])
-
-
-def _synchronize_device(tensors: Sequence[torch.Tensor]) -> None:
-    if any(tensor.is_cuda for tensor in tensors):
-        torch.cuda.synchronize()
