@@ -111,11 +111,14 @@ def _machine(given: str | None) -> Any:
 
     if given not in (None, "here"):
         return Machine.of(given)
+    from .devices import DEVICES
+
     found = Machine.of_this_host()
     if given is None and found.device == "cpu":
         raise PlanError(
-            "--machine: got none, and this machine has no GPU; expected the job's machine, as --machine H100-SXM (`dsx"
-            " plan machines` lists them) or the file of `dsx plan calibrate`; --machine here plans for this processor"
+            "--machine: got none, and this machine has no GPU; expected the job's machine, one of"
+            f" {', '.join(sorted(DEVICES))} (figures: `dsx plan machines`), or the file of `dsx plan calibrate`;"
+            " --machine here plans for this processor"
         )
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from .fake import FakeCompute
 from .machine import Machine
 from .planner import MachineLike
 from .recorder import Recorder
+from .surroundings import DeviceAttention
 
 __all__ = ["layer_costs"]
 
@@ -42,7 +44,12 @@ def layer_costs(layers: Any, inputs: Any, *, machine: MachineLike, state_bytes_p
     def planned_seconds() -> float:
         return simulate(recorder.trace, [(0, len(recorder.trace), 1)], found, ranks_per_host=1).step
 
-    with recorder.ledger.following_resizes(), torch.random.fork_rng(devices=[]), FakeCompute(recorder):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(recorder.ledger.following_resizes())
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(FakeCompute(recorder))
+        if found.streams:
+            stack.enter_context(DeviceAttention())
         return dsx_pipe.measure_layers(
             layers, inputs, repeats=1, state_bytes_per_parameter=state_bytes_per_parameter, clock=planned_seconds
         )

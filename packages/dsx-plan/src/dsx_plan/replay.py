@@ -25,7 +25,7 @@ from .pipelines import PipelineSteps, as_pair, mail_of, micro_batches_of
 from .record import Record, StageReplay, Steps
 from .recorder import Recorder
 from .store import PlannedStore
-from .surroundings import address_space, kernels_recorded, quiet
+from .surroundings import DeviceAttention, address_space, kernels_recorded, quiet
 from .trace import Trace
 
 __all__ = ["Question", "Replay", "replay"]
@@ -139,6 +139,7 @@ def replay(question: Question) -> Replay:
             from dsx_comm.lanes import lanes_from  # lazy import: only replays need it
 
             stack.enter_context(lanes_from(recorder.lane))
+            stack.enter_context(DeviceAttention())
         return _Run(question, recorder, compute).run()
 
 

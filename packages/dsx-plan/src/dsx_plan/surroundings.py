@@ -1,4 +1,6 @@
-"""What surrounds a replay: no limit of address space, no news of a job that does not run, no kernels on addresses."""
+"""What surrounds a replay: no limit of address space, no news of a job that does not run, no kernels on addresses, the
+attention of a device.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,32 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 
 from .recorder import Recorder
 
-__all__ = ["address_space", "kernels_recorded", "quiet"]
+__all__ = ["DeviceAttention", "address_space", "kernels_recorded", "quiet"]
+
+
+class DeviceAttention(TorchFunctionMode):
+    """Attention with dropout is planned as the fused kernel that a device has for it.
+
+    On a CPU, where a replay runs, only attention without dropout is fused; with dropout PyTorch takes products of whole
+    score matrices, in fp32. The kernels of devices take dropout, and it costs them next to nothing.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is scaled_dot_product_attention:
+            if len(args) > _DROPOUT:
+                args = (*args[:_DROPOUT], 0.0, *args[_DROPOUT + 1 :])
+            kwargs.pop("dropout_p", None)
+        return func(*args, **kwargs)
+
+
+_DROPOUT = 4
+"""Place of `dropout_p` among the arguments."""
 
 _TALKING = ("dsx", "dsx_zero", "dsx_activations", "dsx_comm", "dsx_pipe", "dsx_moe", "dsx_ops")
 
