@@ -168,3 +168,10 @@ def test_two_processes_measure_messages(monkeypatch):
     monkeypatch.setattr(calibrating, "_SECONDS", 0.02)
     rate, latency = calibrating._links(torch.cuda.device_count() > 1)
     assert 1e6 < rate < 1e13 and 0 < latency < 0.5
+
+
+def test_without_a_machine_it_is_asked_for_and_the_known_ones_are_named(files, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(words(files, "-n", "8")) == 1
+    text = capsys.readouterr().err
+    assert "--machine: got none" in text and "A100-80" in text and "H100-SXM" in text and "--machine here" in text
