@@ -115,7 +115,7 @@ class Job:
             Hello(
                 kind,
                 {"step": [float(step)] * len(holding.numbered["step"])},
-                {"random": {"python": f"state {rank}", "torch": f"state {rank}"}},
+                _rank_state(rank),
                 "/checkpoints/step",
                 f"host{rank // RANKS_PER_HOST} 0",
                 (self.parts[rank],) if rank in self.parts else (),
@@ -167,6 +167,14 @@ class Job:
             len(set(_written_files(share))) + len(share.files if share.flushes is None else share.flushes)
             for share in self.shares
         ]
+
+
+def _rank_state(rank: int) -> dict:
+    """As the engine saves it: random states, of which the tensors are apart."""
+    parts = {name: {"__tensor__": f"rank{rank}.random.{name}"} for name, *_ in RANDOM}
+    python = {"version": 3, "numbers": parts["python.numbers"], "gauss": None}
+    numpy = {"name": "MT19937", "keys": parts["numpy.keys"], "position": 7 * rank % 624, "has_gauss": 0, "gauss": 0.0}
+    return {"random": {"python": python, "torch": parts["torch"], "numpy": numpy}, "data": None, "objects": {}}
 
 
 def _written_files(share) -> list[str]:
