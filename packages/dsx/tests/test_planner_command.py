@@ -107,7 +107,9 @@ def test_the_page_on_a_narrow_screen(files):
 
 
 def test_what_does_not_fit_has_another_exit_code(files, capsys):
-    Machine.from_dict({**Machine.named("A100-80").to_dict(), "memory_bytes": 25 << 20}).save(files / "small.json")
+    Machine.from_dict({**Machine.named("A100-80").to_dict(), "memory_bytes": 25 << 20, "communicator_bytes": 1}).save(
+        files / "small.json"
+    )
     assert main(words(files, "-n", "4", "-m", f"{files}/small.json")) == 3
     text = capsys.readouterr().out
     assert "fits: no, the device needs" in text and "what makes it fit" in text and "zero_optimization.stage" in text

@@ -131,9 +131,23 @@ def test_what_makes_it_fit(folder):
     base = Machine.named("A100-80").to_dict()
     whole = plan(folder, settings, world_size=4, machine=Machine.from_dict(base), changes=False)
     room = int(0.7 * (whole.peak_bytes + whole.fragmentation_bytes) / 0.97)
-    small = Machine.from_dict({**base, "memory_bytes": room})
+    small = Machine.from_dict({**base, "memory_bytes": room, "communicator_bytes": 1})
     found = plan(folder, settings, world_size=4, machine=small)
     assert not found.fits and found.short_of[0] == "device" and found.short_of[1] > found.short_of[2]
     assert found.changes and all(change.peak_bytes < found.peak_bytes for change in found.changes)
     seconds = [change.step_seconds for change in found.changes]
     assert seconds == sorted(seconds)
+
+
+@pytest.mark.parametrize(("stage", "communicators"), [(2, 1), (3, 2)])
+def test_each_communicator_takes_room_on_the_device(stage, communicators):
+    """Gathers of stage 3 have one of their own."""
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}
+    room = {"memory_bytes": 2 * 10**9, "communicator_bytes": 10**9}
+    machine = Machine.from_dict({**Machine.named("A100-80").to_dict(), **room})
+    model = lambda: nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 1))  # noqa: E731
+    found = plan(model, config, world_size=2, machine=machine, batch=torch.zeros(2, 256), changes=False)
+    assert f"{communicators} communicators take about {communicators}.0 GB of the device beside this" in found.notes
+    assert found.fits is (communicators == 1)
+    assert found.fits or found.short_of[0] == "device"

@@ -78,7 +78,7 @@ def test_points_that_cannot_be_better_are_left_out():
     assert {point.reason for point in some.skipped} == {"it fits with less that saves memory, which is faster"}
     assert some[0].config == every[0].config
     room = int(1.05 * min(p.peak_bytes + p.fragmentation_bytes for p in every) / 0.97)
-    small = Machine.from_dict({**Machine.named("A100-80").to_dict(), "memory_bytes": room})
+    small = Machine.from_dict({**Machine.named("A100-80").to_dict(), "memory_bytes": room, "communicator_bytes": 1})
     tight = look(space, small, **one, prune=True)
     assert tight[0].fits and tight[0].config["zero_optimization"]["offload_optimizer"] == HOST
     assert any(point.reason == "micro-batches of 1 do not fit already" for point in tight.skipped)

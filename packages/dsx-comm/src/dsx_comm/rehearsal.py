@@ -17,6 +17,7 @@ them (`received`).
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -52,6 +53,7 @@ class RehearsedMessage:
         received: bytes that come to this rank.
         peer: global rank of the other side of a send or receive, of the root of a rooted operation; -1: none.
         element: bytes of an element of what it gives; 0 where it gives nothing.
+        group: number of the process group, by which two groups of the same ranks are told apart.
     """
 
     op: str
@@ -61,6 +63,7 @@ class RehearsedMessage:
     received: float
     peer: int = -1
     element: int = 0
+    group: int = 0
 
 
 class RehearsalObserver:
@@ -146,9 +149,11 @@ def _flat(tensors: Any) -> Iterator[torch.Tensor]:
 class RehearsalGroup(PythonGroup):
     """A process group whose other ranks do what this one does."""
 
+    _numbers = itertools.count()
+
     def __init__(self, rank: int, size: int, ranks: Sequence[int], observer: RehearsalObserver) -> None:
         super().__init__(rank, size, REHEARSAL)
-        self._ranks = tuple(ranks)
+        self._ranks, self._number = tuple(ranks), next(self._numbers)
         self._observer = observer
 
     def set_timeout(self, timeout: Any) -> None:
@@ -166,7 +171,9 @@ class RehearsalGroup(PythonGroup):
         at = self._ranks[self._rank]
         other = -1 if peer < 0 else self._ranks[peer]
         element = next((tensor.element_size() for tensor in _flat(value)), 0)
-        token = self._observer.issued(RehearsedMessage(op, self._ranks, at, sent, received, other, element))
+        token = self._observer.issued(
+            RehearsedMessage(op, self._ranks, at, sent, received, other, element, self._number)
+        )
         return RehearsedWork(self._observer, token, value, op == "send")
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:

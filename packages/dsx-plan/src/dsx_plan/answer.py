@@ -19,18 +19,21 @@ from .trace import COPIES, COPY, MESSAGE
 __all__ = ["RESERVE", "answer_of"]
 
 RESERVE = 0.97
-"""Share of a device's memory that a process can use: the rest is the context and the communication library's."""
+"""Share of a device's memory that a process can use: the rest is the context's."""
 
 
 @dataclass(frozen=True)
 class _Rank:
-    """What one replayed rank needs. `memory` is that of the device; where this is the host's memory, of both tiers."""
+    """What one replayed rank needs. `memory` is that of the device; where this is the host's memory, of both tiers.
+    `library` is what the communicators take of the device.
+    """
 
     replay: Replay
     timing: Timing
     peaks: dict[str, int]
     memory: Peak
     extra: int
+    library: int
     flops: int
     again: int
 
@@ -43,11 +46,12 @@ class _Rank:
         peaks = {tier: peak.nbytes for tier, peak in ledger.peaks.items() if peak.nbytes}
         memory = ledger.memory if machine.device == "cpu" else ledger.peaks[DEVICE]
         extra = fragmentation(ledger.requests) if machine.streams else 0
-        return _Rank(replay, timing, peaks, memory, extra, *_flops(replay))
+        library = replay.communicators * machine.communicator_bytes if machine.device == "cuda" else 0
+        return _Rank(replay, timing, peaks, memory, extra, library, *_flops(replay))
 
     @property
     def needed(self) -> int:
-        return self.memory.nbytes + self.extra
+        return self.memory.nbytes + self.extra + self.library
 
 
 def answer_of(
@@ -78,6 +82,10 @@ def answer_of(
     seconds = max(length, 1e-12)
     operations = sum(rank.flops - rank.again for rank in ranks) / len(ranks)
     notes = dict.fromkeys(note for rank in ranks for note in rank.replay.notes)
+    if most.library:
+        notes[
+            f"{found.communicators} communicators take about {most.library / 1e9:.1f} GB of the device beside this"
+        ] = None
     return Plan(
         model=model,
         world_size=world_size,

@@ -103,6 +103,8 @@ class Recorder(RehearsalObserver):
         """Operators of which nobody has said what they cost, with how often they ran."""
         self.late: list[Any] = []
         """Tickets of what is to be over when the step ends."""
+        self.communicators: set[int] = set()
+        """Process groups over which tensors went, and not only a few words: NCCL has a communicator for each."""
         self.mail = mail
         self._ranks_per_host, self._streams = ranks_per_host, streams
         self._rules: dict[int, Any] = {}
@@ -237,6 +239,8 @@ class Recorder(RehearsalObserver):
         """See `RehearsalObserver.issued`."""
         self._silent = False
         self.trace.messages.append(self._message(message))
+        if max(message.sent, message.received) > _SMALL_MESSAGE:
+            self.communicators.add(message.group)
         number = len(self.trace.messages) - 1
         self.trace.add(self._lane, MESSAGE, number)
         self._stage(number, message)

@@ -90,6 +90,7 @@ class Replay:
         tokens: of one micro-batch.
         rank: which one.
         experts: ranks over which experts are spread; 0 without experts.
+        communicators: process groups over which tensors went.
         notes: what the reader should know.
         stage: of a pipeline: when this rank did what, and what it sent.
     """
@@ -104,6 +105,7 @@ class Replay:
     tokens: int
     rank: int = 0
     experts: int = 0
+    communicators: int = 0
     notes: list[str] = field(default_factory=list)
     stage: StageReplay | None = None
 
@@ -284,6 +286,7 @@ class _Run:
             tokens=tokens_of(batch),
             rank=self._question.rank,
             experts=_experts(engine.module),
+            communicators=len(recorder.communicators),
             notes=self._notes,
             stage=record.stage,
         )
