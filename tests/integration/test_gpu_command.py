@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import venv
@@ -127,3 +128,89 @@ def test_unknown_stages_are_refused_and_versions_come_first():
     assert chosen_stages([]) == chosen_stages(["all"]) and len(chosen_stages([])) == 8
     with pytest.raises(DevError, match="no stage 'spede'; expected some of all, versions, build"):
         chosen_stages(["spede"])
+
+
+def here(tmp_path, simulated=True):
+    from devenv import Environment
+    from gpu.stages import Here
+
+    return Here(Environment(Path(sys.prefix)), tmp_path / "logs", tmp_path / "report", simulated)
+
+
+def records_of(stage, tmp_path):
+    """What a stage finds on the simulated device."""
+    import dsx_simcuda
+    from dsx_simcuda.__main__ import SITE
+    from gpu.running import run_stage
+    from gpu.stages import STAGES
+
+    if os.environ.get("CXX") is None and not any(shutil.which(name) for name in ("g++", "c++", "clang++")):
+        pytest.skip("no C++ compiler on this machine: the simulated device cannot be built")
+    dsx_simcuda.build()
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("DSX_SIMCUDA_M", "RANK", "WORLD_SIZE"))}
+    env = {**kept, "DSX_SIMCUDA": "1", "PYTHONPATH": str(SITE), "OMP_NUM_THREADS": "1"}
+    (tmp_path / "report").mkdir()
+    found = run_stage(stage, STAGES[stage].programs(here(tmp_path)), 500.0, tmp_path / "logs", env)
+    assert not [r for r in found.records if r.verdict in ("bad", "incomplete")], found.records
+    return {record.name: record for record in found.records}
+
+
+def test_versions_are_told_on_the_simulated_device(tmp_path):
+    found = records_of("versions", tmp_path)
+    assert found["device 0"].verdict == found["one sum on the device"].verdict == "good"
+    assert "(simulated)" in found["device 0"].text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("stage", ["parity", "syncs", "tests", "speed", "memory", "sanitize"])
+def test_a_stage_can_be_rehearsed_on_the_simulated_device(stage, tmp_path):
+    found = records_of(stage, tmp_path)
+    expected = {
+        "parity": "stage 3, bf16, parameters on host",
+        "syncs": "waits of the host: stage 2, bf16, optimizer on host",
+        "tests": "dsx: counts",
+        "speed": "1.3B, fsdp2",
+        "memory": "350M, stage 3, parameters on host",
+        "sanitize": "kernels",
+    }[stage]
+    assert found[expected].verdict == {"speed": "noted", "memory": "noted", "sanitize": "skipped"}.get(stage, "good")
+
+
+def test_missing_tools_of_cuda_only_skip(tmp_path, monkeypatch):
+    from gpu import stages
+
+    monkeypatch.setattr(stages, "cuda_toolkit", lambda: None)
+    monkeypatch.setattr(stages.shutil, "which", lambda name, **rest: None)
+    for stage, text in ((stages.build, "nvcc is neither"), (stages.sanitize, "compute-sanitizer is not on PATH")):
+        (found,) = stage(here(tmp_path, simulated=False))
+        assert found.verdict == "skipped" and text in found.text
+
+
+def test_native_code_that_does_not_compile_is_told_and_kernels_are_built_all_the_same(tmp_path, monkeypatch):
+    from dataclasses import replace
+
+    from gpu import stages
+
+    monkeypatch.setattr(stages, "cuda_toolkit", lambda: {"CUDA_HOME": "/opt/cuda"})
+    monkeypatch.delenv("DSX_BUILD_NATIVE", raising=False)
+    first, *rest = stages.build(replace(here(tmp_path, simulated=False), trouble="cc1plus: killed"))
+    assert first.verdict == "bad" and "cc1plus: killed" in first.text
+    assert len(rest) >= 2 and all("--no-index" in program.command for program in rest[:-1])
+    assert rest[0].env["CUDA_HOME"] == "/opt/cuda" and rest[0].env["DSX_BUILD_CUDA"] == "1"
+
+
+def test_counts_and_reasons_of_tests_are_records(tmp_path):
+    from gpu.stages import test_records as records
+
+    xml = tmp_path / "x.xml"
+    case = '<testcase name="{}">{}</testcase>'
+    cases = case.format("a", "") + case.format("b", '<skipped message="no CUDA kernels"/>')
+    xml.write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
+    assert [(r.name, r.verdict, r.text) for r in records("p", xml)] == [
+        ("p: counts", "good", ""),
+        ("p: b", "skipped", "no CUDA kernels"),
+    ]
+    xml.write_text(f"<testsuite>{case.format('a', '<error/>')}</testsuite>")
+    assert [r.verdict for r in records("p", xml)] == ["bad"]
+    assert list(records("p", tmp_path / "absent")) == []

@@ -5,6 +5,7 @@ reference, CUDA's on the emulator).
 from __future__ import annotations
 
 import contextlib
+import os
 
 import dsx_ops
 import pytest
@@ -234,6 +235,7 @@ def test_the_operators_keep_torchs_rules(name):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(os.environ.get("DSX_SIMCUDA") == "1", reason="CUDA kernels do not run on the simulated device")
 def test_a_gpu_gives_the_bits_of_the_cpu_without_waiting():
     where, numel, size = places((3 * PIECE + 77, 12, 5000, 1))
     torch.manual_seed(0)

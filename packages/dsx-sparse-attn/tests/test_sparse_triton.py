@@ -89,6 +89,8 @@ def test_interpreted():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.skipif(not has_triton, reason="needs triton (pip install triton)")
+@pytest.mark.skipif(os.environ.get("DSX_SIMCUDA") == "1", reason="Triton kernels do not run on the simulated device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_on_a_gpu(problem, case, dtype):
