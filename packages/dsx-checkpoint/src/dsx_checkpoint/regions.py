@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from dsx_core.host_memory import tell_read
 
 from .boxes import Region
 from .crc import Chunks, Sums
@@ -49,7 +50,9 @@ def _pieces(spec: TensorSpec, region: Region, values: torch.Tensor) -> Iterator[
         while done < run.numel:
             first = run.first + done
             if (first - begin) * spec.itemsize >= len(host):
-                begin, host = first, raw_bytes(values[first : first + step].contiguous().cpu())
+                part = values[first : first + step].contiguous().cpu()
+                tell_read(part, "writer of checkpoints")
+                begin, host = first, raw_bytes(part)
             data = host[(first - begin) * spec.itemsize :][: (run.numel - done) * spec.itemsize]
             yield (run.at + done) * spec.itemsize, data
             done += len(data) // spec.itemsize

@@ -6,6 +6,7 @@ Each module is one noun:
 - `console`: ends a command quietly when the program that reads its output has ended.
 - `files`: replaces a file so that readers see the old or the new content, never a part.
 - `holding`: folders that are in use as long as a process lives that holds them.
+- `host_memory`: tells a simulated device of accesses of native code to host memory.
 - `locks`: lets one process at a time use a folder, and tells which one has it.
 - `modules`: hooks and calls that dsx puts on a user's modules, and the blocks of a model.
 - `together`: runs an action on all ranks, so that all raise the same error when one fails; compares facts of ranks.

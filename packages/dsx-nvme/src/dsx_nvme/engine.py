@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from dsx_core.host_memory import tell_read, tell_write
 
 from . import fallback, files, native, staging
 from .errors import DataRaceError, EngineStartError, OptionError, TensorError, TransferError
@@ -328,6 +329,7 @@ class Engine:
 
     def _begin_plain(self, op: str, tensor: torch.Tensor, file: OpenFile, offset: int) -> Job:
         access, state = file.access, self._state
+        (tell_read if op == "write" else tell_write)(tensor, f"{op} of {os.path.basename(file.path)}")
         engine, slot = state.engine(access.engine), file.slots.get((state.pid, access.engine), -1)
         nbytes = tensor.numel() * tensor.element_size()
         try:
