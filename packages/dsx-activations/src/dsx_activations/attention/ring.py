@@ -204,10 +204,11 @@ class _Blocks:
     def _numel(self, source: int) -> int:
         return self._batch * self._heads * self._facts.tokens_of(source) * sum(self._features)
 
-    def _unpacked(self, block: torch.Tensor, source: int) -> list[torch.Tensor]:
+    def _unpacked(self, block: torch.Tensor, source: int) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (self._batch, self._heads, self._facts.tokens_of(source))
-        sizes = [self._batch * self._heads * shape[2] * features for features in self._features]
-        return [part.view(*shape, -1) for part in block.split(sizes)]
+        of_keys, of_values = ((*shape, features) for features in self._features)
+        keys, values = block.split([torch.Size(of_keys).numel(), torch.Size(of_values).numel()])
+        return keys.view(of_keys), values.view(of_values)
 
 
 class _Homeward:
@@ -240,13 +241,14 @@ class _Homeward:
         self._handles, self._leaving = [], None
         return self._coming
 
-    def arrived(self) -> list[torch.Tensor]:
+    def arrived(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The gradients of this rank's own keys and values."""
         block = self._received()
         if block is None:
             raise RuntimeError("gradients were taken before a block was worked on")
-        sizes = [shape.numel() for shape in self._shapes]
-        return [part.view(shape) for part, shape in zip(block.split(sizes), self._shapes)]
+        of_keys, of_values = self._shapes
+        grad_k, grad_v = block.split([of_keys.numel(), of_values.numel()])
+        return grad_k.view(of_keys), grad_v.view(of_values)
 
 
 def _hop(facts: Facts, block: torch.Tensor, coming: torch.Tensor, tag: int) -> list[Any]:

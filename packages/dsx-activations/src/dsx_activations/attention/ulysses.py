@@ -143,7 +143,8 @@ class _ToTokens(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return None, None, None, *_to_heads(*ctx.given, grads)
+        facts, heads = ctx.given
+        return None, None, None, *_to_heads(facts, heads, grads)
 
 
 def _to_heads(facts: Facts, heads: Heads, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
