@@ -15,7 +15,9 @@ from .cutting import ORDERS, Segments, place_in, sequence_segments
 __all__ = ["Facts"]
 
 COMPARED = 16
-"""The facts of the first calls in a group are compared over its ranks: so many. Later calls are assumed to agree."""
+"""The facts of the first calls in a group are compared over its ranks: so many. Later calls that say the length of the
+sequence are assumed to agree.
+"""
 
 _compared: Counter[tuple[int, ...]] = Counter()
 
@@ -52,7 +54,7 @@ class Facts:
         if order not in ORDERS:
             raise ActivationArgumentError(f"{name}: order: got {order!r}, expected {' or '.join(ORDERS)}")
         whole = tokens * size if length is None else length
-        _compare(name, group, rank, size, (q, k, v), (whole, ORDERS.index(order)))
+        _compare(name, group, rank, size, (q, k, v), (whole, ORDERS.index(order)), always=length is None)
         segments = tuple(sequence_segments(whole, size, one, order) for one in range(size))
         found = cls(group, rank, size, segments, whole)
         if found.tokens_of(rank) != tokens:
@@ -86,12 +88,14 @@ def _check_tensors(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor)
         raise ActivationArgumentError(f"{name}: got {found}, expected one floating-point dtype and one device")
 
 
-def _compare(name: str, group: Any, rank: int, size: int, tensors: tuple[torch.Tensor, ...], rest: Any) -> None:
-    """Compare the first calls of a group over its ranks: ranks that differ would wait for each other, or mix tokens."""
+def _compare(
+    name: str, group: Any, rank: int, size: int, tensors: tuple[torch.Tensor, ...], rest: Any, *, always: bool
+) -> None:
+    """Compare a call over the ranks of its group: ranks that differ would wait for each other, or mix tokens."""
     if size == 1:
         return
     key = tuple(dsx_comm.get_all_ranks_from_group(group))
-    if _compared[key] >= COMPARED:
+    if _compared[key] >= COMPARED and not always:
         return
     _compared[key] += 1
     heads = [tensors[0].shape[0], *(t.shape[1] for t in tensors[:2]), *(t.shape[3] for t in tensors[1:])]

@@ -49,7 +49,8 @@ def ring_attention(
         causal: a token sees itself and the tokens before it.
         scale: factor of the scores; None: 1 / sqrt(features).
         order: "plain" or "zigzag"; "zigzag" balances the work of a causal mask.
-        length: tokens of the whole sequence; None: as many on every rank.
+        length: tokens of the whole sequence; None: as many on every rank, which every call compares by a small
+            message. Give it in a training loop: on a device the host waits for that message.
 
     Returns:
         (batch, heads, tokens, value features), in q's dtype.

@@ -61,7 +61,8 @@ class UlyssesAttention(nn.Module):
             k: (batch, key heads, tokens, features); the heads of queries are a multiple (GQA, MQA).
             v: (batch, key heads, tokens, value features).
             args, kwargs: for `local_attention` (`is_causal=True`, a mask over the whole sequence, ...).
-            length: tokens of the whole sequence; None: as many on every rank.
+            length: tokens of the whole sequence; None: as many on every rank, which every call compares by a small
+                message. Give it in a training loop: on a device the host waits for that message.
 
         Returns:
             (batch, heads, tokens, value features).
