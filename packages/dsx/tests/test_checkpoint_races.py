@@ -85,7 +85,8 @@ def names_after_a_save(rank, world, folder, asynchronous):
     for tag in ("a", "b"):
         engine.save_checkpoint(folder, tag=tag)
     engine.wait_for_checkpoints()
-    return sorted(path.name for path in folder.iterdir())
+    # The files of what was removed go behind the save, under a name that no load finds.
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -8,7 +8,7 @@ in `striping.py`.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .format import MODEL, Placed, TensorSpec
@@ -46,6 +46,11 @@ def plan_files(
         bins[-1].append(spec)
         used += spec.nbytes
     return numbered_files(stem, bins)
+
+
+def worth_a_file(specs: Mapping[str, TensorSpec], frozen: frozenset[str]) -> frozenset[str]:
+    """Frozen parameters, if they are large enough that linking their files saves anything."""
+    return frozen if sum(specs[name].nbytes for name in frozen if name in specs) >= STEADY_BYTES else frozenset()
 
 
 def numbered_files(stem: str, bins: Sequence[Sequence[TensorSpec]], align: int = _HEADER_BYTES) -> tuple[FilePlan, ...]:

@@ -20,7 +20,7 @@ from .boxes import Box, Region
 from .crc import Chunks
 from .errors import CheckpointError, shown
 from .format import CLIENT, FAMILIES, MODEL, OPTIMIZER, Placed, TensorSpec
-from .plan import STEADY_BYTES, FilePlan, plan_files, weight_map
+from .plan import FilePlan, plan_files, weight_map, worth_a_file
 from .striping import striped_files
 from .writers import Spot, Writers, different_specs
 
@@ -86,7 +86,7 @@ class WritePlan:
         writers = Writers.of(told, model)
         specs = {MODEL: list(model.values()), OPTIMIZER: list(writers.states(model)), CLIENT: writers.client_specs}
         known = [known for catalogue in told.catalogues for known in catalogue.known.values()]
-        frozen = _worth_a_file(model, frozenset(k.spec.name for k in known if k.frozen))
+        frozen = worth_a_file(model, frozenset(k.spec.name for k in known if k.frozen))
         files = [plan for f in FAMILIES for plan in plan_files(f, specs[f], max_file_bytes, frozen)]
         striped = None
         if hosts is not None and max(hosts) > 0:
@@ -177,11 +177,6 @@ def _merged_model(told: Told) -> dict[str, TensorSpec]:
                 raise different_specs(name, known.spec, rank, before, origin[name])
             origin.setdefault(name, rank)
     return merged
-
-
-def _worth_a_file(specs: Mapping[str, TensorSpec], frozen: frozenset[str]) -> frozenset[str]:
-    """Frozen parameters, if they are large enough that linking their files saves anything."""
-    return frozen if sum(specs[name].nbytes for name in frozen if name in specs) >= STEADY_BYTES else frozenset()
 
 
 def _merged_aliases(told: Told, model: Mapping[str, TensorSpec]) -> dict[str, tuple[str, ...]]:
