@@ -15,7 +15,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 ONE, TWO = {}, {}
@@ -185,6 +191,43 @@ def data_parallel_over_two_devices():
 
 
 @one
+def language_model_of_lstms():
+    words = torch.randint(50, (24, 4))
+    parts = nn.Embedding(50, WIDTH), nn.LSTM(WIDTH, WIDTH, num_layers=2, dropout=0.2), nn.Linear(WIDTH, 50)
+    embedding, recurrent, head = (part.cuda() for part in parts)
+    parameters = [p for part in parts for p in part.parameters()]
+    optimizer, state = torch.optim.SGD(parameters, lr=0.5), None
+    for start in range(0, 18, 6):
+        inputs, targets = (words[start + i : start + i + 6].cuda(non_blocking=True) for i in (0, 1))
+        out, state = recurrent(embedding(inputs), state and tuple(s.detach() for s in state))
+        nn.functional.cross_entropy(head(out).flatten(0, 1), targets.flatten()).backward()
+        nn.utils.clip_grad_norm_(parameters, 0.25)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@one
+def sequence_prediction_by_cells():
+    cells = [nn.LSTMCell(1, 16).cuda(), nn.GRUCell(16, 16).cuda()]
+    head, series = nn.Linear(16, 1).cuda(), torch.linspace(0, 6, 12, device="cuda").sin().repeat(3, 1)
+    optimizer = torch.optim.LBFGS([p for part in (*cells, head) for p in part.parameters()], lr=0.1, max_iter=3)
+
+    def closure():
+        optimizer.zero_grad()
+        first, cell, second = (torch.zeros(3, 16, device="cuda") for _ in range(3))
+        losses = []
+        for now, following in itertools.pairwise(series.split(1, dim=1)):
+            first, cell = cells[0](now, (first, cell))
+            second = cells[1](first, second)
+            losses.append((head(second) - following).square().mean())
+        loss = torch.stack(losses).mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+@one
 def transformers_trainer():
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
@@ -306,6 +349,30 @@ def tensor_parallel():
     net = parallelize_module(net, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     for _ in range(3):
         net(torch.ones(4, 8, device="cuda")).sum().backward()
+
+
+@two
+def sequence_parallel():
+    mesh = init_device_mesh("cuda", (2,))
+    net = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).cuda()
+    plan = {
+        "0": SequenceParallel(),
+        "1": ColwiseParallel(input_layouts=Shard(1)),
+        "3": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    net = parallelize_module(net, mesh, plan)
+    for _ in range(3):
+        net(torch.ones(2, 4, 8, device="cuda")).sum().backward()
+
+
+@two
+def fsdp2_recomputes_blocks():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    net = model()
+    for name, layer in list(net.named_children()):
+        net.register_module(name, fully_shard(checkpoint_wrapper(layer)))
+    train(fully_shard(net))
 
 
 @two
