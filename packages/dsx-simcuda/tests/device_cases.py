@@ -558,6 +558,14 @@ def _trained(recurrent, options, device):
 
 
 @case
+def sparse_tensors_are_refused():
+    try:
+        torch.sparse_coo_tensor([[0, 2]], [1.0, 2.0], (3,), device="cuda")
+    except NotImplementedError as error:
+        return "SparseCUDA" in str(error)
+
+
+@case
 def recurrent_layers():
     options = [{}, {"num_layers": 2, "bidirectional": True}, {"batch_first": True, "bias": False}]
     cases = [(kind, some) for kind in (nn.LSTM, nn.GRU, nn.RNN) for some in options] + [(nn.LSTM, {"proj_size": 3})]

@@ -68,6 +68,7 @@ RESULTS = {
     "events_and_streams": [True, -1, 0, True, True],
     "profiler_ranges": [True, 0],
     "inductor_is_refused": True,
+    "sparse_tensors_are_refused": True,
 }
 
 

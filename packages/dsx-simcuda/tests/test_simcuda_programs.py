@@ -221,3 +221,14 @@ def test_torch_before_the_plugin_is_a_usage_error(built, tmp_path):
     command = [sys.executable, "-m", "pytest", "-p", "early", "--device", "simcuda", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env_path)
     assert done.returncode == 4 and "[DSX901]" in done.stderr
+
+
+def test_registered_memory_is_pinned_before_anything_else_of_the_device(run_program):
+    code = (
+        "import torch; host = torch.zeros(9)\n"
+        "torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0)\n"
+        "print(host.is_pinned(), torch.zeros(9).is_pinned())\n"
+        "torch.cuda.cudart().cudaHostUnregister(host.data_ptr()); print(host.is_pinned())\n"
+    )
+    done = run_program("-c", code)
+    assert done.stdout.split() == ["True", "False", "False"], done.stderr

@@ -51,6 +51,7 @@ class _Runtime:
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         """Pins the program's own memory."""
         torch.ops.simcuda.watch_registered_memory()
+        torch.empty(1, pin_memory=True)  # before torch has made some, is_pinned() is False for all memory
         native.lib.sim_pin(address, nbytes)
         return 0
 
