@@ -105,11 +105,11 @@ def test_two_dimensions_and_one_shard(patched):
 
 
 def test_a_wrong_number_of_shards_is_refused(patched):
-    import dsx_zero
+    import dsx_activations
     from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
 
     for wrong in (0, 2.0, True):
-        with pytest.raises(dsx_zero.ZeroModelError, match="expected a whole number of at least 1"):
+        with pytest.raises(dsx_activations.ActivationArgumentError, match="expected a whole number of at least 1"):
             TiledMLP.apply(whole_mlp, Net().mlp, torch.randn(3, 8), wrong, None)
 
 
