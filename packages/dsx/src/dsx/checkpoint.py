@@ -5,6 +5,8 @@ The names of this module are the same objects as in the package, which are impor
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from typing import Any
 
 import dsx_checkpoint
@@ -14,4 +16,12 @@ from .deepspeed_names import PLACES, finder
 
 
 def __getattr__(name: str) -> Any:
-    return finder(__name__)(name) if name in PLACES[__name__] else getattr(dsx_checkpoint, name)
+    if name in PLACES[__name__]:
+        return finder(__name__)(name)
+    try:
+        return getattr(dsx_checkpoint, name)
+    except AttributeError:
+        if name.startswith("__") or importlib.util.find_spec(f"dsx_checkpoint.{name}") is None:
+            raise
+        # Else a module that nobody has imported yet would be loaded a second time, under this module's name.
+        return importlib.import_module(f"dsx_checkpoint.{name}")
