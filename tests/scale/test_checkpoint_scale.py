@@ -7,8 +7,8 @@ import pytest
 from checkpoint_budget import BUDGET, RANKS, rows
 from checkpoint_layouts import Job, experts, llama
 from dsx.elasticity.peers import _in_turns
+from dsx_checkpoint.indexing import build_index
 from dsx_checkpoint.nodes.topology import Nodes
-from dsx_checkpoint.writing import build_index
 
 BYTES_MAY_DIFFER = 0.15  # zlib compresses a little differently from version to version
 

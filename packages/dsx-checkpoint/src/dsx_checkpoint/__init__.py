@@ -17,7 +17,7 @@ Modules, in the order from data to actions:
     snapshot.py, announcing.py                  what a rank holds, and what it tells of it
     plan.py, striping.py, writers.py            files and the tensors in them; who writes what
     planning.py, shares.py, agreeing.py         the plan on rank 0, and each rank's part of it
-    writing.py                                  a save
+    writing.py, indexing.py                     a save
     linking.py, keeping.py, behind.py           files that have not changed; old checkpoints; saves behind training
     failures.py                                 errors of saves behind training, and the exit code of the process
     verifying.py, selecting.py, reading.py      regions by name, verified

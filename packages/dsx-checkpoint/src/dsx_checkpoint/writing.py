@@ -19,8 +19,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-import zlib
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -29,12 +27,11 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from ._version import __version__
 from .agreeing import WholePlan, agree
 from .announcing import PieceKey
-from .crc import Sums, crc_of
+from .crc import Sums
 from .direct import FileWriter, writing
-from .errors import CheckpointCorruptError, CheckpointError, shown
+from .errors import CheckpointError, shown
 from .files import check_space, create, replace_text
 from .folder import (
     check_folder,
@@ -46,28 +43,22 @@ from .folder import (
     saving,
     temporary_name,
 )
-from .format import CHUNK_BYTES, FAMILIES, INDEX_NAME, WEIGHT_MAP_NAME, Entry, FileEntry, Index
+from .format import CHUNK_BYTES, INDEX_NAME, WEIGHT_MAP_NAME
+from .indexing import build_index
 from .keeping import Keeping
 from .linking import Candidates, Known, Suspects, find_candidates, hash_pieces, intact_files, link, unchanged_files
 from .parsing import parse_index
 from .plan import MAX_FILE_BYTES, FilePlan
-from .planning import WritePlan
 from .ranks import Ranks, default_ranks
 from .regions import hash_region, write_region
 from .shares import (
-    ONLY_WRITER,
     Packed,
     RankPlan,
     Written,
-    digest_of,
-    is_incomplete,
     key_of,
     pack,
-    registers_of,
-    unpack,
 )  # fmt: skip
 from .snapshot import Piece, Place, Snapshot
-from .writers import Spot
 
 
 class Disks(Protocol):
@@ -394,71 +385,3 @@ class Rank0:
         """Remove older checkpoints, the bytes of which go behind the caller, and give up the lock of the folder."""
         self.keeping.remove_others(self.target)
         self.lock.close()
-
-
-def build_index(whole: WholePlan, written: Sequence[Packed], state: Any, latest: bool) -> Index:
-    """The index of a checkpoint, from the hashes of all ranks.
-
-    Raises:
-        CheckpointError: ranks hold different values of elements that should be equal.
-    """
-    plan = whole.plan
-    headers = {file.name: (file.size, file.header) for file in plan.files}
-    if plan.map_text:
-        headers[WEIGHT_MAP_NAME] = (len(plan.map_text), plan.map_text)
-    registers = _registers(plan, written)
-    tensors = {
-        family: {name: _entry(plan, family, name, registers) for name in plan.placed[family]} for family in FAMILIES
-    }
-    return Index(
-        files={name: FileEntry(size, len(header), zlib.crc32(header)) for name, (size, header) in headers.items()},
-        tensors=tensors,
-        aliases=dict(plan.aliases),
-        excluded=plan.excluded,
-        scalars={key: dict(values) for key, values in whole.numbers.items()},
-        state=state,
-        ranks=tuple(whole.rank_states),
-        latest=latest,
-        writer=f"dsx {__version__}",
-        chunk_bytes=plan.chunk_bytes,
-    )
-
-
-def _registers(plan: WritePlan, written: Sequence[Packed]) -> array[int]:
-    """The registers of all chunks (`WritePlan.first_chunks`), put together from the ranks' pieces."""
-    found = array("I", bytes(4 * plan.chunk_count))
-    digests: dict[tuple[str, str, Spot], tuple[int, bytes]] = {}
-    for rank, packed in enumerate(written):
-        firsts, flags = plan.table(rank)
-        if any(flag != ONLY_WRITER for flag in flags) or is_incomplete(packed):
-            _compare_replicas(plan, rank, packed, digests)
-        for number, register in registers_of(packed, firsts, flags):
-            found[number] ^= register
-    return found
-
-
-def _compare_replicas(
-    plan: WritePlan, rank: int, packed: Packed, digests: dict[tuple[str, str, Spot], tuple[int, bytes]]
-) -> None:
-    """Compare the pieces that several ranks hold with those of lower ranks, of which `digests` has the hashes."""
-    for part, registers in unpack(plan, rank, packed):
-        if registers is None:
-            raise CheckpointCorruptError(f"{shown(part.name)}: not everything that was planned has been written")
-        if part.replicated:
-            digest = registers if isinstance(registers, bytes) else digest_of(registers)
-            owner, known = digests.setdefault((part.family, part.name, part.spot), (rank, digest))
-            if known != digest and part.name not in plan.unlike:
-                raise CheckpointError(
-                    f"{shown(part.name)} has other values on rank {rank} than on rank {owner}, which should hold the "
-                    "same; if they hold different parts of it by model parallelism, say so with `places`; else the "
-                    "ranks' models have diverged"
-                )
-
-
-def _entry(plan: WritePlan, family: str, name: str, registers: array[int]) -> Entry:
-    """A tensor's place and the hashes of its chunks."""
-    chunks, first = plan.chunks(family, name), plan.first_chunks[family, name]
-    spans = map(chunks.span, range(len(chunks)))
-    values = registers[first : first + len(chunks)]
-    crcs = [crc_of(register, stop - start) for register, (start, stop) in zip(values, spans)]
-    return Entry(plan.placed[family][name], plan.chunks(family, name, crcs))

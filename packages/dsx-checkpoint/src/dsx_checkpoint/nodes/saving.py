@@ -33,6 +33,7 @@ from ..errors import CheckpointError, shown
 from ..files import opened, replace_text, write_all
 from ..folder import check_target, publish, remove_replaced, saving
 from ..format import INDEX_NAME, WEIGHT_MAP_NAME, Placed
+from ..indexing import build_index
 from ..node_part import NodePart, digest_of_index
 from ..parsing import parse_index
 from ..planning import Part, WritePlan
@@ -40,7 +41,7 @@ from ..ranks import Ranks
 from ..shares import Packed, pack, unpack
 from ..spans import Spans, spans_of_region
 from ..writers import Spot
-from ..writing import PlannedSave, build_index, write_pieces
+from ..writing import PlannedSave, write_pieces
 from .copies import ChunkKey, Layout, Registers
 from .topology import Nodes
 from .transfers import Transfer, in_rounds, run_transfers, transfers_between

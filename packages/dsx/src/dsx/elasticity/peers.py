@@ -30,6 +30,7 @@ from dsx_checkpoint.encode import decode
 from dsx_checkpoint.errors import CheckpointError
 from dsx_checkpoint.files import opened, read_text
 from dsx_checkpoint.format import DTYPES, INDEX_NAME, WEIGHT_MAP_NAME, Index
+from dsx_checkpoint.indexing import build_index
 from dsx_checkpoint.loading import OneDisk
 from dsx_checkpoint.nodes.topology import Nodes
 from dsx_checkpoint.nodes.transfers import Transfer, packs, run_transfers
@@ -39,7 +40,7 @@ from dsx_checkpoint.reading import Reader
 from dsx_checkpoint.shares import Packed, RankPlan, pack
 from dsx_checkpoint.snapshot import persistent_buffers
 from dsx_checkpoint.spans import Range, Spans, spans_of_region
-from dsx_checkpoint.writing import PlannedSave, build_index, write_pieces
+from dsx_checkpoint.writing import PlannedSave, write_pieces
 
 from .memory import NodeMemory, Part, note_held, step_of
 
