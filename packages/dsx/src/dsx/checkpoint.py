@@ -21,7 +21,7 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(dsx_checkpoint, name)
     except AttributeError:
-        if name.startswith("__") or importlib.util.find_spec(f"dsx_checkpoint.{name}") is None:
+        if name.startswith("__") or importlib.util.find_spec(f"{dsx_checkpoint.__name__}.{name}") is None:
             raise
         # Else a module that nobody has imported yet would be loaded a second time, under this module's name.
-        return importlib.import_module(f"dsx_checkpoint.{name}")
+        return importlib.import_module(f"{dsx_checkpoint.__name__}.{name}")
