@@ -78,7 +78,10 @@ class Agreement:
 
     def is_over(self, group: Any) -> bool:
         """Whether no further call of this group is to be compared."""
-        return self._seen.get(group, 0) >= self._most(group)
+        most = self.calls  # without `_most`: this is on the way of every prepared call
+        if most is None:
+            most = CHECKED if group.size() < MANY_RANKS else CHECKED_OF_MANY
+        return self._seen.get(group, 0) >= most
 
     def _most(self, group: Any) -> int:
         """How many calls of the group are compared."""
