@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from dsx.autotuning.experiments import Job, run_experiment
+from dsx_plan.autotuning.experiments import Job, run_experiment
 
 SCRIPT = """
 import json, os, sys

@@ -3,7 +3,7 @@
 from importlib.util import find_spec
 
 import pytest
-from dsx.planning import recorder
+from dsx_plan import recorder
 
 
 @pytest.mark.parametrize(("module", "kind"), recorder._OWNERS)
