@@ -1,6 +1,6 @@
 """Our packages import each other by import statements, which the linter of layers and a type checker see.
 
-An import by string hides an arrow: planner and wiring were a circle in this way. Four places are named below, where
+An import by string hides an arrow: planner and wiring were a circle in this way. Three places are named below, where
 a table of names is what is wanted. A package may load its own modules lazily. dsx-compat finds the objects behind
 DeepSpeed's names by a table too (`names.py`): it lies above all packages, and hides no arrow.
 """
@@ -19,7 +19,6 @@ from workspace import all_packages  # noqa: E402
 
 OURS = {package.module for package in all_packages().values()}
 PLACES = {
-    "dsx/wiring.py": "`part` imports a sibling, or says that it is missing or has another version",
     "dsx/cli.py": "the table of sub-commands, each imported when it is called",
     "dsx/deepspeed_names.py": "the table of DeepSpeed's names, found in dsx-compat, above dsx, where it is installed",
     "dsx_compat/op_builder/__init__.py": "DeepSpeed's builders are found by name, in the top layer: no arrow is hidden",

@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
+import dsx_comm
+import dsx_zero
 from dsx_comm import RankSets
 
 from .config import Config
@@ -58,7 +60,7 @@ def ranks_of_job(sets: RankSets | None) -> Any:
 
 
 @contextmanager
-def telling_others(zero: Any, comm: Any, request: Request, *, joins: bool, group: Any = None) -> Iterator[None]:
+def telling_others(request: Request, *, joins: bool, group: Any = None) -> Iterator[None]:
     """A context for checks that may run before there is a process group. An error inside it also ends `initialize` on
     the other ranks.
 
@@ -67,27 +69,26 @@ def telling_others(zero: Any, comm: Any, request: Request, *, joins: bool, group
     rank raises.
 
     Args:
-        zero, comm: the packages `dsx_zero` and `dsx_comm`.
         joins: whether `initialize` makes the process group.
         group: the ranks of the job, if there is a process group already; None: all ranks.
     """
     try:
         yield
     except Exception as error:
-        if comm.is_initialized():
-            with zero.telling(group):
+        if dsx_comm.is_initialized():
+            with dsx_zero.telling(group):
                 raise
         if joins and launched_as()[1] > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
-            _join_and_tell(zero, comm, request, error)
+            _join_and_tell(request, error)
         raise
 
 
-def _join_and_tell(zero: Any, comm: Any, request: Request, error: Exception) -> None:
+def _join_and_tell(request: Request, error: Exception) -> None:
     logger.error("%s; telling the other ranks", error)
     try:
-        comm.init_distributed(distributed_port=request.distributed_port, timeout=_PATIENCE, verbose=False)
-        with suppress(type(error)), zero.telling():
+        dsx_comm.init_distributed(distributed_port=request.distributed_port, timeout=_PATIENCE, verbose=False)
+        with suppress(type(error)), dsx_zero.telling():
             raise error
-        comm.destroy_process_group()  # a call that failed leaves no process group behind
+        dsx_comm.destroy_process_group()  # a call that failed leaves no process group behind
     except Exception as failure:  # noqa: BLE001 - the error of this rank is the one to report
         logger.warning("the other ranks could not be told: %s", failure)

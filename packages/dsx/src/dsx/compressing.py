@@ -13,6 +13,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import dsx_zero
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
@@ -31,7 +32,7 @@ def _asked(config: Config) -> Any:
     return moq.as_compression() if moq.enabled else section
 
 
-def compressed(request: Request, config: Config, part: Callable[[str], ModuleType]) -> Request:
+def compressed(request: Request, config: Config) -> Request:
     """The request after its model got the configured techniques; learnable scores are added to its parameters.
 
     Raises:
@@ -41,14 +42,14 @@ def compressed(request: Request, config: Config, part: Callable[[str], ModuleTyp
     asked, model = _asked(config), request.model
     if not asked.methods():
         _note_layer_reduction(asked)
-        if any(map(parametrize.is_parametrized, model.modules())) and part("dsx_compress").is_compressed(model):
+        if any(map(parametrize.is_parametrized, model.modules())) and _package().is_compressed(model):
             logger.warning(
                 "the model was prepared by init_compression, but the configuration has no compression_training: the"
                 " engine advances no schedule; add the section, or step a CompressionScheduler yourself"
             )
         return request
-    compress = part("dsx_compress")
-    part("dsx_zero").release_model(model)  # an earlier engine may have partitioned it
+    compress = _package()
+    dsx_zero.release_model(model)  # an earlier engine may have partitioned it
     if compress.is_compressed(model):
         return request
     _note_layer_reduction(asked)
@@ -56,6 +57,12 @@ def compressed(request: Request, config: Config, part: Callable[[str], ModuleTyp
     off = asked.layer_reduction.model_copy(update={"enabled": False})
     compress.init_compression(model, asked.model_copy(update={"layer_reduction": off}), mpu=request.mpu)
     return _with_scores(request, [p for p in model.parameters() if id(p) not in known])
+
+
+def _package() -> ModuleType:
+    import dsx_compress  # lazy import: most programs compress nothing
+
+    return dsx_compress
 
 
 def _note_layer_reduction(asked: Any) -> None:
@@ -92,7 +99,6 @@ def _with_scores(request: Request, scores: list[nn.Parameter]) -> Request:
 def build_scheduler(
     model: nn.Module,
     config: Config,
-    part: Callable[[str], ModuleType],
     *,
     stage: int,
     mean: Callable[[Any], Any] | None,
@@ -111,6 +117,5 @@ def build_scheduler(
     asked = _asked(config)
     if not asked.methods():
         return None
-    zero = part("dsx_zero")
-    gather = (lambda parameters: zero.GatheredParameters(parameters)) if stage == 3 else None
-    return part("dsx_compress").compression_scheduler(model, asked, gather=gather, mean=mean, loss_scale=loss_scale)
+    gather = (lambda parameters: dsx_zero.GatheredParameters(parameters)) if stage == 3 else None
+    return _package().compression_scheduler(model, asked, gather=gather, mean=mean, loss_scale=loss_scale)

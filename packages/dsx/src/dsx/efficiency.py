@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
+import dsx_data
 from torch import nn
 
 from .config import Config
@@ -49,16 +49,12 @@ class Conversion:
     undo: Callable[[], None]
 
 
-def convert(model: nn.Module, config: Config, data: ModuleType) -> Conversion:
-    """Convert the layers that the configuration names.
-
-    Args:
-        data: the package `dsx_data`.
-    """
-    _check_pipeline(model, config, data)
+def convert(model: nn.Module, config: Config) -> Conversion:
+    """Convert the layers that the configuration names."""
+    _check_pipeline(model, config)
     undo: list[Callable[[], Any]] = []
-    token_drop = _convert_tokens(model, config, data, undo)
-    layer_drop = _convert_layers(model, config, data, undo)
+    token_drop = _convert_tokens(model, config, undo)
+    layer_drop = _convert_layers(model, config, undo)
 
     def undo_all() -> None:
         while undo:
@@ -67,7 +63,7 @@ def convert(model: nn.Module, config: Config, data: ModuleType) -> Conversion:
     return Conversion(layer_drop, token_drop, undo_all)
 
 
-def _check_pipeline(model: nn.Module, config: Config, data: ModuleType) -> None:
+def _check_pipeline(model: nn.Module, config: Config) -> None:
     """Refuse settings that do not work in a pipeline, where a rank has only some layers and some stages read no
     batches.
     """
@@ -87,7 +83,7 @@ def _check_pipeline(model: nn.Module, config: Config, data: ModuleType) -> None:
             "a stage holds some of the layers, and layers are numbered over the whole model",
         ),
         (
-            config.use("progressive_layer_drop").enabled and data.find_layer_drop(model) is None,
+            config.use("progressive_layer_drop").enabled and dsx_data.find_layer_drop(model) is None,
             "progressive_layer_drop",
             "a stage holds some of the layers, and layers are numbered over the whole model; convert the layers with"
             " dsx.data.convert_to_layer_drop before PipelineModule takes them",
@@ -97,66 +93,64 @@ def _check_pipeline(model: nn.Module, config: Config, data: ModuleType) -> None:
             raise EngineArgumentError(f"{key}: got enabled with a pipeline, expected false: {reason}")
 
 
-def _convert_tokens(model: nn.Module, config: Config, data: ModuleType, undo: list[Callable[[], Any]]) -> Any:
+def _convert_tokens(model: nn.Module, config: Config, undo: list[Callable[[], Any]]) -> Any:
     section = config.use("data_efficiency")
     routing = section.data_routing
     if not (section.enabled and routing.enabled and routing.random_ltd.enabled):
         return None
-    schedule = data.RandomLTDScheduler(routing.random_ltd, global_batch_size=config.batch.train)
-    drop = data.TokenDrop.from_config(routing.random_ltd, schedule)
-    if not data.bind_token_drop(model, drop) and hasattr(model, "_no_split_modules"):
-        data.convert_to_random_ltd(model, config=drop)
-        undo.append(lambda: data.remove_random_ltd(model))
+    schedule = dsx_data.RandomLTDScheduler(routing.random_ltd, global_batch_size=config.batch.train)
+    drop = dsx_data.TokenDrop.from_config(routing.random_ltd, schedule)
+    if not dsx_data.bind_token_drop(model, drop) and hasattr(model, "_no_split_modules"):
+        dsx_data.convert_to_random_ltd(model, config=drop)
+        undo.append(lambda: dsx_data.remove_random_ltd(model))
     logger.info("random_ltd: layers %s keep %d tokens at first", schedule.layer_ids, schedule.current_seq)
     return drop
 
 
-def _convert_layers(model: nn.Module, config: Config, data: ModuleType, undo: list[Callable[[], Any]]) -> Any:
+def _convert_layers(model: nn.Module, config: Config, undo: list[Callable[[], Any]]) -> Any:
     section = config.use("progressive_layer_drop")
     if not section.enabled:
         return None
-    schedule = data.ProgressiveLayerDrop(section.theta, section.gamma)
-    found = data.find_layer_drop(model)
+    schedule = dsx_data.ProgressiveLayerDrop(section.theta, section.gamma)
+    found = dsx_data.find_layer_drop(model)
     if found is not None:
         found.use_schedule(schedule)
         return found
     if {"pld_theta", "progressive_layer_drop"} & set(inspect.signature(model.forward).parameters):
-        return data.LayerDrop(schedule, 0)  # the model drops layers itself
+        return dsx_data.LayerDrop(schedule, 0)  # the model drops layers itself
     try:
-        made = data.convert_to_layer_drop(model, schedule=schedule)
-    except data.DataArgumentError as error:
+        made = dsx_data.convert_to_layer_drop(model, schedule=schedule)
+    except dsx_data.DataArgumentError as error:
         if takes_any_keyword(model):  # DeepSpeed's contract: the model reads the arguments from its `**kwargs`
             logger.info("progressive_layer_drop: pld_theta is given to %s, which takes **kwargs", type(model).__name__)
-            return data.LayerDrop(schedule, 0)
+            return dsx_data.LayerDrop(schedule, 0)
         raise EngineArgumentError(
             f"progressive_layer_drop: which layers may be skipped is not known ({error}); call"
             " dsx.data.convert_to_layer_drop(model, LayerClass, schedule=...) before dsx.initialize, or give the"
             " model's forward an argument pld_theta and drop there"
         ) from error
-    undo.append(lambda: data.remove_layer_drop(model))
+    undo.append(lambda: dsx_data.remove_layer_drop(model))
     logger.info("progressive_layer_drop: %d layers, theta falls to %g", made.layers, section.theta)
     return made
 
 
-def build_parts(
-    model: nn.Module, config: Config, conversion: Conversion, counters: Counters, data: ModuleType
-) -> dict[str, Any]:
+def build_parts(model: nn.Module, config: Config, conversion: Conversion, counters: Counters) -> dict[str, Any]:
     """The parts that work on batches and steps, by the name of their section, in the order of their use."""
     parts: dict[str, Any] = {}
     section = config.use("curriculum_learning")
     if section.enabled:
-        scheduler = data.CurriculumScheduler(section, name="curriculum_learning")
-        parts["curriculum_learning"] = SeqlenCurriculum(scheduler, data.truncate_batch, model, counters)
+        scheduler = dsx_data.CurriculumScheduler(section, name="curriculum_learning")
+        parts["curriculum_learning"] = SeqlenCurriculum(scheduler, dsx_data.truncate_batch, model, counters)
     drop = conversion.layer_drop
     if drop is not None:
         parts["progressive_layer_drop"] = LayerDropping(drop.schedule, drop if drop.layers else None, model)
     if conversion.token_drop is not None:
-        parts["random_ltd"] = TokenDropping(conversion.token_drop, data.bind_token_drop, model)
+        parts["random_ltd"] = TokenDropping(conversion.token_drop, dsx_data.bind_token_drop, model)
     return parts
 
 
 def token_batches(
-    config: Config, groups: Callable[[], list[dict[str, Any]]], parts: Callable[[], int], data: ModuleType
+    config: Config, groups: Callable[[], list[dict[str, Any]]], parts: Callable[[], int]
 ) -> FixedBatches | TokenBatches:
     """The part that counts the samples of an update, weights its losses and scales its learning rates.
 
@@ -171,17 +165,17 @@ def token_batches(
     method = batching.lr_scaling_method
     by = batching.loss_weighting
     return TokenBatches(
-        config.batch.train, lambda size, base: data.lr_factor(size, base, method), groups,
+        config.batch.train, lambda size, base: dsx_data.lr_factor(size, base, method), groups,
         by=by, unit=batching.max_tokens if by == "tokens" else config.batch.micro, parts=parts,
     )  # fmt: skip
 
 
-def loader_rule(config: Config, data: ModuleType) -> LoaderRule:
+def loader_rule(config: Config) -> LoaderRule:
     """A function from dataset and options to the options of the training loader, as the configuration changes them."""
     section = config.data_efficiency
     sampling = section.data_sampling
     if not (section.enabled and sampling.enabled):
-        return _whole_updates(config, data)
+        return _whole_updates(config)
 
     def rule(dataset: Any, options: LoaderOptions) -> LoaderOptions:
         options = dataclasses.replace(
@@ -190,19 +184,19 @@ def loader_rule(config: Config, data: ModuleType) -> LoaderRule:
         )  # fmt: skip
         if sampling.curriculum_learning.enabled:
             curriculum = sampling.curriculum_learning
-            sampler = data.CurriculumSampler(
+            sampler = dsx_data.CurriculumSampler(
                 _length(dataset), curriculum.curriculum_metrics, global_batch_size=config.batch.train,
                 seed=section.seed, num_epochs=sampling.num_epochs, cluster_path=curriculum.data_cluster_path,
             )  # fmt: skip
             return dataclasses.replace(options, sampler=sampler)
         if sampling.dynamic_batching.enabled:
-            return dataclasses.replace(options, budget=_budget(sampling.dynamic_batching, data))
+            return dataclasses.replace(options, budget=_budget(sampling.dynamic_batching))
         return options
 
     return rule
 
 
-def _whole_updates(config: Config, data: ModuleType) -> LoaderRule:
+def _whole_updates(config: Config) -> LoaderRule:
     """With elasticity, epochs consist of complete updates, so that each update has the same samples with any number of
     ranks.
     """
@@ -211,7 +205,7 @@ def _whole_updates(config: Config, data: ModuleType) -> LoaderRule:
         if not config.elasticity.enabled or options.sampler is not None or options.budget is not None:
             return options
         ordered = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and len(dataset) > 0
-        if not (ordered or isinstance(dataset, data.SharedStream)):
+        if not (ordered or isinstance(dataset, dsx_data.SharedStream)):
             if options.rank == 0:
                 logger.warning(
                     "elasticity: the samples of %s cannot be shared out again: it goes on at the same number of ranks"
@@ -225,9 +219,9 @@ def _whole_updates(config: Config, data: ModuleType) -> LoaderRule:
     return rule
 
 
-def _budget(section: Any, data: ModuleType) -> Any:
-    budget = data.TokenBudget(
-        data.lengths_from(section.metrics_path),
+def _budget(section: Any) -> Any:
+    budget = dsx_data.TokenBudget(
+        dsx_data.lengths_from(section.metrics_path),
         max_tokens=section.max_tokens,
         min_batch_size=section.min_batch_size,
         max_batch_size=section.max_batch_size,

@@ -14,6 +14,7 @@ from torch import nn
 
 from .engine.errors import EngineArgumentError
 from .engine.request import Request
+from .siblings import check_siblings
 
 if TYPE_CHECKING:
     from dsx_zero import ZeroOptimizer
@@ -121,7 +122,8 @@ def initialize(
         raise EngineArgumentError(
             "initialize(mesh_param=...): sequence-parallel meshes are not available yet; leave it out"
         )
-    # Lazy import: the wiring imports every sibling package, which a mistake in the arguments should not wait for.
+    check_siblings()
+    # Lazy import: the wiring imports most sibling packages, which a mistake in the arguments should not wait for.
     from .wiring import build_engine
 
     engine = build_engine(source, request, checked)

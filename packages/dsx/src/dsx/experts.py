@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from types import ModuleType
 from typing import Any
 
+import dsx_comm
+import dsx_moe
+import dsx_zero
 from torch import nn
 
 from .config import Config
@@ -24,7 +26,7 @@ from .utils.logging import logger
 __all__ = ["ExpertParts", "with_experts"]
 
 
-def with_experts(model: nn.Module, config: Config, part: Callable[[str], ModuleType]) -> None:
+def with_experts(model: nn.Module, config: Config) -> None:
     """Convert the experts of a model to expert parallelism if the configuration asks for it, in place (collective).
 
     Raises:
@@ -32,34 +34,32 @@ def with_experts(model: nn.Module, config: Config, part: Callable[[str], ModuleT
         MoEConfigError: sizes do not fit, or layers were built with the ranks in another order.
     """
     section, data_first = config.use("expert_parallel"), config.use("use_data_before_expert_parallelism")
-    moe = part("dsx_moe")
     if section.enabled:
-        part("dsx_zero").release_model(model)  # an earlier engine may have partitioned it
-        convert = partial(moe.apply_config, model, section, use_data_before_expert_parallelism=data_first)
-        replaced = _convert_stages(convert, moe, part) if is_pipeline(model) else convert()
+        dsx_zero.release_model(model)  # an earlier engine may have partitioned it
+        convert = partial(dsx_moe.apply_config, model, section, use_data_before_expert_parallelism=data_first)
+        replaced = _convert_stages(convert) if is_pipeline(model) else convert()
         logger.info("expert_parallel: %d modules (%s ...)", len(replaced), replaced[0] if replaced else "none new")
-    moe.check_groups(model)
-    layers = moe.name_layers(model)
+    dsx_moe.check_groups(model)
+    layers = dsx_moe.name_layers(model)
     for layer in layers.values():
         layer.set_deepspeed_parallelism(use_data_before_expert_parallel_=data_first)
     if data_first and not section.enabled and not any(layer.ep_size > 1 for layer in layers.values()):
         logger.warning("use_data_before_expert_parallelism has no effect: no experts are spread over several ranks")
 
 
-def _convert_stages(convert: Callable[..., list[str]], moe: ModuleType, part: Callable[[str], ModuleType]) -> list[str]:
+def _convert_stages(convert: Callable[..., list[str]]) -> list[str]:
     """Convert the experts of this rank's stages, which may have none. Collective over all ranks.
 
     Raises:
         ConversionError: no stage has experts.
     """
-    zero, comm = part("dsx_zero"), part("dsx_comm")
-    with zero.telling():
+    with dsx_zero.telling():
         replaced = convert(may_lack=True)
-    zero.agree("expert_parallel", {})
-    by_rank: list[Any] = [None] * comm.get_world_size()
-    comm.all_gather_object(by_rank, bool(replaced))
+    dsx_zero.agree("expert_parallel", {})
+    by_rank: list[Any] = [None] * dsx_comm.get_world_size()
+    dsx_comm.all_gather_object(by_rank, bool(replaced))
     if not any(by_rank):
-        raise moe.ConversionError(
+        raise dsx_moe.ConversionError(
             "expert_parallel: no module of any stage has the form of experts; give moe_layer_pattern to name them, or"
             " leave the section out"
         )
@@ -71,20 +71,19 @@ class ExpertSession:
 
     Args:
         model: a model with experts.
-        moe: the package `dsx_moe`.
     """
 
-    def __init__(self, model: nn.Module, moe: ModuleType) -> None:
-        self._model, self._moe = model, moe
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
 
     def after_step(self, report: StepReport) -> None:
         """Adjust the routers' biases to balance the load, unless the step was skipped (collective)."""
         if report.applied:
-            self._moe.update_router_bias(self._model)
+            dsx_moe.update_router_bias(self._model)
 
     def events(self, report: StepReport) -> list[Event]:
         """The load, the share of dropped tokens and the loss of each layer on this rank."""
-        return self._moe.moe_events(self._model, report.global_samples)
+        return dsx_moe.moe_events(self._model, report.global_samples)
 
 
 @dataclass(frozen=True)
@@ -100,18 +99,18 @@ class ExpertParts:
     places: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: nn.Module, moe: ModuleType) -> ExpertParts:
+    def of(cls, model: nn.Module) -> ExpertParts:
         """The parts for a model; empty if it has no experts."""
-        if not moe.has_expert_layers(model):
+        if not dsx_moe.has_expert_layers(model):
             return cls()
         from dsx_checkpoint import Place
         from dsx_checkpoint.boxes import Box
 
         places = {
             name: Place(part.name, part.shape, Box(part.offset, part.size))
-            for name, part in moe.expert_slices(model).items()
+            for name, part in dsx_moe.expert_slices(model).items()
         }
-        return cls(ExpertSession(model, moe), places)
+        return cls(ExpertSession(model), places)
 
     def join(self, watch: Any, *, first: bool) -> None:
         """Add the session to the watchers of an engine; `first`: this rank writes events."""

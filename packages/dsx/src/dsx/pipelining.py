@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable
 from functools import partial
-from types import ModuleType
 from typing import Any
 
+import dsx_comm
+import dsx_zero
 import torch
 from dsx_comm import RankSets
 from torch import nn
@@ -38,23 +38,22 @@ def is_pipeline(model: nn.Module) -> bool:
     return pipe is not None and isinstance(model, pipe.PipelineModule)
 
 
-def with_parallelism(source: Any, request: Request, joins: bool, part: Callable[[str], ModuleType]) -> Request:
+def with_parallelism(source: Any, request: Request, joins: bool) -> Request:
     """The request with the model cut as the configuration asks, and the grid of the ranks as its `mpu`. Collective.
 
     Args:
         source: the configuration, as given; `load_config` reports its mistakes later.
         joins: whether a process group has to be made.
-        part: imports a sibling package.
 
     Raises:
         EngineArgumentError: an `mpu` has other groups than the configuration asks for, an optimizer or parameters
             cannot be given the parameters of the cut model, or the ranks cannot be divided.
     """
-    pipeline, slices = _sections(source, part)
+    pipeline, slices = _sections(source)
     stages = pipeline.stages if pipeline is not None and pipeline.stages != "auto" else 1
     sliced = slices.autotp_size if slices is not None else 0
     if is_pipeline(request.model):
-        _apply(pipeline, stages, request.model, part("dsx_pipe"))
+        _apply(pipeline, stages, request.model)
         if sliced > 1:
             raise EngineArgumentError(
                 f"tensor_parallel.autotp_size: got {sliced} beside a PipelineModule, whose layers exist already; slice"
@@ -64,12 +63,13 @@ def with_parallelism(source: Any, request: Request, joins: bool, part: Callable[
         return _with_grid(request)
     if stages <= 1 and sliced <= 1:
         return request
-    comm, pipe = part("dsx_comm"), part("dsx_pipe")
+    import dsx_pipe  # lazy import: most programs have no pipeline
+
     if joins:
-        comm.init_distributed(distributed_port=request.distributed_port)
-    world, parts = comm.get_world_size() if comm.is_initialized() else 1, stages * max(1, sliced)
+        dsx_comm.init_distributed(distributed_port=request.distributed_port)
+    world, parts = dsx_comm.get_world_size() if dsx_comm.is_initialized() else 1, stages * max(1, sliced)
     if request.mpu is not None:
-        _check_mpu(request.mpu, stages, sliced, world, comm)
+        _check_mpu(request.mpu, stages, sliced, world)
     if world % parts:
         raise EngineArgumentError(
             f"pipeline.stages={stages}, tensor_parallel.autotp_size={sliced}: got {world} ranks, expected a multiple of"
@@ -78,17 +78,17 @@ def with_parallelism(source: Any, request: Request, joins: bool, part: Callable[
     names = _check_old_parameters(request, stages)
     if stages > 1 and request.model_parameters:  # all of them, but those of the uncut model
         request = dataclasses.replace(request, model_parameters=None)
-    topology = pipe.PipeModelDataParallelTopology(num_pp=stages, num_mp=max(1, sliced), num_dp=world // parts)
-    model, grid = request.model, request.mpu or pipe.RankGrid(topology)
+    topology = dsx_pipe.PipeModelDataParallelTopology(num_pp=stages, num_mp=max(1, sliced), num_dp=world // parts)
+    model, grid = request.model, request.mpu or dsx_pipe.RankGrid(topology)
     if slices is not None and sliced > 1:
-        ranks = comm.read_mpu(grid).model if request.mpu is not None else grid.model
-        _make_equal(model, ranks, comm)
-        from dsx_pipe.tensor import slice_model  # lazy import: `part` has said whether the package is there
+        ranks = dsx_comm.read_mpu(grid).model if request.mpu is not None else grid.model
+        _make_equal(model, ranks)
+        from dsx_pipe.tensor import slice_model  # lazy import: only slices need it
 
         model = slice_model(model, ranks.group, **slices.slice_options())
     if pipeline is not None and stages > 1:
         options = {key: value for key, value in pipeline.module_options().items() if key != "num_stages"}
-        model = pipe.PipelineModule(model, topology=topology, **options)
+        model = dsx_pipe.PipelineModule(model, topology=topology, **options)
         grid = model.mpu()
     else:
         request = _over_new_parameters(request, names, dict(model.named_parameters(remove_duplicate=False)))
@@ -103,7 +103,7 @@ def record_use(config: Config, model: nn.Module) -> None:
         config.use("pipeline")
 
 
-def _sections(source: Any, part: Callable[[str], ModuleType]) -> tuple[Any, Any]:
+def _sections(source: Any) -> tuple[Any, Any]:
     """The two validated sections of a configuration; None for a section that is missing or wrong."""
     from .config.source import read
 
@@ -113,7 +113,6 @@ def _sections(source: Any, part: Callable[[str], ModuleType]) -> tuple[Any, Any]
         return None, None
     if not isinstance(data.get("pipeline"), dict) and not isinstance(data.get("tensor_parallel"), dict):
         return None, None
-    part("dsx_pipe")
     from dsx_pipe.config import Pipeline, TensorParallel  # lazy import: pydantic
     from pydantic import ValidationError
 
@@ -126,7 +125,7 @@ def _sections(source: Any, part: Callable[[str], ModuleType]) -> tuple[Any, Any]
     return found[0], found[1]
 
 
-def _apply(pipeline: Any, stages: int, module: Any, pipe: ModuleType) -> None:
+def _apply(pipeline: Any, stages: int, module: Any) -> None:
     """Apply the section to a module that the script has made."""
     if pipeline is None:
         return
@@ -145,7 +144,7 @@ def _apply(pipeline: Any, stages: int, module: Any, pipe: ModuleType) -> None:
         logger.warning("pipeline.%s: the PipelineModule was made before, with its own", ", pipeline.".join(late))
 
 
-def _check_mpu(mpu: Any, stages: int, sliced: int, world: int, comm: ModuleType) -> None:
+def _check_mpu(mpu: Any, stages: int, sliced: int, world: int) -> None:
     """Raise unless the groups of a given mpu are as many as the configuration asks for."""
     fix = "leave the mpu out, or take the size from it"
     if stages > 1:
@@ -153,22 +152,22 @@ def _check_mpu(mpu: Any, stages: int, sliced: int, world: int, comm: ModuleType)
             f"initialize(mpu=...): got one beside pipeline.stages={stages} in the configuration, which makes the"
             " groups; leave out one of the two"
         )
-    if not comm.is_initialized():
+    if not dsx_comm.is_initialized():
         raise EngineArgumentError(
             f"initialize(mpu=...): got a {type(mpu).__name__} and no process group, expected the groups it tells of;"
             " call dsx.init_distributed and make the mpu's groups first"
         )
-    found = comm.read_mpu(mpu)
+    found = dsx_comm.read_mpu(mpu)
     if found.model.size != sliced or found.data.size * sliced != world:
         raise EngineArgumentError(
             f"initialize(mpu=...): got {found.model.size} model-parallel and {found.data.size} data-parallel ranks,"
             f" expected {sliced} and {world // sliced}: tensor_parallel.autotp_size is {sliced} and there are {world}"
             f" ranks; {fix}"
         )
-    if set(found.model.ranks) & set(found.data.ranks) != {comm.get_rank()}:
+    if set(found.model.ranks) & set(found.data.ranks) != {dsx_comm.get_rank()}:
         raise EngineArgumentError(
             f"initialize(mpu=...): got the model-parallel ranks {list(found.model.ranks)} and the data-parallel ranks"
-            f" {list(found.data.ranks)}, expected that only rank {comm.get_rank()} is in both; {fix}"
+            f" {list(found.data.ranks)}, expected that only rank {dsx_comm.get_rank()} is in both; {fix}"
         )
 
 
@@ -237,12 +236,12 @@ def _over_new_parameters(request: Request, names: dict[int, str], cut: dict[str,
     return dataclasses.replace(request, model_parameters=groups)
 
 
-def _make_equal(model: nn.Module, ranks: Any, comm: ModuleType) -> None:
+def _make_equal(model: nn.Module, ranks: Any) -> None:
     """Give all ranks that slice one model the same values: those of the first rank."""
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             values = tensor.detach().contiguous()
-            comm.broadcast(values, group=ranks.group, group_src=0)
+            dsx_comm.broadcast(values, group=ranks.group, group_src=0)
             tensor.copy_(values)
 
 
@@ -257,11 +256,11 @@ def _with_grid(request: Request) -> Request:
     return dataclasses.replace(request, mpu=grid)
 
 
-def prepare(model: nn.Module, zero: ModuleType) -> None:
+def prepare(model: nn.Module) -> None:
     """Make each layer of a stage a unit of ZeRO, which is gathered, reduced and freed separately."""
     for child in model.children():
         if next(child.parameters(), None) is not None and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            zero.set_z3_leaf_module(child, True)
+            dsx_zero.set_z3_leaf_module(child, True)
 
 
 def rank_sets(model: nn.Module, sets: RankSets) -> Any:
@@ -272,20 +271,21 @@ def rank_sets(model: nn.Module, sets: RankSets) -> Any:
     return shared_weight_ranks(sets, ties) if ties else sets
 
 
-def build(parts: EngineParts, zero: ModuleType, comm: ModuleType) -> Engine:
+def build(parts: EngineParts) -> Engine:
     """The engine for these parts: `PipelineEngine` for a pipeline, otherwise `Engine`."""
     model = parts.module
     if not is_pipeline(model):
         return Engine(parts)
-    pipe = sys.modules["dsx_pipe"]
+    import dsx_pipe  # lazy import: most programs have no pipeline
+
     # No hook knows whether a stage's parameters are gathered for a separate backward of the weights (decision 0032).
-    split = not any(isinstance(p, zero.PartitionedParameter) for p in model.parameters())
+    split = not any(isinstance(p, dsx_zero.PartitionedParameter) for p in model.parameters())
     data = parts.topology.data
     parts.shards.defer_failures()
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     # All ranks, of all pipelines: they end a failed update with one error.
-    ranks = list(range(comm.get_world_size()))
-    everyone = comm.get_world_group() if device.type == "cpu" else comm.new_group(ranks, backend="gloo")
+    ranks = list(range(dsx_comm.get_world_size()))
+    everyone = dsx_comm.get_world_group() if device.type == "cpu" else dsx_comm.new_group(ranks, backend="gloo")
 
     def runtime(parts: EngineParts, micro_batches: int, callbacks: Any) -> Any:
         module: Any = parts.module
@@ -295,7 +295,7 @@ def build(parts: EngineParts, zero: ModuleType, comm: ModuleType) -> Engine:
                 f"gradient_accumulation_steps: got {micro_batches}, and the PipelineModule's schedule has "
                 f"{schedule.micro_batches} micro-batches; make them equal, or give the schedule by name"
             )
-        made = pipe.Pipeline(
+        made = dsx_pipe.Pipeline(
             list(module.stage_modules),  # not the module, which would add up `.grad` of shared weights itself
             schedule,
             module.pipe_group,
@@ -323,21 +323,21 @@ def build(parts: EngineParts, zero: ModuleType, comm: ModuleType) -> Engine:
 
     def mean_over_data(loss: torch.Tensor) -> torch.Tensor:
         if data.size > 1:
-            comm.all_reduce(loss, op=comm.ReduceOp.AVG, group=data.group)
+            dsx_comm.all_reduce(loss, op=dsx_comm.ReduceOp.AVG, group=data.group)
         return loss
 
     return PipelineEngine(
         parts,
         PipelineParts(
             build=runtime,
-            callbacks=pipe.StageCallbacks,
+            callbacks=dsx_pipe.StageCallbacks,
             shared=SharedWeights(
                 model,
                 model.ties.ties,  # type: ignore[union-attr]
                 reduce=parts.shards.reduce_gradients,
-                sum_over=lambda tensor, group: comm.all_reduce(tensor, group=group),
-                read_gradient=partial(zero.safe_get_full_grad, optimizer=parts.shards),
-                write_gradient=partial(zero.safe_set_full_grad, optimizer=parts.shards),
+                sum_over=lambda tensor, group: dsx_comm.all_reduce(tensor, group=group),
+                read_gradient=partial(dsx_zero.safe_get_full_grad, optimizer=parts.shards),
+                write_gradient=partial(dsx_zero.safe_set_full_grad, optimizer=parts.shards),
                 fills_unused=split,
             ),
             mean_over_data=mean_over_data,

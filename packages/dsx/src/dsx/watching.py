@@ -13,9 +13,11 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import dsx_comm
+import dsx_monitor
+import dsx_zero
 import torch
 from dsx_comm import RankSets
 from torch import nn
@@ -52,7 +54,6 @@ class Watched:
     """The objects to watch, and the packages for that.
 
     Attributes:
-        monitoring, comm, zero: the packages `dsx_monitor`, `dsx_comm` and `dsx_zero`.
         module, optimizer: the sharded model and its optimizer.
         micro_batches: returns the number of backwards of the coming update.
     """
@@ -63,9 +64,6 @@ class Watched:
     optimizer: Any
     counters: Counters
     micro_batches: Callable[[], int]
-    monitoring: ModuleType
-    comm: ModuleType
-    zero: ModuleType
 
     @property
     def first(self) -> bool:
@@ -126,11 +124,11 @@ def build_watch(to: Watched) -> Watch:
     clock, monitor = _clock(to), _monitor(to)
     watch = Watch(clock, monitor, [], [], [], ExitStack())
     watch.closing.callback(monitor.close)
-    times = StepTimes(clock, to.monitoring.phase_times)
+    times = StepTimes(clock, dsx_monitor.phase_times)
     if not isinstance(clock, NoClock):
         watch.add(times)  # on every rank, because the results of a clock must be read
         if to.distributed:
-            watch.closing.callback(to.comm.observe(clock))
+            watch.closing.callback(dsx_comm.observe(clock))
     if to.first:
         _add_figures(to, watch)
     elif to.stages > 1:
@@ -161,18 +159,18 @@ def run_dir(config: Config) -> Path:
     return Path(section.output_path or "").expanduser() / section.job_name if section.enabled else Path()
 
 
-def _clock(to: Watched) -> Clock:
+def _clock(to: Watched) -> dsx_monitor.TracedClock | NoClock:
     config = to.config
     # `|` instead of `or`, because all keys must be marked as used.
     if config.use("wall_clock_breakdown") | config.flops_profiler.enabled | config.timeline.enabled | _compares(to):
-        return to.monitoring.TracedClock(to.device)
+        return dsx_monitor.TracedClock(to.device)
     return NoClock()
 
 
 def _monitor(to: Watched) -> Any:
     for name in _WRITERS:
         to.config.use(name)
-    return to.monitoring.MonitorMaster(to.config, rank=to.topology.rank)
+    return dsx_monitor.MonitorMaster(to.config, rank=to.topology.rank)
 
 
 def _compares(to: Watched) -> bool:
@@ -185,11 +183,11 @@ def _compares(to: Watched) -> bool:
 
 
 def _add_figures(to: Watched, watch: Watch) -> None:
-    config, monitoring = to.config, to.monitoring
+    config = to.config
     every, events = config.use("steps_per_print") or 0, watch.monitor.enabled
     scaled = config.precision.needs_loss_scale
     watch.sources.append(TrainingEvents(to.counters, loss_scale=scaled).events)
-    timer = monitoring.ThroughputTimer(config.batch.train)
+    timer = dsx_monitor.ThroughputTimer(config.batch.train)
     if config.use("timers").throughput.enabled:
         tokens = TokenCount()
         if every or events:
@@ -197,10 +195,10 @@ def _add_figures(to: Watched, watch: Watch) -> None:
         watch.add(Throughput(timer, tokens.take, to.topology.batches[1]))
     if events and to.distributed:
         sent = watch.add(SentBytes())
-        watch.closing.callback(to.comm.observe(sent))
+        watch.closing.callback(dsx_comm.observe(sent))
     breakdown = (lambda: _breakdown(to)) if config.use("memory_breakdown") else None
     if events or breakdown is not None:
-        watch.add(MemoryUse(monitoring.memory_in_use, breakdown, max(1, every)))
+        watch.add(MemoryUse(dsx_monitor.memory_in_use, breakdown, max(1, every)))
     if every:
         speed = lambda: timer.samples_per_second  # noqa: E731
         watch.add(ProgressLine(every, to.counters, lambda: moments(to.optimizer.param_groups), speed))
@@ -219,7 +217,7 @@ def _add_figures(to: Watched, watch: Watch) -> None:
 def _tell_start(to: Watched, samples: int) -> None:
     config = to.config
     kind = type(to.module).__name__
-    to.monitoring.start_run(
+    dsx_monitor.start_run(
         run_dir(config),
         title=f"{kind}, ZeRO stage {config.zero.stage}",
         config=config.to_dict(),
@@ -237,17 +235,17 @@ def _add_lines(to: Watched, watch: Watch, times: StepTimes) -> None:
 
 
 def _breakdown(to: Watched) -> dict[str, int]:
-    return to.monitoring.memory_breakdown(to.optimizer.state_bytes(), to.monitoring.memory_snapshot(pss=True))
+    return dsx_monitor.memory_breakdown(to.optimizer.state_bytes(), dsx_monitor.memory_snapshot(pss=True))
 
 
 def _add_flops(to: Watched, watch: Watch, learned: Callable[[float], None]) -> None:
     """Profile rank 0; in a pipeline every rank, because each has its own stages, whose operations are added up."""
-    config, topology, monitoring = to.config, to.topology, to.monitoring
+    config, topology = to.config, to.topology
     section = config.use("flops_profiler")
     if not section.enabled:
         return
-    profiler = monitoring.FlopsProfiler(to.module)
-    profiler.facts = monitoring.RunFacts(
+    profiler = dsx_monitor.FlopsProfiler(to.module)
+    profiler.facts = dsx_monitor.RunFacts(
         world_size=topology.world_size,
         data_parallel=topology.batches[1],
         model_parallel=topology.model_size,
@@ -258,7 +256,7 @@ def _add_flops(to: Watched, watch: Watch, learned: Callable[[float], None]) -> N
     gather = partial(rows_of_ranks, to) if to.stages > 1 else None
     watch.add(
         FlopsSession(
-            profiler, section, to.counters, folder, learned, monitoring.tolerating, gather=gather, writes=to.first
+            profiler, section, to.counters, folder, learned, dsx_monitor.tolerating, gather=gather, writes=to.first
         )
     )
 
@@ -270,7 +268,7 @@ def rows_of_ranks(to: Watched, own: list[float]) -> list[list[float]]:
     """All ranks' lists of numbers. Collective."""
     mine = torch.tensor(own, dtype=torch.float64, device=to.device)
     rows = [torch.empty_like(mine) for _ in range(to.topology.world_size)]
-    to.comm.all_gather(rows, mine)
+    dsx_comm.all_gather(rows, mine)
     return [row.tolist() for row in rows]
 
 
@@ -290,14 +288,14 @@ def _add_straggler(to: Watched, watch: Watch, times: StepTimes) -> None:
 
     def write(record: dict[str, Any]) -> None:
         path = run_dir(to.config) / "stragglers.jsonl"
-        with to.monitoring.tolerating(f"the comparison of ranks cannot be written to {path}"):
+        with dsx_monitor.tolerating(f"the comparison of ranks cannot be written to {path}"):
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps(record) + "\n")
 
     keep = write if to.config.jsonl.enabled else lambda record: None
     gather = partial(rows_of_ranks, to)
-    monitor = to.monitoring.StragglerMonitor(gather, every=section.every, ratio=section.ratio, share=section.share)
+    monitor = dsx_monitor.StragglerMonitor(gather, every=section.every, ratio=section.ratio, share=section.share)
     watch.add(StragglerWatch(monitor, times, keep if to.first else None))
 
 
@@ -305,24 +303,23 @@ def _add_timeline(to: Watched, watch: Watch) -> None:
     section = to.config.use("timeline")
     if not section.enabled:
         return
-    monitoring, comm = to.monitoring, to.comm
     folder = Path(section.output_path).expanduser() if section.output_path else run_dir(to.config)
     watch.add(
         TimelineSession(
-            make=lambda: monitoring.Timeline(to.topology.rank, device=to.device),
+            make=lambda: dsx_monitor.Timeline(to.topology.rank, device=to.device),
             section=section,
             counters=to.counters,
             clock=watch.clock,
-            observe=lambda timeline: _observe_all(timeline, comm, to.optimizer),
-            barrier=comm.barrier if to.distributed else lambda: None,
+            observe=lambda timeline: _observe_all(timeline, to.optimizer),
+            barrier=dsx_comm.barrier if to.distributed else lambda: None,
             run_dir=folder,
-            merge=monitoring.merge_traces if to.first else None,
-            tolerating=monitoring.tolerating,
+            merge=dsx_monitor.merge_traces if to.first else None,
+            tolerating=dsx_monitor.tolerating,
         )
     )
 
 
-def _observe_all(timeline: Any, comm: Any, optimizer: Any) -> Callable[[], None]:
+def _observe_all(timeline: Any, optimizer: Any) -> Callable[[], None]:
     """Let a timeline record communication, transfers between device, host and disk, and the host's steps during
     backward. Returns a function that ends this.
     """
@@ -334,7 +331,7 @@ def _observe_all(timeline: Any, comm: Any, optimizer: Any) -> Callable[[], None]
         return timeline.range(name, lane, bytes=size)
 
     ending = ExitStack()
-    ending.callback(comm.observe(timeline))
+    ending.callback(dsx_comm.observe(timeline))
     ending.callback(optimizer.listen(on_span))
     if hasattr(optimizer.store, "listen"):
         ending.callback(optimizer.store.listen(timeline.transfer))
@@ -347,7 +344,7 @@ def _add_curvature(to: Watched, watch: Watch) -> None:
         section = to.config.use("quantize_training").eigenvalue
     paused: Callable[[], AbstractContextManager[Any]] = nullcontext
     if noise.enabled and to.first:
-        squares = to.monitoring.GradientSquares(to.optimizer.gradient_parameters())
+        squares = dsx_monitor.GradientSquares(to.optimizer.gradient_parameters())
         watch.closing.callback(squares.remove)
         watch.add(_noise(to, noise, squares))
         paused = squares.paused
@@ -355,7 +352,7 @@ def _add_curvature(to: Watched, watch: Watch) -> None:
         from dsx_monitor.curvature import double_backward  # lazy import: few ask for it
 
         fields = ("verbose", "max_iter", "tol", "stability", "gas_boundary_resolution", "layer_name", "layer_num")
-        eigenvalue = to.monitoring.Eigenvalue(**{name: getattr(section, name) for name in fields})
+        eigenvalue = dsx_monitor.Eigenvalue(**{name: getattr(section, name) for name in fields})
         eigenvalue.blocks(to.module)  # raises now for a wrong name, not in the first step
         session = CurvatureSession(
             eigenvalue,
@@ -363,7 +360,7 @@ def _add_curvature(to: Watched, watch: Watch) -> None:
             to.module,
             to.counters,
             lambda: _aside(to, paused),
-            mean_over_ranks(to.comm, to.topology),
+            mean_over_ranks(to.topology),
         )
         watch.forward, watch.eigenvalues = watch.add(session).forward_context, session.by_block
 
@@ -372,15 +369,15 @@ def _add_curvature(to: Watched, watch: Watch) -> None:
 def _aside(to: Watched, paused: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
     """Backwards inside the context do not change the engine's gradients, and use full parameters. Collective."""
     whole = to.config.zero.stage == 3  # gradients exist only with respect to the plain parameters, while gathered
-    with paused(), to.optimizer.no_sync(), to.zero.GatheredParameters(to.module, enabled=whole):
+    with paused(), to.optimizer.no_sync(), dsx_zero.GatheredParameters(to.module, enabled=whole):
         yield
 
 
-def mean_over_ranks(comm: ModuleType, topology: RankSets) -> Callable[[torch.Tensor], Any] | None:
+def mean_over_ranks(topology: RankSets) -> Callable[[torch.Tensor], Any] | None:
     """Averages a tensor over the data-parallel ranks in place; None with one rank."""
     if topology.data.size == 1:
         return None
-    return lambda tensor: comm.all_reduce(tensor, comm.ReduceOp.AVG, topology.data.group)
+    return lambda tensor: dsx_comm.all_reduce(tensor, dsx_comm.ReduceOp.AVG, topology.data.group)
 
 
 def _noise(to: Watched, section: Any, squares: Any) -> NoiseSession:
@@ -390,5 +387,5 @@ def _noise(to: Watched, section: Any, squares: Any) -> NoiseSession:
             f"gradient_noise_scale.enabled: got one micro-batch of {batch.micro} samples per step, expected several;"
             " use more ranks or gradient_accumulation_steps > 1, so that two batch sizes can be compared"
         )
-    noise = to.monitoring.GradientNoise(batch.micro, batch.train, section.memory)
+    noise = dsx_monitor.GradientNoise(batch.micro, batch.train, section.memory)
     return NoiseSession(noise, squares, to.micro_batches, ranks if to.config.gradient_allreduce_op == "sum" else 1)

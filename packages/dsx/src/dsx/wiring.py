@@ -1,6 +1,6 @@
 """Builds an engine from a configuration and the caller's objects. All packages are connected here.
 
-This is the only file that imports every sibling package. It reads the configuration once and chooses a part for each
+It reads the configuration once and chooses a part for each
 role; a feature that is off gets a null object or is left out. The order matters, and is that of `build_engine`: check
 the configuration, then make the process group, then move and cast the model, then build the parts that depend on its
 parameters.
@@ -8,21 +8,20 @@ parameters.
 
 from __future__ import annotations
 
-import importlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
+import dsx_comm
+import dsx_zero
 import torch
 from dsx_comm import RankSets
 from dsx_core.device import Device, accelerator_kind
 from torch import nn
 
 from . import pipelining
-from ._version import __version__
 from .alike import CALL, config_facts, ranks_of_job, telling_others
 from .compiling import compile_as_configured
 from .compressing import build_scheduler, compressed
@@ -47,7 +46,7 @@ from .engine.request import Request, joins_others, launched_as
 from .engine.schedule import DrivenSchedule, NoSchedule, ScheduleDriver
 from .engine.stepper import NoStepper, ShardedStepper, Stepper
 from .engine.weights import NOTHING_TO_GATHER, Gather
-from .errors import DsxConfigError, DsxError, in_checkout, with_code
+from .errors import DsxConfigError, with_code
 from .experts import ExpertParts, with_experts
 from .extension import Extension, installed_extensions
 from .loss_scaler import build_loss_scale
@@ -59,35 +58,6 @@ from .recomputing import apply_budget, apply_section, section_observers
 from .swap_space import SwapSpace, remove_leftovers
 from .utils.logging import enable_console, logger, set_log_level_from_string
 from .watching import Watched, build_watch, mean_over_ranks, no_watch
-
-
-class MissingPartError(DsxError, ImportError):
-    """A package of dsx is not installed, or its version does not belong to this version of dsx."""
-
-    code = "DSX601"
-
-
-def part(name: str) -> ModuleType:
-    """Import a sibling package and check that it belongs to this version of dsx.
-
-    Raises:
-        MissingPartError: the package is missing, or has another version.
-    """
-    distribution = name.replace("_", "-")
-    try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
-        raise MissingPartError(
-            f"dsx {__version__} needs {distribution}, which is not installed; {in_checkout(distribution)}"
-        ) from error
-    if module.__version__ != __version__:
-        raise MissingPartError(
-            f"dsx {__version__} needs {distribution} {__version__}, but {distribution} {module.__version__} is"
-            f" installed; {in_checkout(distribution)}"
-        )
-    return module
 
 
 def build_engine(source: Any, request: Request, extensions: Sequence[Extension] = ()) -> Engine:
@@ -109,11 +79,10 @@ def _build(
     source: Any, request: Request, extensions: Sequence[Extension], held: ExitStack, building: ExitStack
 ) -> tuple[Engine, Any]:
     joins = joins_others(request.dist_init_required)
-    zero, comm = part("dsx_zero"), part("dsx_comm")
     extensions = _begun(source, request.model, extensions)
-    request = pipelining.with_parallelism(source, request, joins, part)
-    topology = _rank_sets(request, held) if comm.is_initialized() else None
-    with telling_others(zero, comm, request, joins=joins, group=ranks_of_job(topology)):
+    request = pipelining.with_parallelism(source, request, joins)
+    topology = _rank_sets(request, held) if dsx_comm.is_initialized() else None
+    with telling_others(request, joins=joins, group=ranks_of_job(topology)):
         config = load_config(source, world_size=_batch_ranks(request, topology))
         _set_up_logging(config)  # first, so that what the choice of the optimizer warns of is seen
         choice = _chosen_optimizer(config, request)
@@ -123,24 +92,22 @@ def _build(
         one.configured(config)
     topology = _join_processes(config, request, joins, held)
     if topology.groups is not None:
-        building.enter_context(comm.parallel_groups.speaking_of(topology.groups))
-    zero.agree(CALL, config_facts(config, request), ranks_of_job(topology))
+        building.enter_context(dsx_comm.parallel_groups.speaking_of(topology.groups))
+    dsx_zero.agree(CALL, config_facts(config, request), ranks_of_job(topology))
     if topology.model_size > 1:
-        building.enter_context(_telling_all_stages(zero))
-    with zero.telling(topology.data.group):
-        with_experts(request.model, config, part)
-        request = compressed(request, config, part)
+        building.enter_context(_telling_all_stages())
+    with dsx_zero.telling(topology.data.group):
+        with_experts(request.model, config)
+        request = compressed(request, config)
         if pipelining.is_pipeline(request.model):
-            pipelining.prepare(request.model, zero)
+            pipelining.prepare(request.model)
         apply_section(config, request.model)
         device = _device(topology)
         model = _placed(_sparsified(request.model, config), config, device)
-        conversion = convert(model, config, part("dsx_data"))
+        conversion = convert(model, config)
         plain = _optimizer(model, request, topology, choice)
     sharded, optimizer = _sharded(model, plain, config, topology, device, request.store)
-    engine = pipelining.build(
-        _parts(config, request, topology, sharded, optimizer, choice, conversion, extensions), zero, comm
-    )
+    engine = pipelining.build(_parts(config, request, topology, sharded, optimizer, choice, conversion, extensions))
     _destroy_on_release(engine, optimizer)
     if request.training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(request.training_data, collate_fn=request.collate_fn)
@@ -173,11 +140,11 @@ def _destroy_on_release(engine: Engine, optimizer: Any) -> None:
 
 
 @contextmanager
-def _telling_all_stages(zero: ModuleType) -> Iterator[None]:
+def _telling_all_stages() -> Iterator[None]:
     """An error of one stage or slice is raised on all ranks: the parts of an engine only tell data-parallel ranks."""
-    with zero.telling():
+    with dsx_zero.telling():
         yield
-    zero.agree(CALL, {})
+    dsx_zero.agree(CALL, {})
 
 
 # - The configuration and the processes
@@ -245,18 +212,16 @@ def _rank_sets(request: Request, held: ExitStack) -> RankSets:
     """The groups of ranks: those of the mpu, which are in use until `held` is closed, or those given to
     `dsx_comm.parallel_groups.use`. The groups that other engines hold are not meant.
     """
-    comm = part("dsx_comm")
-    if request.mpu is not None and comm.is_initialized():
-        held.callback(comm.parallel_groups.hold(request.mpu))
-    return comm.RankSets.current() if request.mpu is None else comm.RankSets.of_mpu(request.mpu)
+    if request.mpu is not None and dsx_comm.is_initialized():
+        held.callback(dsx_comm.parallel_groups.hold(request.mpu))
+    return dsx_comm.RankSets.current() if request.mpu is None else dsx_comm.RankSets.of_mpu(request.mpu)
 
 
 def _join_processes(config: Config, request: Request, joins: bool, held: ExitStack) -> RankSets:
-    comm = part("dsx_comm")
     if joins:
-        comm.init_distributed(distributed_port=request.distributed_port)
+        dsx_comm.init_distributed(distributed_port=request.distributed_port)
     if config.use("comms_logger").enabled:
-        comm.configure(config=config.comms_logger)
+        dsx_comm.configure(config=config.comms_logger)
     return _rank_sets(request, held)
 
 
@@ -268,7 +233,9 @@ def _sparsified(model: nn.Module, config: Config) -> nn.Module:
     section = config.use("sparse_attention")
     if section is None:
         return model
-    changed = part("dsx_sparse_attn").apply_sparse_attention(model, section)
+    import dsx_sparse_attn  # lazy import: few programs have such layers
+
+    changed = dsx_sparse_attn.apply_sparse_attention(model, section)
     if notice := section.notice():
         logger.warning("%s", notice)
     logger.info("sparse_attention: mode %s in %d modules (%s ...)", section.mode, len(changed), changed[0])
@@ -287,14 +254,14 @@ def _device(topology: RankSets) -> torch.device | None:
 
 def _placed(model: nn.Module, config: Config, device: torch.device | None) -> nn.Module:
     """The model in the dtypes of the configuration, its buffers on the device; parameter objects stay the same."""
-    part("dsx_zero").release_model(model)  # an earlier engine's model cannot be converted while it is divided
+    dsx_zero.release_model(model)  # an earlier engine's model cannot be converted while it is divided
     precision: Precision = config.use("precision")
     place(
         model,
         device=device,
         parameters=None if precision.params == "fp32" else precision.dtype("params"),
         buffers=precision.buffer_dtype,
-        partitioned=part("dsx_zero").PartitionedParameter,
+        partitioned=dsx_zero.PartitionedParameter,
     )
     return model
 
@@ -328,11 +295,11 @@ def _optimizer(model: nn.Module, request: Request, topology: RankSets, choice: O
 def _sharded(
     model: nn.Module, optimizer: Any, config: Config, topology: RankSets, device: torch.device | None, store: Any
 ) -> tuple[nn.Module, Any]:
-    zero, section = part("dsx_zero"), config.use("zero")
+    section = config.use("zero")
     precision, store = config.precision, _store_on_disk(config) if store is None else store
     ranks_of = pipelining.rank_sets(model, topology)
     try:
-        model, sharded = zero.shard(
+        model, sharded = dsx_zero.shard(
             model,
             optimizer,
             ranks_of=topology if ranks_of is None else ranks_of,
@@ -340,13 +307,13 @@ def _sharded(
             store=store,
             device=device,
             sparse_gradients=config.use("sparse_gradients"),
-            precision=zero.Precision(
+            precision=dsx_zero.Precision(
                 gradients=precision.dtype("grad_accum"),
                 communication=precision.dtype("reduce"),
                 master=precision.dtype("master"),
                 check_overflow=precision.check_overflow,
             ),
-            reduction=zero.Reduction(
+            reduction=dsx_zero.Reduction(
                 op=config.use("gradient_allreduce_op"),
                 prescale=config.use("prescale_gradients"),
                 predivide_factor=config.use("gradient_predivide_factor"),
@@ -367,19 +334,17 @@ def _on_disk(section: Any) -> bool:
 
 def _store_on_disk(config: Config) -> Any:
     """This rank's store for offload to disk, in its own folder; None if nothing is offloaded to disk."""
-    zero = config.use("zero")
-    paths = {s.nvme_path for s in (zero.offload_param, zero.offload_optimizer) if _on_disk(s)}
+    section = config.use("zero")
+    paths = {s.nvme_path for s in (section.offload_param, section.offload_optimizer) if _on_disk(s)}
     if not paths:
         return None
     if len(paths) > 1:
-        raise part("dsx_zero").ZeroConfigError(
+        raise dsx_zero.ZeroConfigError(
             "zero_optimization.offload_param.nvme_path",
             f"got {len(paths)} folders for state on disk ({', '.join(sorted(map(str, paths)))}), expected one; give"
             " offload_param and offload_optimizer the same nvme_path",
         )
-    comm = part("dsx_comm")
-    rank, world_size = (comm.get_rank(), comm.get_world_size()) if comm.is_initialized() else (0, 1)
-    part("dsx_nvme")
+    rank, world_size = (dsx_comm.get_rank(), dsx_comm.get_world_size()) if dsx_comm.is_initialized() else (0, 1)
     (folder,) = paths
     remove_leftovers(folder, rank, world_size)
     return SwapSpace(folder, f"dsx-rank{rank}", config.use("aio"))
@@ -389,9 +354,8 @@ def _store_on_disk(config: Config) -> Any:
 
 
 def _objects_of_all_ranks(mine: Any) -> list[Any]:
-    comm = part("dsx_comm")
-    found = [None] * comm.get_world_size()
-    comm.all_gather_object(found, mine)
+    found = [None] * dsx_comm.get_world_size()
+    dsx_comm.all_gather_object(found, mine)
     return found
 
 
@@ -412,25 +376,21 @@ def _parts(
     scheduler, driver = _scheduler(config, request, optimizer if trains else None)
     counters, stage, accumulation = Counters(), config.zero.stage, _accumulation(config)
     watched = Watched(
-        config, topology, model, optimizer, counters, lambda: accumulation.steps, part("dsx_monitor"), part("dsx_comm"),
-        part("dsx_zero"),
+        config, topology, model, optimizer, counters, lambda: accumulation.steps,
     )  # fmt: skip
     watch = build_watch(watched) if trains else no_watch(watched)
     compression = build_scheduler(
-        model, config, part, stage=stage, mean=mean_over_ranks(part("dsx_comm"), topology),
+        model, config, stage=stage, mean=mean_over_ranks(topology),
         loss_scale=lambda: scaler.scale,
     )  # fmt: skip
     if compression is not None:
         watch.observers.insert(0, CompressionSession(compression, watch.eigenvalues))
         if pipelining.is_pipeline(model):
             compression = StagedSchedule(compression, _objects_of_all_ranks)
-    experts = ExpertParts.of(model, part("dsx_moe"))
+    experts = ExpertParts.of(model)
     experts.join(watch, first=topology.rank == 0)
-    data = part("dsx_data")
-    efficiency = build_parts(model, config, conversion, counters, data)
-    batches = token_batches(
-        config, lambda: optimizer.param_groups, lambda: accumulation.steps * topology.batches[1], data
-    )
+    efficiency = build_parts(model, config, conversion, counters)
+    batches = token_batches(config, lambda: optimizer.param_groups, lambda: accumulation.steps * topology.batches[1])
     watch.observers.extend(one for one in efficiency.values() if hasattr(one, "after_step"))
     watch.observers.extend(section_observers(config))
     stepper: Stepper = NoStepper()
@@ -481,7 +441,7 @@ def _parts(
             settings=config.use("checkpoint"),
             rank=topology.rank,
             gate=gate,
-            gather=part("dsx_zero").GatheredParameters,
+            gather=dsx_zero.GatheredParameters,
             facts=checkpoint_facts(config, topology.world_size),
             places=places_of_model(model, topology, known=experts.places),
             parts={
@@ -521,7 +481,7 @@ def _parts(
         monitor=watch.monitor,
         batches=batches,
         efficiency=efficiency,
-        loader_rule=loader_rule(config, data),
+        loader_rule=loader_rule(config),
     )
 
 
@@ -588,8 +548,8 @@ def _forward_context(autocast: Callable[[], Any], further: Callable[[], Any] | N
 
 
 def _gather(stage: int, topology: RankSets) -> Gather:
-    zero, groups = part("dsx_zero"), topology.groups
-    found = Gather(zero.GatheredParameters, zero.unit_index) if stage == 3 else NOTHING_TO_GATHER
+    groups = topology.groups
+    found = Gather(dsx_zero.GatheredParameters, dsx_zero.unit_index) if stage == 3 else NOTHING_TO_GATHER
     return found if groups is None or groups.size("pipe") == 1 else replace(found, stages=groups.axis("pipe"))
 
 
