@@ -213,6 +213,7 @@ def test_killed_at_random_moments_the_last_that_was_there_is_found(tmp_path, see
     ((last, torn),) = run_ranks(kill_at_random, 1, str(tmp_path / "run"), seed, points, backend=None, timeout=300)
     assert last > points / 4 and torn > points / 8
     save(tmp_path / "run", "end", module=nn.Module(), slices=parts_of(3.0), state={}, ranks=Solo(), keeping=Keeping(1))
+    Keeping.wait()
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["end", "latest"]
 
 

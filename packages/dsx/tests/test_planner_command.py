@@ -148,7 +148,7 @@ def test_a_processor_is_planned_for_only_when_it_is_asked_for(files, capsys, mon
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(words(files, "-n", "2")) == 1
     said = capsys.readouterr()
-    assert "--machine H100-SXM" in said.err and "dsx plan calibrate" in said.err and said.out == ""
+    assert "H100-SXM" in said.err and "dsx plan calibrate" in said.err and said.out == ""
     assert main(words(files, "-n", "2", "-m", "here")) == 0
     assert "this processor, not calibrated" in capsys.readouterr().out
 

@@ -84,6 +84,7 @@ class Watch:
         self._labels = _Label()
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
+        self._answer = 2 * _MOST_PERIOD + GRACE  # seconds from a limit to the report; known once, as waits are many
 
     # - notes, on the way of every call
 
@@ -142,7 +143,7 @@ class Watch:
             if works:
                 self.follow(note, works)
         elif timeout is None and note.limit:
-            return timedelta(seconds=note.limit + 2 * self._period() + GRACE)
+            return timedelta(seconds=note.limit + self._answer)
         return timeout
 
     def leave(self, note: Waiting) -> None:
@@ -213,6 +214,7 @@ class Watch:
                 "(ulimit -u, ulimit -v, pids.max), or call dsx_comm.explain_hangs(limit=0) first, which does without it"
             ) from error
         self._thread = thread
+        self._answer = 2 * self._period() + GRACE
 
     def rest(self) -> None:
         """End the thread (the process group goes away, or the process); the next call starts it again."""

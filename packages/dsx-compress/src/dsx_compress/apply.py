@@ -121,6 +121,9 @@ def init_compression(
 
 
 def _tensor_parallel_size(mpu: Any) -> int:
+    if hasattr(mpu, "get_slice_parallel_group"):  # a grid of dsx-pipe, whose model-parallel group has the stages, too
+        group = mpu.get_slice_parallel_group()
+        return 1 if group is None else int(group.size())
     for name in ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size"):
         if hasattr(mpu, name):
             return int(getattr(mpu, name)())
