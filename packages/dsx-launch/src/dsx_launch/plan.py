@@ -30,6 +30,7 @@ from .host_rank import host_rank_from
 from .options import DEFAULT_HOSTFILE, LaunchOptions
 from .resources import Pool, apply_filters, encode_world, limit, read_hostfile, slot_count, with_procs
 from .runners import BUILDERS, PROGRAMS, Command, Remote
+from .runners.base import check_arguments
 from .runners.slurm import expand_nodelist
 
 log = logging.getLogger("dsx.launcher")
@@ -245,7 +246,9 @@ def _several_hosts(options: LaunchOptions, environ: Mapping[str, str], pool: Poo
         ssh_port=options.ssh_port,
         venv_script=os.path.abspath(options.venv_script) if options.venv_script else "",
     )
-    return HostsPlan(launcher, remote, tuple(BUILDERS[launcher](remote, environ)), addr, port, run_id)
+    commands = tuple(BUILDERS[launcher](remote, environ))
+    check_arguments(commands[-1], launcher, len(pool))
+    return HostsPlan(launcher, remote, commands, addr, port, run_id)
 
 
 def _agent_args(options: LaunchOptions, pool: Pool, *, addr: str, port: int, run_id: str) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ import base64
 import binascii
 import json
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -22,6 +23,11 @@ Pool = dict[str, Slots]
 MOST_SLOTS = 65_536
 """The most slots of one host. A larger number is a typing error, and a list of so many slots could fill the memory."""
 
+PLAIN_BYTES = 8_192
+"""The longest description of a job's hosts that is sent as it is (about 300 hosts with short names)."""
+
+_COMPRESSED = b"x"  # the first byte of zlib's format, with which no JSON begins
+_MOST_TEXT = 1 << 26
 _LINE = re.compile(r"^(?P<host>[A-Za-z0-9_][A-Za-z0-9_.:-]*)(?:\s+slots\s*=\s*(?P<slots>\S+))?$")
 
 
@@ -152,18 +158,30 @@ def with_procs(pool: Mapping[str, Slots], procs: int) -> Pool:
 
 
 def encode_world(pool: Mapping[str, Slots]) -> str:
-    """URL-safe base64 of the JSON object ``{host: [slot, ...]}``; numbers stay numbers, device names stay strings."""
+    """URL-safe base64 of the JSON object ``{host: [slot, ...]}``; numbers stay numbers, device names stay strings. A
+    text of more than `PLAIN_BYTES` is compressed before, because Linux allows 131,072 bytes in one argument.
+    """
     plain = {host: [int(slot) if slot.isdecimal() else slot for slot in slots] for host, slots in pool.items()}
-    return base64.urlsafe_b64encode(json.dumps(plain).encode()).decode()
+    text = json.dumps(plain).encode()
+    return base64.urlsafe_b64encode(text if len(text) <= PLAIN_BYTES else zlib.compress(text, 9)).decode()
 
 
 def decode_world(text: str) -> Pool:
     """The inverse of `encode_world`. Raises `ResourceError` for anything that is not such a text."""
     try:
-        plain = json.loads(base64.b64decode(text.encode(), altchars=b"-_", validate=True))
-    except (binascii.Error, ValueError) as error:
-        raise ResourceError(f"--world_info is not base64 JSON: {error}") from error
+        data = base64.b64decode(text.encode(), altchars=b"-_", validate=True)
+        plain = json.loads(_expanded(data) if data.startswith(_COMPRESSED) else data)
+    except (binascii.Error, zlib.error, ValueError) as error:
+        raise ResourceError(f"--world_info is not base64 JSON, compressed or not: {error}") from error
     shaped = isinstance(plain, dict) and all(isinstance(slots, list) and slots for slots in plain.values())
     if not shaped or not plain:
         raise ResourceError(f"--world_info: got {plain!r}, expected an object of host to a list of slots")
     return {host: tuple(str(slot) for slot in slots) for host, slots in plain.items()}
+
+
+def _expanded(data: bytes) -> bytes:
+    reader = zlib.decompressobj()
+    text = reader.decompress(data, _MOST_TEXT)
+    if not reader.eof:
+        raise ValueError(f"the compressed text is cut off, or is longer than {_MOST_TEXT} bytes")
+    return text

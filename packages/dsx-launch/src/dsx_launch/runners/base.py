@@ -8,6 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..environment import shown
+from ..errors import ResourceError
+
+MOST_ARGUMENT = 131_072
+"""The bytes that Linux allows in one argument or variable of a process, with the zero byte at its end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +62,23 @@ def agent_argv(remote: Remote, *extra: str) -> tuple[str, ...]:
         return (remote.python, *arguments)
     script = f". {shlex.quote(remote.venv_script)} && exec python {shlex.join(arguments)}"
     return ("bash", "-c", script)
+
+
+def check_arguments(command: Command, launcher: str, hosts: int) -> None:
+    """Refuse a command that the kernel would not start, before anything is started.
+
+    Raises:
+        ResourceError: an argument or a variable is too long. Says what it begins with, and what to do.
+    """
+    words = [*command.argv, *(f"{name}={value}" for name, value in command.env.items())]
+    longest = max(words, key=lambda word: len(os.fsencode(word)))
+    size = len(os.fsencode(longest)) + 1
+    if size > MOST_ARGUMENT:
+        raise ResourceError(
+            f"--launcher {launcher}, {hosts} hosts: one argument ({longest[:24]!r}...) has {size} bytes, and Linux"
+            f" allows {MOST_ARGUMENT}; use shorter host names or variables, or start `dsx launch --no_ssh` with the same"
+            " --hostfile on every host (srun, mpirun)"
+        )
 
 
 def statements(variables: Mapping[str, str]) -> str:

@@ -1,0 +1,97 @@
+"""Jobs of more than a thousand hosts: what is sent to each, and in what bounds the launcher stays."""
+
+import base64
+import json
+import os
+import random
+import shlex
+import stat
+import string
+import subprocess
+import sys
+import zlib
+
+import pytest
+from dsx_launch import ResourceError
+from dsx_launch.hosts import start_client
+from dsx_launch.node import _parser, job_from
+from dsx_launch.options import parse
+from dsx_launch.plan import HostsPlan, make_plan
+from dsx_launch.resources import decode_world, encode_world
+from dsx_launch.runners import BUILDERS, PROGRAMS
+from dsx_launch.runners.base import MOST_ARGUMENT
+
+HOSTS = 1250
+
+
+def names(count, length=55):
+    """Names without a common part, which compress worst."""
+    letters = random.Random(1)
+    made = ["".join(letters.choices(string.ascii_lowercase + string.digits, k=length)) for _ in range(count)]
+    assert len(set(made)) == count
+    return made
+
+
+def plan_for(tmp_path, hosts, launcher):
+    path = tmp_path / "hosts"
+    path.write_text("".join(f"{host} slots=8\n" for host in hosts))
+    words = ["-H", str(path), "--launcher", launcher, "--dry_run", "--num_procs", "8", __file__]
+    plan = make_plan(parse(words), {"NCCL_DEBUG": "INFO"})
+    assert isinstance(plan, HostsPlan)
+    return plan
+
+
+def stand_in(folder, program):
+    """A program that writes its arguments into a file and ends."""
+    path = folder / program
+    path.write_text(f'#!{sys.executable}\nimport json, sys\njson.dump(sys.argv[1:], open("{folder}/seen", "w"))\n')
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+@pytest.mark.parametrize("launcher", BUILDERS)
+def test_1250_hosts_with_long_names_start(launcher, tmp_path, monkeypatch):
+    hosts = names(HOSTS)
+    plan = plan_for(tmp_path, hosts, launcher)
+    assert len(plan.commands) == (HOSTS if launcher == "ssh" else 1)
+    assert max(len(word) for command in plan.commands for word in command.argv) < MOST_ARGUMENT
+    stand_in(tmp_path, PROGRAMS[launcher])
+    environ = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    monkeypatch.setenv("PATH", environ["PATH"])  # exec looks for the program there
+    process = start_client(plan.commands[-1], environ)
+    if process.stdin is not None:
+        process.stdin.close()
+    assert process.wait(30) == 0
+    words = json.loads((tmp_path / "seen").read_text())
+    if launcher in ("ssh", "pdsh"):
+        words = shlex.split(shlex.split(words[-1])[-1].rpartition("exec ")[2].replace("%%", "%"))
+    agent = [word for word in words[words.index("dsx_launch.node") + 1 :] if not word.startswith("--node_rank")]
+    job = job_from(_parser().parse_args([f"--node_rank={HOSTS - 1}", *agent]), {})
+    assert job.hosts == tuple(hosts) and job.host_rank == HOSTS - 1 and job.procs == 8
+
+
+def test_small_jobs_send_plain_json_and_large_ones_compressed():
+    few = {f"gpu-node-{n:04}": tuple(map(str, range(8))) for n in range(100)}
+    assert len(json.loads(base64.urlsafe_b64decode(encode_world(few)))) == 100
+    many = {f"gpu-node-{n:04}.cluster.example.org": tuple(map(str, range(8))) for n in range(10_000)}
+    assert len(encode_world(many)) < MOST_ARGUMENT
+    assert decode_world(encode_world(many)) == many
+    plain = base64.urlsafe_b64encode(json.dumps({host: list(map(int, s)) for host, s in many.items()}).encode())
+    assert decode_world(plain.decode()) == many
+
+
+def test_damaged_compressed_text_is_refused():
+    packed = zlib.compress(b'{"a": [0]}')
+    assert decode_world(base64.urlsafe_b64encode(packed).decode()) == {"a": ("0",)}
+    for bad in (packed[:-3], packed[:6], b"x" + packed, zlib.compress(b"[1]"), zlib.compress(b" " * (1 << 26) + b"{}")):
+        with pytest.raises(ResourceError, match="--world_info"):
+            decode_world(base64.urlsafe_b64encode(bad).decode())
+
+
+@pytest.mark.parametrize("launcher", ["pdsh", "openmpi", "mpich", "slurm"])
+def test_a_list_of_hosts_that_linux_does_not_start_is_refused_before(launcher, tmp_path):
+    with pytest.raises(ResourceError, match=rf"{launcher}, 2500 hosts: one argument .* 131072; .*--no_ssh"):
+        plan_for(tmp_path, names(2500), launcher)
+    argument = "x" * (MOST_ARGUMENT - 1)  # the longest that there can be
+    assert subprocess.run(("true", argument), check=False).returncode == 0
+    with pytest.raises(OSError, match="too long"):
+        subprocess.run(("true", argument + "x"), check=False)
