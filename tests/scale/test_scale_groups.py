@@ -24,7 +24,8 @@ import torch.distributed as dist
 from dsx_comm import hang, on_demand
 from dsx_comm.departures import Departures
 from dsx_comm.doubling import rounds
-from dsx_comm.open_files import allow_many, files_needed
+from dsx_comm.open_files import files_needed
+from dsx_core.open_files import allow_many
 from dsx_testkit import count_calls, run_ranks
 from dsx_testkit.counting_store import CountingStore
 from dsx_zero.order.schedule import Kind, Operation, Post, decide, posts_of

@@ -4,7 +4,8 @@ import resource
 
 import dsx_comm
 import pytest
-from dsx_comm.open_files import allow_many, check_open_files, files_needed
+from dsx_comm.open_files import check_open_files, files_needed
+from dsx_core.open_files import allow_many
 from dsx_testkit import run_ranks
 
 

@@ -9,10 +9,12 @@ import stat
 import string
 import subprocess
 import sys
+import threading
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from dsx_launch import ResourceError
+from dsx_launch import LaunchError, ResourceError, connections
 from dsx_launch.hosts import start_client
 from dsx_launch.node import _parser, job_from
 from dsx_launch.options import parse
@@ -20,6 +22,7 @@ from dsx_launch.plan import HostsPlan, make_plan
 from dsx_launch.resources import decode_world, encode_world
 from dsx_launch.runners import BUILDERS, PROGRAMS
 from dsx_launch.runners.base import MOST_ARGUMENT
+from dsx_launch.runners.ssh import WINDOW
 
 HOSTS = 1250
 
@@ -95,3 +98,93 @@ def test_a_list_of_hosts_that_linux_does_not_start_is_refused_before(launcher, t
     assert subprocess.run(("true", argument), check=False).returncode == 0
     with pytest.raises(OSError, match="too long"):
         subprocess.run(("true", argument + "x"), check=False)
+
+
+def test_connections_are_tried_in_a_window_each_with_its_deadline(monkeypatch):
+    """128 hosts: exactly 64 are tried at the same time, because 64 wait for each other."""
+    lock, together, counts, deadlines = threading.Lock(), threading.Barrier(WINDOW, timeout=60), [0, 0], []
+
+    def run(argv, *, timeout, **options):
+        with lock:
+            counts[0] += 1
+            counts[1] = max(counts)
+            deadlines.append(timeout)
+        together.wait()
+        with lock:
+            counts[0] -= 1
+        return subprocess.CompletedProcess(argv, 0, stderr="")
+
+    monkeypatch.setattr(connections.subprocess, "run", run)
+    connections.check_connections(names(2 * WINDOW), "ssh", parse(["t.py"]), {})
+    assert WINDOW == 64 and counts == [0, WINDOW]
+    assert deadlines == [connections.SSH_CHECK_S] * (2 * WINDOW)
+
+
+def test_a_switch_that_is_off_ends_the_check_after_one_window(monkeypatch):
+    tried, cancelled = [], threading.Event()
+
+    class Pool(ThreadPoolExecutor):
+        def shutdown(self, wait=True, *, cancel_futures=False):
+            super().shutdown(wait=False, cancel_futures=cancel_futures)
+            cancelled.set()
+            super().shutdown(wait=wait)
+
+    def run(argv, *, timeout, **options):
+        tried.append(argv[-2])
+        if len(tried) > WINDOW:
+            assert cancelled.wait(60)
+        raise subprocess.TimeoutExpired(argv, timeout)
+
+    monkeypatch.setattr(connections, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(connections.subprocess, "run", run)
+    hosts = names(1000)
+    with pytest.raises(LaunchError) as error:
+        connections.check_connections(hosts, "ssh", parse(["t.py"]), {})
+    said = str(error.value)
+    assert said.count("no answer within 20 s") == connections.SHOWN and "48 more hosts cannot be reached" in said
+    assert "hosts were not tried" in said and len(said) < 3_000
+    assert WINDOW <= len(tried) <= 3 * WINDOW
+
+
+def test_hosts_that_do_not_answer_are_named_in_order(tmp_path, monkeypatch):
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\ncase "$*" in *slow*) exec sleep 60;; *bad*) echo no key >&2; exit 255;; esac\n')
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(connections, "SSH_CHECK_S", 3.0)
+    connections.check_connections(["a", "b"], "ssh", parse(["t.py"]), {})
+    with pytest.raises(LaunchError, match=r"host slow: no answer within 3 s; host bad: no key\. Every host"):
+        connections.check_connections(["a", "slow", "b", "bad"], "ssh", parse(["t.py"]), {})
+
+
+PIPES = """
+import resource, sys
+from dsx_launch import LaunchError
+from dsx_launch.hosts import Clients
+from dsx_launch.runners import Command
+soft, hard, hosts = map(int, sys.argv[1:])
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+try:
+    clients = Clients([Command(("cat",), host=str(n), lifeline=True) for n in range(hosts)], {})
+except LaunchError as error:
+    sys.exit(f"refused: {error}")
+clients.tell_to_stop(15)
+print(clients.wait_all(60), clients.code, resource.getrlimit(resource.RLIMIT_NOFILE)[0] > soft)
+"""
+
+
+def pipes(*numbers):
+    words = [sys.executable, "-c", PIPES, *map(str, numbers)]
+    return subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_the_limit_of_open_files_is_raised_where_the_hosts_need_it():
+    assert pipes(40, 400, 80).stdout == "True 0 True\n"
+    assert pipes(300, 400, 3).stdout == "True 0 False\n"
+
+
+def test_more_hosts_than_pipes_are_refused_before_one_is_started():
+    refused = pipes(100, 200, 300)
+    assert refused.returncode == 1
+    assert "open files: got a hard limit of 200, expected at least 3" in refused.stderr
+    assert "connections to 300 hosts" in refused.stderr and "--launcher slurm" in refused.stderr

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from dsx_core.open_files import allow_many
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from .discovery import Rendezvous, ask_mpi, discover
 from .errors import CommArgumentError, CommError
 from .hang import DEFAULT_NOTICE, WATCH, explain_hangs
 from .on_demand import host_backend
-from .open_files import allow_many, check_open_files
+from .open_files import check_open_files
 from .shm.segment import ShmOptions
 
 logger = logging.getLogger(__name__)

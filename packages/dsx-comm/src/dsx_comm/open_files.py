@@ -1,43 +1,21 @@
-"""The limit of open files: raised as far as the system allows, and compared with what the job's sockets need.
+"""The limit of open files, compared with what the job's sockets need.
 
-The usual limit of 1,024 ends a job of a thousand ranks in the middle of its start, with an error of gloo's about one of
-its sockets. A process may raise it to the hard limit by itself, so this one does. If that is too little, it says so
+`init_distributed` raises it as far as the system allows (`dsx_core.open_files`). If that is too little, it says so
 before there is a group.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
+from dsx_core.open_files import HOW_TO_RAISE, open_now
 
 from .doubling import rounds
 from .errors import CommError
 from .on_demand import MANY_RANKS
 
-__all__ = ["allow_many", "check_open_files", "files_needed"]
+__all__ = ["check_open_files", "files_needed"]
 
-_MOST = 1 << 20  # some systems say 10^9, and some programs go through all numbers up to the limit
 _SPARE = 64  # for the script itself: data, checkpoints, libraries
 _GROUPS = 4  # over the host: the default one, and those for agreement, checkpoints and preemption
-
-
-def allow_many() -> int:
-    """Raise the limit of open files to the hard limit, and return what it is now; -1: there is none that counts."""
-    try:
-        import resource
-    except ImportError:  # not a POSIX system
-        return -1
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = resource.RLIM_INFINITY
-    if soft == unlimited:
-        return -1
-    wanted = _MOST if hard == unlimited else min(hard, _MOST)
-    if wanted > soft:
-        with contextlib.suppress(ValueError, OSError):  # refused: the old limit is compared
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            soft = wanted
-    return soft
 
 
 def files_needed(world_size: int, backend: str, *, serves: bool = False) -> int:
@@ -61,7 +39,7 @@ def check_open_files(limit: int, world_size: int, backend: str, *, serves: bool 
     """
     if limit < 0 or world_size == 1:
         return
-    needed = files_needed(world_size, backend, serves=serves) + _open_now()
+    needed = files_needed(world_size, backend, serves=serves) + open_now()
     if needed <= limit:
         return
     names = {part.rpartition(":")[2] for part in backend.split(",")}
@@ -73,12 +51,6 @@ def check_open_files(limit: int, world_size: int, backend: str, *, serves: bool 
         )
     raise CommError(
         f"open files: got a hard limit of {limit}, expected at least {needed} for one of {world_size} ranks. Raise it"
-        " where the ranks are started (`ulimit -Hn`, `nofile` in /etc/security/limits.conf, LimitNOFILE= of the"
-        f" service, --ulimit nofile of the container){way}",
+        f" where the ranks are started {HOW_TO_RAISE}{way}",
         code="DSX209",
     )
-
-
-def _open_now() -> int:
-    """Open files of this process, where the system tells."""
-    return len(os.listdir("/proc/self/fd")) if sys.platform.startswith("linux") else 0

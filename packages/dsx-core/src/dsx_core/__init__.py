@@ -9,6 +9,7 @@ Each module is one noun:
 - `host_memory`: tells a simulated device of accesses of native code to host memory.
 - `locks`: lets one process at a time use a folder, and tells which one has it.
 - `modules`: hooks and calls that dsx puts on a user's modules, and the blocks of a model.
+- `open_files`: raises the limit of open files of this process.
 - `together`: runs an action on all ranks, so that all raise the same error when one fails; compares facts of ranks.
 - `strict_json`: reads JSON that may be damaged or hostile.
 - `device`: streams, events, memory and random state of any device. It imports torch, and is imported by its name.

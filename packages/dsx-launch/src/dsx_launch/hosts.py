@@ -16,6 +16,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import FrameType
 
+from dsx_core.open_files import HOW_TO_RAISE, allow_many, open_now
+
+from .errors import LaunchError
 from .exit_codes import RESUME_EXIT_CODE
 from .failures import shell_code, signal_name
 from .plan import HostsPlan
@@ -29,6 +32,7 @@ STOPPED = (128 + signal.SIGTERM, -signal.SIGTERM)  # codes of an agent that was 
 OWN_END_S = 4.0  # for the other hosts to end by themselves after one has failed
 FORCED_END_S = 5.0  # from the request to stop to the kill
 SAVED_END_S = 35.0  # for the other hosts to end after one has ended with RESUME_EXIT_CODE: they have saved too
+SPARE_FILES = 64  # beside the pipes: libraries, and what a starting process needs for a moment
 REQUESTED_END_S = 35.0  # the same after Ctrl-C: the ranks may be writing a checkpoint
 
 
@@ -36,6 +40,7 @@ class Clients:
     """The local client processes (ssh, pdsh, mpirun, srun), one per host or one for all hosts."""
 
     def __init__(self, commands: Sequence[Command], environ: Mapping[str, str]) -> None:
+        allow_pipes(sum(command.lifeline for command in commands))
         self._commands = commands
         self._processes = [start_client(command, environ) for command in commands]
         self._ended: list[int] = []
@@ -91,6 +96,22 @@ class Clients:
             if process.poll() is None:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
+
+
+def allow_pipes(hosts: int) -> None:
+    """Raise the limit of open files if the pipes to so many hosts need that.
+
+    Raises:
+        LaunchError: the hard limit is too low.
+    """
+    needed = hosts + SPARE_FILES + open_now()
+    limit = allow_many(needed)
+    if 0 <= limit < needed:
+        raise LaunchError(
+            f"open files: got a hard limit of {limit}, expected at least {needed} for the connections to {hosts} hosts."
+            f" Raise it where the launcher is started {HOW_TO_RAISE}, or use --launcher slurm or openmpi, which need no"
+            " connection of the launcher to each host"
+        )
 
 
 def start_client(command: Command, environ: Mapping[str, str], stdout: int | None = None) -> subprocess.Popen[bytes]:

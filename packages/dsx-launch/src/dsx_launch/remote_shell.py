@@ -1,4 +1,4 @@
-"""``dsx ssh``: runs one command on all hosts of a hostfile at the same time; each output line begins with its host.
+"""``dsx ssh``: runs one command on all hosts of a hostfile, 64 at the same time; each output line begins with its host.
 
 Every word of the command is quoted, so that it arrives on the hosts as it was typed. To use the syntax of the remote
 shell (pipes, variables), pass the command as one word: ``dsx ssh -f hosts 'ps aux | grep train'``.
@@ -17,7 +17,7 @@ from .errors import ResourceError
 from .failures import shell_code
 from .options import DEFAULT_HOSTFILE
 from .resources import apply_filters, read_hostfile
-from .runners.ssh import client
+from .runners.ssh import WINDOW, client
 
 
 def remote_text(words: Sequence[str]) -> str:
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.dry_run:
         sys.stdout.write("".join(f"{shlex.join(command)}\n" for command in commands.values()))
         return 0
-    with ThreadPoolExecutor(max_workers=len(hosts)) as pool:
+    with ThreadPoolExecutor(max_workers=min(WINDOW, len(hosts))) as pool:
         return max(pool.map(lambda host: _run(host, commands[host]), hosts))
 
 

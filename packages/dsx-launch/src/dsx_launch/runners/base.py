@@ -76,8 +76,8 @@ def check_arguments(command: Command, launcher: str, hosts: int) -> None:
     if size > MOST_ARGUMENT:
         raise ResourceError(
             f"--launcher {launcher}, {hosts} hosts: one argument ({longest[:24]!r}...) has {size} bytes, and Linux"
-            f" allows {MOST_ARGUMENT}; use shorter host names or variables, or start `dsx launch --no_ssh` with the same"
-            " --hostfile on every host (srun, mpirun)"
+            f" allows {MOST_ARGUMENT}; use shorter host names or variables, or start `dsx launch --no_ssh` with the"
+            " same --hostfile on every host (srun, mpirun)"
         )
 
 
