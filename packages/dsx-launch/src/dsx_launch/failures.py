@@ -46,6 +46,11 @@ class RankFailure:
         return bool(self.type) and bool(_PEER_GONE.search(f"{self.type}: {self.message}"))
 
     @property
+    def order(self) -> tuple[bool, float, int]:
+        """The smallest is the one to show: causes before consequences, then the earliest, then the lowest rank."""
+        return self.follows_another, self.time, self.rank
+
+    @property
     def reason(self) -> str:
         """One line: the exception, the signal or the exit code."""
         if self.type:
@@ -69,8 +74,8 @@ def shell_code(returncode: int) -> int:
 
 
 def first_cause(failures: Iterable[RankFailure]) -> RankFailure | None:
-    """The failure to show: causes before consequences, then the earliest, then the lowest rank."""
-    return min(failures, key=lambda failure: (failure.follows_another, failure.time, failure.rank), default=None)
+    """The failure to show; None if there is none."""
+    return min(failures, key=lambda failure: failure.order, default=None)
 
 
 def read_records(folder: Path, *, host: str) -> list[RankFailure]:

@@ -13,7 +13,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from .failures import RankFailure, first_cause
+from .failures import RankFailure
 from .rendezvous import STORE_ERRORS, FailureBoard, HostRendezvous, Meeting
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def cause_of_the_job(meeting: Meeting, port: int, own: RankFailure, *, wait_s: f
         board = FailureBoard(meeting, port)
         board.post(own)
         time.sleep(wait_s)
-        cause = first_cause(board.causes(range(len(meeting.hosts)))) or own
+        cause = board.first_cause()
         if meeting.host_rank == 0:
             time.sleep(0.5)  # keep the store a little longer for the other hosts
     except STORE_ERRORS:

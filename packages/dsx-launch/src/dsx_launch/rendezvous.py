@@ -11,8 +11,8 @@ the host with the first failure prints it.
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -20,6 +20,7 @@ from torch.distributed import (
     DistNetworkError,
     DistStoreError,
     PrefixStore,  # pyright: ignore[reportPrivateImportUsage]  public, but not in __all__
+    Store,  # pyright: ignore[reportPrivateImportUsage]
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]
 )
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
@@ -34,6 +35,8 @@ _STORE_ERRORS = (
     RuntimeError,
 )  # a lost connection surfaces as any of these, by torch version
 _FAILED = "dsx/failed"
+REQUESTS_PER_S = 1_000  # of all hosts together to the store, while some wait for others
+NAMED = 16  # hosts in a message
 
 
 @dataclass(frozen=True)
@@ -132,21 +135,39 @@ def _key(meeting: Meeting, name: str, host_rank: int) -> str:
     return f"{meeting.run_id}/dsx/{name}/{host_rank}"
 
 
-def _wait_for_all(store: TCPStore, meeting: Meeting, deadline: float) -> None:
-    ranks = range(len(meeting.hosts))
-    if len(ranks) == 1:
+def _wait_for_all(store: Store, meeting: Meeting, deadline: float) -> None:
+    """Wait until every host has joined. The hosts are in one list, which only the first host reads, as the store is in
+    its process. So the store gets one request of each host every now and then, however many are missing; and a host
+    that joins twice, because its command was started again, counts once.
+    """
+    count = len(meeting.hosts)
+    if count == 1:
         return
-    store.set(_key(meeting, "joined", meeting.host_rank), meeting.hosts[meeting.host_rank])
-    missing = list(ranks)
-    while missing:
-        missing = [rank for rank in missing if not store.check([_key(meeting, "joined", rank)])]
-        if missing and time.monotonic() > deadline:
-            names = ", ".join(meeting.hosts[rank] for rank in missing)
+    joined, complete = f"{meeting.run_id}/dsx/joined", f"{meeting.run_id}/dsx/all_joined"
+    store.append(joined, f"{meeting.host_rank},")  # pyright: ignore[reportAttributeAccessIssue] - not in the stubs
+    while not (store.check([complete]) or (meeting.host_rank == 0 and _announced(store, joined, complete, count))):
+        if time.monotonic() > deadline:
+            found = _ranks_in(store, joined)
+            names = [host for rank, host in enumerate(meeting.hosts) if rank not in found]
+            if len(names) > NAMED:
+                names[NAMED:] = [f"{len(names) - NAMED} more hosts"]
             raise LaunchError(
-                f"rendezvous: {names} did not join within {meeting.timeout_s:.0f} s; is the job started on every host?"
+                f"rendezvous: {', '.join(names)} did not join within {meeting.timeout_s:.0f} s; is the job started on"
+                " every host?"
             )
-        if missing:
-            time.sleep(0.1)
+        time.sleep(max(0.1, count / REQUESTS_PER_S))
+
+
+def _announced(store: Store, joined: str, complete: str, count: int) -> bool:
+    """On the first host: whether all have joined; then the others are told."""
+    if len(_ranks_in(store, joined)) < count:
+        return False
+    store.set(complete, "1")
+    return True
+
+
+def _ranks_in(store: Store, joined: str) -> set[int]:
+    return {int(word) for word in store.get(joined).decode().split(",") if word}
 
 
 class FailureBoard:
@@ -157,6 +178,7 @@ class FailureBoard:
     def __init__(self, meeting: Meeting, port: int) -> None:
         self._meeting = meeting
         self._store = _client(meeting, port)
+        self._order = f"{meeting.run_id}/dsx/causes"
 
     def announce(self) -> None:
         """Tell every host that the job has failed or is to stop. Raises the store's error if the first host is gone."""
@@ -167,7 +189,10 @@ class FailureBoard:
         return bool(self._store.check([f"{self._meeting.run_id}/{_FAILED}"]))
 
     def post(self, cause: RankFailure) -> None:
+        """Post the failure of this host. What decides which one is first goes into one list of all hosts."""
         self._store.set(_key(self._meeting, "cause", self._meeting.host_rank), to_json(cause))
+        line = json.dumps([*cause.order, self._meeting.host_rank])
+        self._store.append(self._order, f"{line}\n")  # pyright: ignore[reportAttributeAccessIssue] - as above
         self.announce()
 
     def note_saved(self) -> None:
@@ -178,10 +203,11 @@ class FailureBoard:
         """Whether the ranks of every host have saved and ended."""
         return self._store.check([_key(self._meeting, "saved", rank) for rank in range(len(self._meeting.hosts))])
 
-    def causes(self, host_ranks: Sequence[int]) -> list[RankFailure]:
-        """The failures that the given hosts have posted so far."""
-        keys = [_key(self._meeting, "cause", rank) for rank in host_ranks]
-        return [from_json(self._store.get(key).decode()) for key in keys if self._store.check([key])]
+    def first_cause(self) -> RankFailure:
+        """The first of the failures that hosts have posted so far: two requests, however many hosts have failed."""
+        lines = self._store.get(self._order).decode().splitlines()
+        *_, host_rank = min(json.loads(line) for line in lines)
+        return from_json(self._store.get(_key(self._meeting, "cause", host_rank)).decode())
 
 
 STORE_ERRORS = _STORE_ERRORS
