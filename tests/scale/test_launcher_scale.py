@@ -4,18 +4,44 @@
 
 from __future__ import annotations
 
+import math
+import re
+import sys
 import threading
 import time
 from collections import Counter
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from dsx_launch import LaunchError, news, rendezvous
+from dsx_launch.elastic_rendezvous import meet
+from dsx_launch.elastic_settings import Elastic
 from dsx_launch.failures import RankFailure
+from dsx_launch.host import HostJob, Program
+from dsx_launch.options import parse
+from dsx_launch.plan import HostsPlan, elastic_of, make_plan
 from dsx_launch.rendezvous import FailureBoard, Meeting
+from dsx_launch.runners.ssh import WINDOW
 from dsx_testkit.counting_store import CountingStore
 
 SIZES = (64, 256, 1024)
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "scale.md"
+ROW = re.compile(r"^\| ([^|]+) \| `([^`]+)` \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \|$", re.M)
+TABLE = ROW.findall(PAGE.read_text().partition("\n## Launcher\n")[2].partition("\n## ")[0])
+
+
+def law(words: str, hosts: int) -> int:
+    """What the row of the table that begins with these words says for so many hosts."""
+    (formula,) = (formula for name, formula, *_ in TABLE if name.startswith(words))
+    return eval(formula, {"H": hosts, "ceil": math.ceil, "min": min, "max": max})
+
+
+def test_the_table_is_what_its_laws_say():
+    assert len(TABLE) == 6
+    for name, _, *numbers in TABLE:
+        assert [int(n.replace(",", "")) for n in numbers] == [law(name, hosts) for hosts in SIZES], name
 
 
 def meeting(hosts, host_rank, timeout_s=60.0):
@@ -43,10 +69,12 @@ def requests(hosts):
 def test_a_start_asks_two_requests_of_each_host(hosts):
     total, read = requests(hosts)
     assert total == {"append": hosts, "check": hosts, "get": 1, "set": 1} and read == 0
+    assert sum(total.values()) == law("store requests of a start", hosts)
 
 
-def test_hosts_that_wait_ask_one_request_each_time_and_together_no_more_than_a_bound(monkeypatch):
-    hosts, slept, inner = 4096, [], dist.HashStore()
+@pytest.mark.parametrize("hosts", [*SIZES, 4096])
+def test_hosts_that_wait_ask_one_request_each_time_and_together_no_more_than_a_bound(hosts, monkeypatch):
+    slept, inner = [], dist.HashStore()
 
     def sleep(seconds):
         slept.append(seconds)
@@ -56,7 +84,8 @@ def test_hosts_that_wait_ask_one_request_each_time_and_together_no_more_than_a_b
     monkeypatch.setattr(rendezvous.time, "sleep", sleep)
     store = join(inner, hosts, 7)
     assert store.requests == {"append": 1, "check": 51} and store.read == 0
-    assert hosts / slept[0] <= rendezvous.REQUESTS_PER_S and set(slept) == {hosts / 1000}
+    (interval,) = set(slept)
+    assert hosts / interval == pytest.approx(law("store requests per second", hosts))
 
 
 def test_hosts_of_a_small_job_meet_and_a_command_that_was_started_again_counts_once(monkeypatch):
@@ -103,4 +132,24 @@ def test_a_host_finds_the_first_failure_with_five_requests(hosts, monkeypatch):
     last = max(rank for rank in range(1, hosts) if rank % 3)
     assert (first.rank, first.message) == (last, "ü\n" * 2000)
     assert board._store.requests == {"set": 2, "append": 1, "get": 2}
+    assert board._store.requests.total() == law("store requests of a failing host", hosts)
     assert board._store.read < 64 * hosts + 32_000
+
+
+@pytest.mark.parametrize("hosts", [1, *SIZES, 4096])
+def test_signs_of_life_of_an_elastic_job_are_no_more_than_a_hundred_a_second(hosts):
+    elastic = elastic_of(parse(["--elastic_training", "t.py"]), hosts)
+    assert Elastic.from_text(elastic.to_text()).keep_alive_s == elastic.keep_alive_s
+    settings = meet(HostJob(program=Program(sys.executable), procs=1), elastic)._settings
+    assert settings.keep_alive_interval == timedelta(seconds=law("seconds between", hosts))
+    assert settings.keep_alive_max_attempt == 4 and hosts / settings.keep_alive_interval.seconds <= 100
+
+
+@pytest.mark.parametrize("hosts", SIZES)
+def test_pipes_and_connections_of_the_launcher(hosts, tmp_path):
+    path = tmp_path / "hosts"
+    path.write_text("".join(f"h{n}\n" for n in range(hosts)))
+    plan = make_plan(parse(["-H", str(path), "--launcher", "ssh", "--dry_run", "t.py"]), {})
+    assert isinstance(plan, HostsPlan)
+    assert sum(command.lifeline for command in plan.commands) == law("pipes", hosts)
+    assert min(WINDOW, hosts) == law("ssh connections", hosts)

@@ -34,7 +34,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 
-from .elastic_settings import CLOSE_S, JOIN_S, KEEP_ALIVE_S, KEEP_ALIVE_TIMES, LAST_CALL_S, STORE_S, Elastic
+from .elastic_settings import CLOSE_S, JOIN_S, KEEP_ALIVE_TIMES, LAST_CALL_S, STORE_S, Elastic
 from .elastic_state import JsonState
 from .errors import LaunchError
 from .host import HostJob
@@ -135,7 +135,7 @@ def meet(job: HostJob, elastic: Elastic) -> ElasticRendezvous:
     timeouts = RendezvousTimeout(timedelta(seconds=JOIN_S), timedelta(seconds=LAST_CALL_S), timedelta(seconds=CLOSE_S))
     return ElasticRendezvous.from_backend(
         job.run_id, store, JsonState(store, job.run_id), elastic.min_nodes, elastic.max_nodes, _own_address(job),
-        timeouts, keep_alive_interval=KEEP_ALIVE_S, keep_alive_max_attempt=KEEP_ALIVE_TIMES,
+        timeouts, keep_alive_interval=elastic.keep_alive_s, keep_alive_max_attempt=KEEP_ALIVE_TIMES,
     )  # fmt: skip
 
 
