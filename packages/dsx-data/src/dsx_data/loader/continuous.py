@@ -17,15 +17,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 from torch.utils.data import Sampler
 
-from .order import epoch_order
-from .tracks import BatchSize, expect_position, warn_of_other_length
+from .order import KEYED_ABOVE, epoch_pieces
+from .tracks import BatchSize, load_order, position_state
 
 __all__ = ["ContinuousSampler", "ContinuousTrack"]
-
-_PIECE = 65536  # sample numbers that are converted to Python integers at a time
 
 
 class ContinuousSampler(Sampler[int]):
@@ -53,6 +50,7 @@ class ContinuousSampler(Sampler[int]):
         self.length, self.rank, self.world_size = length, rank, world_size
         self.stride, self.global_batch = micro_batch_size * world_size, global_batch
         self.shuffle, self.seed = shuffle, seed
+        self.keyed = length > KEYED_ABOVE
         self.first = 0  # position in the endless sequence at which the next loop begins
 
     def first_of(self, epoch: int) -> int:
@@ -70,13 +68,11 @@ class ContinuousSampler(Sampler[int]):
         while place < stop:
             epoch, offset = divmod(place, self.length)
             upto = min(stop, (epoch + 1) * self.length)
-            order = epoch_order(self.length, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
             turn = (self.rank - (place - self.first)) % self.world_size
-            # A copy, because a view would keep the memory of the complete order.
-            mine = np.array(order[offset + turn : upto - epoch * self.length : self.world_size])
-            del order
-            for begin in range(0, len(mine), _PIECE):
-                yield from mine[begin : begin + _PIECE].tolist()
+            places = range(offset + turn, upto - epoch * self.length, self.world_size)
+            order = {"seed": self.seed, "epoch": epoch, "shuffle": self.shuffle, "keyed": self.keyed}
+            for piece in epoch_pieces([places], self.length, **order):
+                yield from piece
             place = upto
 
     def __len__(self) -> int:
@@ -129,13 +125,11 @@ class ContinuousTrack:
         """The seed, the epoch, and the position in the epoch's order in global samples."""
         sampler = self._sampler
         epoch, position = divmod(self._used, sampler.length)
-        return {"seed": sampler.seed, "epoch": epoch, "position": position, "length": sampler.length}
+        return position_state(sampler, epoch, position)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken. Raises `DataStateError` for the state of another kind of order."""
-        expect_position(state)
-        self._sampler.seed = int(state["seed"])
-        warn_of_other_length(state, self._sampler.length)
+        load_order(self._sampler, state)
         self._go_to(int(state["epoch"]) * self._sampler.length + int(state["position"]))
 
 

@@ -18,7 +18,7 @@ from dsx_core import with_code
 from ..batching.plan import TokenBudget
 from ..curriculum import CurriculumSampler
 from ..errors import DataStateError
-from .order import ShardedSampler, rank_share
+from .order import KEYED_ABOVE, ShardedSampler, rank_share
 from .stream import StreamReader
 
 __all__ = [
@@ -151,13 +151,10 @@ class PositionTrack(_Epochs):
         self._used += self.size.samples
 
     def state_dict(self) -> dict[str, Any]:
-        sampler = self._sampler
-        return {"seed": sampler.seed, "epoch": self.epoch, "position": self._used, "length": sampler.length}
+        return position_state(self._sampler, self.epoch, self._used)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        expect_position(state)
-        self._sampler.seed = int(state["seed"])
-        warn_of_other_length(state, self._sampler.length)
+        load_order(self._sampler, state)
         position = int(state["position"])
         if position >= self._sampler.length:
             self.set_epoch(int(state["epoch"]) + 1)
@@ -501,6 +498,29 @@ def expect_position(state: dict[str, Any]) -> None:
             f"loader state: got one with {sorted(state)}, expected a position in samples; it was saved by a loader with"
             " another kind of order (a curriculum, a token budget, an iterable dataset or a sampler of your own)"
         )
+
+
+def position_state(sampler: Any, epoch: int, position: int) -> dict[str, Any]:
+    """The state of an order of the loader's own, which says, too, if the order is a keyed permutation."""
+    state = {"seed": sampler.seed, "epoch": epoch, "position": position, "length": sampler.length}
+    return {**state, "order": "keyed"} if sampler.keyed else state
+
+
+def load_order(sampler: Any, state: dict[str, Any]) -> None:
+    """Make `sampler` continue the order of `state`, also one of many samples that began with an order in memory.
+
+    Raises:
+        DataStateError: the state belongs to another kind of order.
+    """
+    expect_position(state)
+    if state.get("order", "keyed") != "keyed":
+        raise DataStateError(
+            f"loader state: got the order {state['order']!r}, expected 'keyed' or none: a newer dsx_data saved it"
+        )
+    began_in_memory = "order" not in state and int(state.get("length", sampler.length)) > KEYED_ABOVE
+    sampler.seed = int(state["seed"])
+    sampler.keyed = sampler.length > KEYED_ABOVE and not began_in_memory
+    warn_of_other_length(state, sampler.length)
 
 
 def warn_of_other_length(state: dict[str, Any], length: int) -> None:
