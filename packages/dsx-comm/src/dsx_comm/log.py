@@ -5,7 +5,8 @@
     dsx_comm.log_summary(show_straggler=True)      # every rank calls it, rank 0 prints
 
 Each call is timed by itself. The log does not make any call wait: an asynchronous call is timed from issue to its
-completion, which a callback or a waiting thread notices; on CUDA both ends are events that are read in `log_summary`.
+completion, which a callback or a waiting thread notices; on an accelerator both ends are events, which are read when
+the device has passed them, or in `log_summary`, which waits. Calls that are captured into a graph are not recorded.
 On the host an asynchronous call that is polled or waited for late is still timed to the moment its data had arrived.
 
 The latency of a synchronous call includes the wait for the slowest rank; `show_straggler` separates the two. The last
@@ -18,13 +19,12 @@ import dataclasses
 import logging
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
+from dsx_core.device import Device, Mark
 
 from .bandwidth import gbps, size_text, trimmed_mean
 from .calls import OBSERVERS, Call
@@ -35,6 +35,7 @@ from .works import notify
 logger = logging.getLogger(__name__)
 
 SAMPLES = 4096
+_UNREAD = 256  # calls on accelerators whose events are kept before those that have passed are read
 
 
 @dataclass
@@ -59,12 +60,12 @@ Key = tuple[str, int, int]  # name, message bytes, group size
 
 @dataclass
 class _Started:
-    """A call under way: its name and when it began (a time, or a CUDA event)."""
+    """A call under way: its name, the device that times it, and when it began on that device."""
 
     key: Key
     op: str
-    at: float
-    event: Any = None
+    device: Device
+    at: Mark
 
 
 class CommsLogger:
@@ -73,7 +74,8 @@ class CommsLogger:
     def __init__(self) -> None:
         self.config = CommsLoggerConfig()
         self._entries: dict[Key, Entry] = {}
-        self._events: list[tuple[_Started, Any]] = []  # CUDA calls whose events are not read yet
+        self._unread: list[tuple[_Started, Mark]] = []  # calls on accelerators whose events are not read yet
+        self._read_at = _UNREAD  # so many of them lead to a look at which have passed
         self._lock = threading.Lock()
         self._pending = 0
 
@@ -92,36 +94,54 @@ class CommsLogger:
             return None
         if config.debug:
             name = f"{name} | [Caller Func: {labels.get('debug') or _caller()}]"
-        started = _Started((name, call.message, call.size), call.op, time.perf_counter())
-        if call.device.type == "cuda":
-            started.event = torch.cuda.Event(enable_timing=True)
-            started.event.record()
-        return started
+        device = Device.of(call.device)
+        if device.is_capturing():
+            return None
+        self._read_passed()
+        return _Started((name, call.message, call.size), call.op, device, device.mark())
 
     def end(self, token: _Started, call: Call, result: Any, is_async: bool) -> None:
         """Stop the clock, or arrange for it to be stopped (observer interface)."""
-        stop = self._stop_cuda if token.event is not None else self._stop_host
         if not is_async:
-            stop(token)
+            self._stop(token)
             return
         with self._lock:
             self._pending += 1
 
         def arrived() -> None:
-            stop(token)
+            self._stop(token)
             with self._lock:
                 self._pending -= 1
 
         notify(result if isinstance(result, list) else [result], arrived)
 
-    def _stop_host(self, token: _Started) -> None:
-        self._record(token, (time.perf_counter() - token.at) * 1e3)
-
-    def _stop_cuda(self, token: _Started) -> None:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
+    def _stop(self, token: _Started) -> None:
+        end = token.device.mark()
+        if not token.device.is_accelerator:
+            self._record(token, token.device.milliseconds(token.at, end))
+            return
         with self._lock:
-            self._events.append((token, event))
+            self._unread.append((token, end))
+
+    def _read_passed(self) -> None:
+        """Read the events that have passed, once there are many. Nobody waits.
+
+        The limit follows what is under way, so that a device far behind does not have all events asked at each call.
+        """
+        if len(self._unread) < self._read_at:
+            return
+        with self._lock:
+            known, self._unread = self._unread, []
+        passed = [token.device.passed(end) for token, end in known]
+        under_way = [one for one, is_past in zip(known, passed) if not is_past]
+        with self._lock:
+            self._unread = under_way + self._unread
+            self._read_at = max(_UNREAD, 2 * len(self._unread))
+        self._read([one for one, is_past in zip(known, passed) if is_past])
+
+    def _read(self, calls: list[tuple[_Started, Mark]]) -> None:
+        for token, end in calls:
+            self._record(token, token.device.milliseconds(token.at, end))
 
     def _record(self, token: _Started, latency_ms: float) -> None:
         name, message, size = token.key
@@ -135,12 +155,10 @@ class CommsLogger:
             )  # fmt: skip
 
     def entries(self) -> dict[Key, Entry]:
-        """All entries recorded so far, CUDA events read (which waits for them)."""
+        """All entries recorded so far, events of accelerators read (which waits for them)."""
         with self._lock:
-            events, self._events = self._events, []
-        for token, end in events:
-            end.synchronize()
-            self._record(token, token.event.elapsed_time(end))
+            unread, self._unread = self._unread, []
+        self._read(unread)
         with self._lock:
             return dict(self._entries)
 
@@ -153,7 +171,7 @@ class CommsLogger:
         """Forget everything recorded."""
         with self._lock:
             self._entries.clear()
-            self._events.clear()
+            self._unread.clear()
 
 
 def _caller() -> str:
