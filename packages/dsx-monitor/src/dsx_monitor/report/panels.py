@@ -7,11 +7,11 @@ a curve of its own, named after its start.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import Any
 
-from .read import Curve, RunData
+from .curve import Curve
+from .read import RunData
 
 __all__ = ["Panel", "panels_of"]
 
@@ -61,12 +61,11 @@ _MOST_POINTS = 2000
 
 def panels_of(data: RunData) -> list[Panel]:
     """The charts of a run, in the order in which they are shown."""
-    starts = [float(start.get("time", 0)) for start in data.meta.get("starts", [])]
-    left = {label: _runs(curve, starts) for label, curve in data.curves.items()}
+    left = {label: pieces.runs for label, pieces in data.curves.items()}
     panels = [panel for known in _KNOWN if (panel := _known(left, *known)) is not None]
     if any(panel.unit == "tokens/s" for panel in panels):
         panels = [panel for panel in panels if panel.unit != "samples/s"]  # the same curve in another unit
-    panels += _memory(data, starts)
+    panels += _memory(data)
     panels += [panel for group in _GROUPS if (panel := _group(left, *group)) is not None]
     timed = {label: left.pop(label) for label in list(left) if _last(label).startswith(_TIMES)}
     if timed:
@@ -100,7 +99,7 @@ def _group(left: dict[str, Runs], title: str, unit: str, start: str, scale: floa
     return Panel(title, unit, series) if series else None
 
 
-def _memory(data: RunData, starts: list[float]) -> list[Panel]:
+def _memory(data: RunData) -> list[Panel]:
     """One chart per kind of memory, one curve per rank; device memory only if there is any."""
     shown = (
         ("Memory of each process", "pss", "rss"),
@@ -113,31 +112,13 @@ def _memory(data: RunData, starts: list[float]) -> list[Panel]:
         series = [
             one
             for rank, curves in sorted(data.memory.items())
-            if chosen in curves and any(curves[chosen].values)
-            for one in _series(_runs(curves[chosen], starts), f"rank {rank}", scale=2**-20)
+            if chosen in curves and any(any(curve.values) for _, curve in curves[chosen].runs)
+            for one in _series(curves[chosen].runs, f"rank {rank}", scale=2**-20)
         ]
         if series:
             note = {"pss": "MiB, proportional share (PSS)", "rss": "MiB, resident (RSS)"}.get(str(chosen), "MiB")
             panels.append(Panel(title, note, series))
     return panels
-
-
-def _runs(curve: Curve, starts: list[float]) -> Runs:
-    """The curve cut where its steps go back behind a new start: start number (from 1) and part of each piece.
-
-    A resumed run goes on upwards and is one piece. Without times, or without starts, nothing is cut.
-    """
-    if len(curve.times) != len(curve.steps) or len(starts) < 2:
-        return [(1, curve)]
-    runs: Runs = []
-    before = 0
-    for step, value, time in zip(curve.steps, curve.values, curve.times):
-        start = max(1, bisect_right(starts, time))
-        if not runs or (step < runs[-1][1].steps[-1] and start != before):
-            runs.append((start, Curve(curve.label)))
-        runs[-1][1].add(step, value, time)
-        before = start
-    return runs
 
 
 def _series(runs: Runs, name: str, scale: float = 1.0) -> list[dict[str, Any]]:
@@ -148,7 +129,7 @@ def _series(runs: Runs, name: str, scale: float = 1.0) -> list[dict[str, Any]]:
 
 def _piece(curve: Curve, name: str, scale: float) -> dict[str, Any]:
     """A curve as JSON. A long curve is thinned: of each stretch the lowest and the highest point are kept."""
-    points = _thinned(curve)
+    points = curve.thinned(_MOST_POINTS)
     return {
         "name": name,
         "label": curve.label,
@@ -156,20 +137,6 @@ def _piece(curve: Curve, name: str, scale: float) -> dict[str, Any]:
         "y": [_number(curve.values[i] * scale) for i in points],
         "t": [round(curve.times[i], 1) for i in points] if len(curve.times) == len(curve.steps) else [],
     }
-
-
-def _thinned(curve: Curve) -> list[int]:
-    count = len(curve.values)
-    if count <= _MOST_POINTS:
-        return list(range(count))
-    stretch = math.ceil(count / (_MOST_POINTS // 2))
-    kept = {0, count - 1}
-    for start in range(0, count, stretch):
-        block = range(start, min(start + stretch, count))
-        finite = [i for i in block if math.isfinite(curve.values[i])] or [start]
-        kept |= {min(finite, key=curve.values.__getitem__), max(finite, key=curve.values.__getitem__)}
-        kept |= {i for i in block if not math.isfinite(curve.values[i])} if len(finite) < len(block) else set()
-    return sorted(kept)
 
 
 def _number(value: float) -> float | None:

@@ -1,4 +1,4 @@
-"""Reads a run directory (see `dsx_monitor.run`) into plain curves.
+"""Reads a run directory (see `dsx_monitor.run`) into curves, in memory that does not grow with the run's length.
 
 It also reads runs that are still going on or were interrupted: a line that a crash cut is skipped and counted, and a
 missing file only means that its charts are missing. If there is no `events.jsonl`, the CSV files of `csv_monitor` below
@@ -18,25 +18,9 @@ from ..errors import ReportError
 from ..run import MEMORY, META
 from ..timeline import MERGED, TRACE, merge_traces
 from ..writers.jsonl import FILE_NAME
+from .curve import Pieces
 
-__all__ = ["Curve", "RunData", "read_run"]
-
-
-@dataclass
-class Curve:
-    """Values over steps (samples). `times` are seconds since 1970, empty if unknown."""
-
-    label: str
-    steps: list[float] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
-
-    def add(self, step: float, value: float, time: float | None = None) -> None:
-        """Append one point."""
-        self.steps.append(step)
-        self.values.append(value)
-        if time is not None:
-            self.times.append(time)
+__all__ = ["RunData", "read_run"]
 
 
 @dataclass
@@ -52,8 +36,8 @@ class RunData:
         pages: other files to open, relative to the run directory.
     """
 
-    curves: dict[str, Curve]
-    memory: dict[int, dict[str, Curve]]
+    curves: dict[str, Pieces]
+    memory: dict[int, dict[str, Pieces]]
     meta: dict[str, Any]
     stragglers: list[dict[str, Any]] = field(default_factory=list)
     flops: dict[str, Any] = field(default_factory=dict)
@@ -74,7 +58,9 @@ def read_run(run_dir: str | Path) -> RunData:
         )
     data = RunData({}, {}, _read_meta(folder / META))
     for line in _json_lines(folder / FILE_NAME, data):
-        _curve(data, str(line["label"])).add(float(line["step"]), float(line["value"]), float(line["time"]))
+        _curve(data.curves, str(line["label"]), data).add(
+            float(line["step"]), float(line["value"]), float(line["time"])
+        )
     if not data.curves:
         _read_csv(folder, data)
     if not data.curves:
@@ -114,8 +100,10 @@ def _read_extras(folder: Path, data: RunData) -> None:
     data.pages = [name for name in ("flops.html", "flops.json", MERGED) if (folder / name).exists()]
 
 
-def _curve(data: RunData, label: str) -> Curve:
-    return data.curves.setdefault(label, Curve(label))
+def _curve(curves: dict[str, Pieces], label: str, data: RunData) -> Pieces:
+    if label not in curves:
+        curves[label] = Pieces(label, [float(start.get("time", 0)) for start in data.meta.get("starts", [])])
+    return curves[label]
 
 
 def _read_meta(path: Path) -> dict[str, Any]:
@@ -148,7 +136,7 @@ def _read_memory(path: Path, data: RunData) -> None:
     for line in _json_lines(path, data):
         for name, value in line.items():
             if name not in ("time", "step") and isinstance(value, (int, float)):
-                curves.setdefault(name, Curve(name)).add(line["step"], value, line["time"])
+                _curve(curves, name, data).add(line["step"], value, line["time"])
 
 
 def _read_csv(folder: Path, data: RunData) -> None:
@@ -164,7 +152,7 @@ def _read_csv(folder: Path, data: RunData) -> None:
                 except (ValueError, IndexError):
                     data.unreadable_lines += 1
                     continue
-                _curve(data, path.stem).add(step, value)
+                _curve(data.curves, path.stem, data).add(step, value)
 
 
 def _read_tensorboard(folder: Path, data: RunData) -> None:
@@ -184,4 +172,4 @@ def _read_tensorboard(folder: Path, data: RunData) -> None:
         events.Reload()
         for label in events.Tags()["scalars"]:
             for event in events.Scalars(label):
-                _curve(data, label).add(event.step, event.value, event.wall_time)
+                _curve(data.curves, label, data).add(event.step, event.value, event.wall_time)
