@@ -1,5 +1,7 @@
 """Iterable datasets: shared out by counting, resumed at any number of ranks and workers."""
 
+from collections.abc import Sequence
+
 import pytest
 from dsx_data import DataArgumentError, DataStateError, LoaderOptions, SharedStream, TrainingLoader
 from torch.utils.data import IterableDataset, get_worker_info
@@ -85,6 +87,52 @@ def test_a_state_of_the_last_batch_goes_on_with_the_next_epoch():
 def test_a_dataset_that_can_skip_is_asked_to():
     (one,) = loaders(SharedStream(Skipping(30)), 1, state={"seed": 0, "epoch": 0, "position": 18})
     assert groups([one]) == [[18, 19, 20, 21, 22, 23], [24, 25, 26, 27, 28, 29]] and Skipping.skipped == 18
+
+
+class Counted(Sequence):
+    """A sequence of 10^9 numbers that counts which it is asked for."""
+
+    def __init__(self, length=10**9):
+        self.length, self.asked = length, []
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, number):
+        if not 0 <= number < self.length:
+            raise IndexError(number)
+        self.asked.append(number)
+        return number
+
+
+@pytest.mark.parametrize("window", [0, 8])
+def test_a_sequence_is_read_from_its_position_on(window):
+    near_end = 10**9 - 10
+    samples = Counted()
+    state = {"seed": 0, "epoch": 0, "position": near_end}
+    (one,) = loaders(SharedStream(samples, shuffle_window=window), 1, state=state, seed_samples=True)
+    rest = [number for group in groups([one]) for number in group]
+    assert len(rest) == 10 and set(rest) <= set(range(near_end - 8, 10**9)) and len(samples.asked) <= 18
+    assert window or rest == list(range(near_end, 10**9))
+
+
+def test_a_resumed_sequence_gives_what_a_stream_without_numbers_gives():
+    state = {"seed": 0, "epoch": 1, "position": 18}
+    for window in (0, 8):
+        by_number, in_turn = (
+            loaders(SharedStream(data, shuffle_window=window), 2, state=state) for data in (Counted(30), Stream(30))
+        )
+        assert groups(by_number) == groups(in_turn)
+
+
+def test_a_skip_that_gives_nothing_is_named():
+    class Broken(Stream):
+        def skip(self, count):
+            pass
+
+    (one,) = loaders(SharedStream(Broken(30)), 1, state={"seed": 0, "epoch": 0, "position": 18})
+    with pytest.raises(DataArgumentError, match=r"got NoneType from Broken\.skip\(18\), expected an iterable"):
+        next(iter(one))
 
 
 class SharesItself(IterableDataset):

@@ -4,7 +4,8 @@ With torch, an iterable dataset itself must give each rank and each worker proce
 `SharedStream` every reader sees the same stream, and takes its share of each global micro-batch by counting. So the
 samples of each global batch are those of the stream in order, for any number of ranks and workers, and a position
 in the stream is one number. The price: every reader produces, or skips, every sample. If the dataset has a method
-`skip(n)`, as those of Hugging Face `datasets` have, a resumed run uses it. A dataset that divides itself among
+`skip(n)`, as those of Hugging Face `datasets` have, a resumed run uses it; a sequence (`collections.abc.Sequence`) is
+read by number from the position on. A dataset that divides itself among
 worker processes is read as if there were none; one that divides itself among ranks must not be wrapped.
 
 With a number of samples per update (`StreamShare.global_batch`) an epoch ends with a complete update, as in
@@ -16,7 +17,7 @@ known beforehand, and worker processes read ahead; so each micro-batch carries t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,12 +38,14 @@ class SharedStream:
 
     Args:
         dataset: any iterable that can be iterated over more than once. If it has `set_epoch(epoch)`, that is called
-            first.
+            first. A resumed run asks it for `skip(n)`, an iterable of the samples after the first n, or reads a
+            sequence by number; else it reads all samples before its position and drops them.
         shuffle_window: shuffle within consecutive windows of so many samples, differently in each epoch; 0: keep the
             order. A window is held in memory, and a resumed run reads its window again from the start.
 
     Raises:
-        DataArgumentError: the window is negative, or the dataset cannot be iterated over.
+        DataArgumentError: the window is negative, or the dataset cannot be iterated over; while reading: its `skip`
+            gives no iterable.
     """
 
     def __init__(self, dataset: Iterable[Any], *, shuffle_window: int = 0) -> None:
@@ -76,9 +79,8 @@ class SharedStream:
 
     def _skipped(self, count: int, key: tuple[int, int] | None) -> Iterator[Any]:
         """The samples after the first `count`, in the dataset's order."""
-        skips = bool(count) and hasattr(self.dataset, "skip")
-        source = iter(self.dataset.skip(count) if skips else self.dataset)  # type: ignore[attr-defined]
-        for number in itertools.count(count if skips else 0):
+        first, source = self._from(count)
+        for number in itertools.count(first):
             if key is not None:
                 seed_generators(*key, number)
             try:
@@ -87,6 +89,21 @@ class SharedStream:
                 return
             if number >= count:
                 yield sample
+
+    def _from(self, count: int) -> tuple[int, Iterator[Any]]:
+        """The dataset from number `count` on if it can begin there, else from 0; the number, and the samples."""
+        if count and hasattr(self.dataset, "skip"):
+            rest = self.dataset.skip(count)  # type: ignore[attr-defined]
+            if not hasattr(rest, "__iter__"):
+                raise DataArgumentError(
+                    f"SharedStream: got {type(rest).__name__} from {type(self.dataset).__name__}.skip({count}),"
+                    f" expected an iterable of the samples after the first {count}"
+                )
+            return count, iter(rest)
+        if count and isinstance(self.dataset, Sequence):
+            sequence = self.dataset
+            return count, (sequence[number] for number in range(count, len(sequence)))
+        return 0, iter(self.dataset)
 
 
 @dataclass(frozen=True)
