@@ -33,6 +33,16 @@ def test_permissions_are_those_of_the_old_file_or_of_the_umask(tmp_path: Path) -
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o600
 
 
+def test_permissions_can_be_given_and_hold_while_the_file_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    replace_text(path, "open to all")
+    path.chmod(0o644)
+    with replacing(path, mode=0o600) as temporary:
+        assert stat.S_IMODE(temporary.stat().st_mode) == 0o600
+        temporary.write_text("of this user alone")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
 @pytest.mark.parametrize("when", ["before anything is written", "in the middle"])
 def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, when: str) -> None:
     path = tmp_path / "state.json"

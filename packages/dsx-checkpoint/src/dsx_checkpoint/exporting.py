@@ -19,12 +19,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from dsx_core import sync_folder
 
 from .boxes import Region
 from .crc import Chunks, Sums
 from .direct import writing
 from .errors import CheckpointArgumentError, CheckpointError, shown
-from .files import create, sync_folder
+from .files import create
 from .foreign.source import Progress, Source, Tensor
 from .format import CHUNK_BYTES, MODEL, WEIGHT_MAP_NAME, TensorSpec, dtype_name
 from .plan import FilePlan, plan_files, weight_map

@@ -93,19 +93,3 @@ def register_of_chunk(fd: int, placed: Placed, chunks: Chunks, number: int) -> i
         read_into(fd, placed, at, data)
         register = extend(register, data)
     return register
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    with opened(folder, os.O_RDONLY) as fd:
-        os.fsync(fd)
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a small file so that readers see the old or the new content, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")  # `folder.py` knows this form as a leftover
-    with opened(temporary, os.O_CREAT | os.O_TRUNC | os.O_WRONLY) as fd:
-        write_all(fd, memoryview(text.encode()), 0)
-        os.fsync(fd)
-    os.replace(temporary, path)
-    sync_folder(path.parent)

@@ -24,10 +24,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from dsx_core import with_code
+from dsx_core import replace_text, sync_folder, with_code
 
 from .errors import CheckpointArgumentError, CheckpointCorruptError, CheckpointError, nothing_committed, shown
-from .files import read_text, replace_text, sync_folder
+from .files import read_text
 from .format import INDEX_NAME, LATEST_NAME, NODE_NAME, WEIGHT_MAP_NAME
 from .parsing import parse_index
 

@@ -20,9 +20,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dsx_core import replace_text
+
 from .checks import expect, expect_file_name, expect_int, expect_keys
 from .errors import CheckpointCorruptError, CheckpointError, shown
-from .files import read_text, replace_text
+from .files import read_text
 from .format import CHECKSUM_MARK, INDEX_NAME, NODE_NAME, Index, digest_of, seal
 from .spans import Spans
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from dsx_core import replace_text
 from torch import nn
 
 from .agreeing import WholePlan, agree
@@ -32,7 +33,7 @@ from .announcing import PieceKey
 from .crc import Sums
 from .direct import FileWriter, writing
 from .errors import CheckpointError, shown
-from .files import check_space, create, replace_text
+from .files import check_space, create
 from .folder import (
     check_folder,
     check_one_folder,

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dsx_core import replacing
 from torch import nn
 
 from .apply import Placed, techniques_of
@@ -288,9 +289,8 @@ def write_exported(found: Exported, path: str | os.PathLike[str]) -> None:
               "aliases": aliases}  # fmt: skip
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(target.name + ".partial")
-    save_file(tensors, partial, metadata={_KEY: json.dumps(header, separators=(",", ":"))})
-    os.replace(partial, target)
+    with replacing(target, durable=False) as temporary:
+        save_file(tensors, temporary, metadata={_KEY: json.dumps(header, separators=(",", ":"))})
 
 
 def read_exported(path: str | os.PathLike[str]) -> Exported:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dsx_core import replacing
 from torch import nn
 
 from .errors import CompressionDataError, CompressionError, near
@@ -75,9 +76,8 @@ def export_torchao(source: str | os.PathLike[str] | Exported, path: str | os.Pat
     tensors, metadata = layout.flatten_tensor_state_dict(state)
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(target.name + ".partial")
-    save_file(tensors, partial, metadata=metadata)
-    os.replace(partial, target)
+    with replacing(target, durable=False) as temporary:
+        save_file(tensors, temporary, metadata=metadata)
 
 
 def load_torchao(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:

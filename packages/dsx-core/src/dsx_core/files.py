@@ -25,7 +25,7 @@ def temporary_beside(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def replacing(path: str | os.PathLike[str], *, durable: bool = True) -> Iterator[Path]:
+def replacing(path: str | os.PathLike[str], *, durable: bool = True, mode: int | None = None) -> Iterator[Path]:
     """Gives the name of a new file to write; at the end of the block it takes the place of `path`.
 
     The new file has the permissions of the old one, or those that the umask gives. The writer of the block may also
@@ -34,6 +34,7 @@ def replacing(path: str | os.PathLike[str], *, durable: bool = True) -> Iterator
     Args:
         path: the file to replace. Its folder must be there.
         durable: wait until content and name are on the disk. Without it a crash of the machine may lose both.
+        mode: the permissions of the new file, from its first byte on. None: those of the old file.
 
     Raises:
         OSError: the file cannot be written. Then `path` is as it was. The same holds for every exception of the block.
@@ -42,7 +43,7 @@ def replacing(path: str | os.PathLike[str], *, durable: bool = True) -> Iterator
     temporary = temporary_beside(target)
     try:
         temporary.unlink(missing_ok=True)  # left by a killed process that had the same id
-        mode = _mode_of(target, temporary)
+        mode = _mode_of(target, temporary, mode)
         yield temporary
         with _opened(temporary, os.O_RDWR) as fd:
             os.fchmod(fd, mode)
@@ -57,9 +58,9 @@ def replacing(path: str | os.PathLike[str], *, durable: bool = True) -> Iterator
         sync_folder(target.parent)
 
 
-def replace_text(path: str | os.PathLike[str], text: str, *, durable: bool = True) -> None:
+def replace_text(path: str | os.PathLike[str], text: str, *, durable: bool = True, mode: int | None = None) -> None:
     """Replace a file by a text in UTF-8. See `replacing`."""
-    with replacing(path, durable=durable) as temporary:
+    with replacing(path, durable=durable, mode=mode) as temporary:
         temporary.write_bytes(text.encode())
 
 
@@ -69,8 +70,11 @@ def sync_folder(folder: str | os.PathLike[str]) -> None:
         os.fsync(fd)
 
 
-def _mode_of(target: Path, temporary: Path) -> int:
-    """The permissions of `target`; those of a new file if it does not exist."""
+def _mode_of(target: Path, temporary: Path, mode: int | None) -> int:
+    """The permissions of the new file: `mode`, or those of `target`, or those that the umask gives."""
+    if mode is not None:
+        temporary.touch(mode=mode, exist_ok=False)
+        return mode
     try:
         return stat.S_IMODE(target.stat().st_mode)
     except FileNotFoundError:

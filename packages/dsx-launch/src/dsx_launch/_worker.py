@@ -182,7 +182,7 @@ def record(folder: str, error: BaseException) -> None:
         "message": text_of(error),
         "traceback": describe(error),
     }
-    path = os.path.join(folder, f"rank{env['RANK']}.json")
+    path = os.path.join(folder, f"rank{env['RANK']}.json")  # written without dsx_core: see the head of this file
     try:
         with open(path + ".part", "w", encoding="utf-8", errors="backslashreplace") as file:
             json.dump(failure, file)

@@ -12,6 +12,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from dsx_core import replace_text
+
 __all__ = [
     "AGENT_VARIABLE", "BUILT", "JOINED", "LOADED", "MEMORY", "MIN_TIME", "PROGRESS", "RESTARTING", "UPDATED",
     "late_variables", "read_note", "tell_agent",
@@ -41,8 +43,7 @@ def tell_agent(name: str, text: str) -> None:
         return
     path = Path(folder) / name
     with suppress(OSError):  # an agent that cannot be told counts restarts and waits less well, no more
-        path.with_suffix(".part").write_text(text)
-        path.with_suffix(".part").replace(path)  # the agent never reads half a note
+        replace_text(path, text, durable=False)  # the agent never reads half a note
 
 
 def read_note(folder: Path | None, name: str) -> str:

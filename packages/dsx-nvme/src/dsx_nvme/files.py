@@ -318,17 +318,6 @@ def _give_back(file: OpenFile, start: int, end: int, length: int | None) -> None
         )  # a refusal (not every file system can) changes nothing
 
 
-def sync_folder(path: str | os.PathLike) -> None:
-    """Wait until new or replaced names in a folder are on the device. Syncing a file does not sync its name."""
-    if not hasattr(os, "O_DIRECTORY"):  # where folders cannot be opened
-        return
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def access(path: str | os.PathLike, *, engine: str = "auto") -> Access:
     """How a file, or a file in a folder, would be accessed. Opens the file, or a nameless one; changes nothing."""
     import tempfile  # lazy import: only this question needs it

@@ -7,7 +7,6 @@ fit is refused, because a damaged index could give other tensors than were store
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import stat
@@ -16,10 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dsx_core import strict_json
+from dsx_core import replacing, strict_json
 
 from .errors import FormatError
-from .files import sync_folder
 from .tensor_file import DTYPES, NAMES, SUM, Extent
 
 __all__ = ["Entry", "read_index", "write_index"]
@@ -45,22 +43,8 @@ def write_index(path: str, entries: Mapping[str, Entry], *, durable: bool) -> No
         }
         for name, e in entries.items()
     }  # fmt: skip
-    partial = f"{path}.partial"
-    with contextlib.suppress(FileNotFoundError):  # left by a process that was killed while it flushed
-        os.unlink(partial)
-    try:
-        with open(partial, "x", encoding="utf-8") as file:
-            json.dump({"version": VERSION, "crc32": _sum_of_index(table), "tensors": table}, file)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(partial)
-        raise
-    if durable:
-        sync_folder(os.path.dirname(path))
+    with replacing(path, durable=durable) as temporary, open(temporary, "w", encoding="utf-8") as file:
+        json.dump({"version": VERSION, "crc32": _sum_of_index(table), "tensors": table}, file)
 
 
 def read_index(path: str, data_bytes: int) -> dict[str, Entry]:

@@ -29,12 +29,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from dsx_core import strict_json
+from dsx_core import strict_json, sync_folder
 
 from .checksum import crc32
 from .engine import Engine
 from .errors import ChecksumError, FormatError, OptionError, TensorError
-from .files import sync_folder
 from .memory import empty
 from .ticket import Ticket
 
@@ -225,6 +224,7 @@ class TensorFile:
         """
         extents, nbytes = layout(specs)
         path = os.fspath(path)
+        # Not `dsx_core.replacing`: the engine opens the file before it has its name, and keeps it open afterwards.
         partial = f"{path}.{os.getpid()}.partial"
         self = cls(partial, "r+", engine, checksum)
         try:

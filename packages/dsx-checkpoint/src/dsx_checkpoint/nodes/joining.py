@@ -8,8 +8,10 @@ import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from dsx_core import replace_text
+
 from ..errors import CheckpointCorruptError, CheckpointError
-from ..files import PIECE_BYTES, create, opened, read_text, replace_text, write_all
+from ..files import PIECE_BYTES, create, opened, read_text, write_all
 from ..folder import publish, remove_replaced, saving, temporary_name
 from ..format import INDEX_NAME, Index
 from ..parsing import parse_index

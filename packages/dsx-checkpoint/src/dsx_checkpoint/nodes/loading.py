@@ -30,10 +30,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dsx_core import replace_text, sync_folder
 
 from ..boxes import Region, why_not_a_tiling
 from ..errors import CheckpointCorruptError, CheckpointError
-from ..files import read_text, replace_text, sync_folder
+from ..files import read_text
 from ..folder import carry_over, check_tag, check_target, refuse_foreign, temporary_name
 from ..format import DTYPES, INDEX_NAME, LATEST_NAME, Index
 from ..loading import LoadRequest

@@ -21,8 +21,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from dsx_core import sync_folder
+
 from ..crc import Sums
-from ..files import opened, sync_folder
+from ..files import opened
 from ..format import Index
 from ..ranks import Ranks
 from ..spans import Range, Spans

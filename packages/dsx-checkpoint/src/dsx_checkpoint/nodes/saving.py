@@ -27,10 +27,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from dsx_core import replace_text
+
 from ..boxes import Region
 from ..crc import Chunks
 from ..errors import CheckpointError, shown
-from ..files import opened, replace_text, write_all
+from ..files import opened, write_all
 from ..folder import check_target, publish, remove_replaced, saving
 from ..format import INDEX_NAME, WEIGHT_MAP_NAME, Placed
 from ..indexing import build_index

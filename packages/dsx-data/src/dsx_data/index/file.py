@@ -37,6 +37,7 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+from dsx_core.files import temporary_beside
 
 from ..errors import DataArgumentError, IndexFileError
 
@@ -75,7 +76,8 @@ class IndexWriter:
         self._sizes: list[np.ndarray] = []
         self._count = self._crc = 0
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
+        # Not `dsx_core.replacing`: the file is open over many calls, and no block of code ends with it.
+        self._temporary = temporary_beside(self.path)
         self._file: Any = open(self._temporary, "wb")  # noqa: SIM115 - closed by finish() or abandon()
         self._file.write(b"\0" * _PREAMBLE.size)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
+
+from dsx_core import replace_text
 
 __all__ = ["CANDIDATES", "CONFIG", "FACTS", "METRICS", "PLANS", "PRIVATE_CONFIG", "STARTED", "write_whole"]
 
@@ -29,8 +30,4 @@ def write_whole(path: Path, text: str, *, private: bool = False) -> None:
     With `private` only this user can read it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.unlink(missing_ok=True)
-    part.touch(mode=0o600 if private else 0o666)
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+    replace_text(path, text, durable=False, mode=0o600 if private else None)
