@@ -120,6 +120,7 @@ def test_an_unknown_word_gets_the_nearest_known_one(capsys):
         ("--nnodes", "use --num_nodes N"),
         ("--num_gpu", "use --num_gpus"),
         ("--hostfle", "use --hostfile"),
+        ("--port", "use --ssh_port or --master_port"),
     ],
 )
 def test_an_unknown_option_of_the_launcher_gets_the_one_that_was_meant(given, meant, capsys):

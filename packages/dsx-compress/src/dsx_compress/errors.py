@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+
+from dsx_core import nearest
 
 __all__ = ["CompressionConfigError", "CompressionDataError", "CompressionError", "near"]
 
@@ -23,8 +24,14 @@ class CompressionDataError(CompressionError):
 def near(name: str, known: Iterable[str], count: int = 3) -> str:
     """Return `; near names: ...`, or nothing where no known name resembles `name`."""
     names = sorted(set(known))
-    found = difflib.get_close_matches(name, names, n=count, cutoff=0.5)
-    if not found:  # a pattern often resembles one part of a dotted name
-        parts = {part: full for full in names for part in full.split(".")}
-        found = [parts[part] for part in difflib.get_close_matches(name, parts, n=count, cutoff=0.5)]
+    found = nearest(name, names, limit=count)
+    if not found:  # a pattern often resembles a part of a dotted name
+        parts = {part: full for full in names for part in _parts(full, name.count(".") + 1)}
+        found = [parts[part] for part in nearest(name, parts, limit=count)]
     return f"; near names: {', '.join(found)}" if found else ""
+
+
+def _parts(name: str, length: int) -> Iterator[str]:
+    """What stands in a dotted name in `length` places in a row."""
+    words = name.split(".")
+    return (".".join(words[at : at + length]) for at in range(len(words) - length + 1))

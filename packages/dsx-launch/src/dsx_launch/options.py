@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import NoReturn
 
+from dsx_core import nearest
+
 from .errors import ResourceError
 
 _NAMES_ELSEWHERE = {
@@ -325,13 +327,12 @@ class _Parser(argparse.ArgumentParser):
         """What to use instead of an unknown option; empty if nothing is like it."""
         if not word.startswith("--"):
             return ""
-        import difflib  # lazy import: only for this message
-
         name = word[2:].partition("=")[0].replace("_", "-")
         if name in _NAMES_ELSEWHERE:
             return _NAMES_ELSEWHERE[name]
-        known = {option[2:].replace("_", "-"): option for option in reversed(self._option_string_actions)}
-        return next((known[near] for near in difflib.get_close_matches(name, known, n=1)), "")
+        options = [option for option in reversed(self._option_string_actions) if option.startswith("--")]
+        known = {option[2:].replace("_", "-"): option for option in options}
+        return " or ".join(known[near] for near in nearest(name, known))
 
 
 def parse(argv: Sequence[str], *, prog: str = "dsx launch") -> LaunchOptions:
