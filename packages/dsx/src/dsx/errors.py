@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dsx_core import CodedError, shorten, with_code
+from dsx_core import CodedError, shorten
 
 from ._version import __version__
 
@@ -24,8 +24,6 @@ __all__ = [
     "Problem",
     "ScheduleError",
     "in_checkout",
-    "shorten",
-    "with_code",
 ]
 
 _CODES = {

@@ -8,11 +8,11 @@ from typing import Any
 
 import dsx_activations
 from dsx_comm import RankSets
+from dsx_core import with_code
 
 from .config import Config
 from .engine.errors import EngineArgumentError
 from .engine.report import StepReport
-from .errors import with_code
 from .pipelining import is_pipeline
 from .utils.logging import logger
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import dsx_zero
 import torch
+from dsx_core import with_code
 
-from .errors import with_code
 from .utils.logging import logger
 
 __all__ = ["Init", "SwapSpace", "remove_leftovers"]

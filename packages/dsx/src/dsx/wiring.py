@@ -18,6 +18,7 @@ import dsx_comm
 import dsx_zero
 import torch
 from dsx_comm import RankSets
+from dsx_core import with_code
 from dsx_core.device import Device, accelerator_kind
 from torch import nn
 
@@ -46,7 +47,7 @@ from .engine.request import Request, joins_others, launched_as
 from .engine.schedule import DrivenSchedule, NoSchedule, ScheduleDriver
 from .engine.stepper import NoStepper, ShardedStepper, Stepper
 from .engine.weights import NOTHING_TO_GATHER, Gather
-from .errors import DsxConfigError, with_code
+from .errors import DsxConfigError
 from .experts import ExpertParts, with_experts
 from .extension import Extension, installed_extensions
 from .loss_scaler import build_loss_scale

@@ -17,7 +17,9 @@ from dataclasses import dataclass, field
 from json.decoder import JSONDecodeError, scanstring  # type: ignore[attr-defined]
 from typing import Any
 
-from ..errors import Problem, shorten
+from dsx_core import shorten
+
+from ..errors import Problem
 
 __all__ = ["JsonText", "JsonTextError", "parse"]
 

@@ -11,9 +11,10 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+from dsx_core import with_code
 from pydantic import BaseModel, ValidationError
 
-from ..errors import DsxConfigError, PrecisionError, Problem, with_code
+from ..errors import DsxConfigError, PrecisionError, Problem
 from ..precision import Precision, resolve_precision
 from .availability import MEANINGLESS, OLD_NAMES, asks_for, meaningless, not_yet
 from .batch import ACCUMULATION, MICRO, TRAIN, BatchSizes, resolve_batch

@@ -12,10 +12,11 @@ import typing
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from dsx_core import shorten
 from dsx_core.errors import edits, nearest
 from pydantic import BaseModel, ValidationError
 
-from ..errors import Problem, shorten
+from ..errors import Problem
 from .describe import type_text
 from .normal import SECOND_NAMES
 

@@ -19,7 +19,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import DsxConfigError, Problem, shorten
+from dsx_core import shorten
+
+from ..errors import DsxConfigError, Problem
 from .availability import MEANINGLESS, OLD_NAMES
 from .normal import MEANS_AUTO, SECOND_NAMES
 from .report import leaves

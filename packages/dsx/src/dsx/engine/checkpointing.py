@@ -22,8 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dsx_core import with_code
+
 from ..data import RepeatingLoader, TrainingLoader
-from ..errors import with_code
 from ..utils.logging import logger
 from .errors import EngineArgumentError
 from .gate import StepGate

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, overload
 
-from ..errors import with_code
+from dsx_core import with_code
+
 from ..utils.logging import logger
 from . import weights
 from .places import differs_between_ranks
