@@ -13,7 +13,6 @@ two jobs save in the same folder at the same time, the lock's text names the oth
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import re
@@ -25,6 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dsx_core import replace_text, sync_folder, with_code
+from dsx_core.locks import lock_alone, unlock
 
 from .errors import CheckpointArgumentError, CheckpointCorruptError, CheckpointError, nothing_committed, shown
 from .files import read_text
@@ -267,14 +267,12 @@ def _lock(path: Path, tag: str) -> int | None:
 
 def _take(fd: int, path: Path) -> bool:
     """Lock the file; False if its earlier holder has removed it, so that the locked file has no name any more."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not lock_alone(fd):
         owner = os.pread(fd, 500, 0).decode(errors="replace").strip()
         raise CheckpointError(
             f"{path.parent}: another job is saving here right now ({owner or 'it has not said who it is yet'}); "
             "give each job a folder of its own, or they replace each other's 'latest'"
-        ) from None
+        )
     return path.exists() and os.path.samestat(os.fstat(fd), os.stat(path))
 
 
@@ -284,7 +282,7 @@ def _give_up(path: Path, fd: int) -> None:
     except OSError as error:  # what was saved is there, and the next job can lock the file that stays
         logger.warning("%s: cannot be removed (%s)", path, error)
     finally:
-        fcntl.flock(fd, fcntl.LOCK_UN)  # after a close alone, children forked meanwhile would still hold the lock
+        unlock(fd)
         os.close(fd)
 
 

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from .locks import lock_alone, unlock
+
 __all__ = ["HOLD_NAME", "Hold", "free", "hold", "note_in", "remove_if_free"]
 
 HOLD_NAME = ".in_use"
@@ -32,7 +34,7 @@ class Hold:
         fd, self._fd = self._fd, None
         if fd is not None:
             with suppress(OSError):  # a file system without locks
-                fcntl.flock(fd, fcntl.LOCK_UN)  # after a close alone, children forked meanwhile would still hold it
+                unlock(fd)
             os.close(fd)
 
 
@@ -78,21 +80,19 @@ def free(folder: Path) -> Iterator[bool]:
         yield False
         return
     try:
-        yield _lock_alone(fd)
+        yield _lock_soon(fd)
     finally:
         os.close(fd)
 
 
-def _lock_alone(fd: int) -> bool:
+def _lock_soon(fd: int) -> bool:
     for _ in range(_TRIES):
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(_PAUSE_S)
+            if lock_alone(fd):
+                return True
         except OSError:  # a file system without locks
             return False
-        else:
-            return True
+        time.sleep(_PAUSE_S)
     return False
 
 

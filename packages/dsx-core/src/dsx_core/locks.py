@@ -18,11 +18,36 @@ import sys
 import time
 from typing import NamedTuple
 
-__all__ = ["OWNER", "FolderInUseError", "FolderLock", "ProcessIdentity"]
+__all__ = ["OWNER", "FolderInUseError", "FolderLock", "ProcessIdentity", "lock_alone", "unlock"]
 
 OWNER = "owner"
 PATIENCE = 10.0  # seconds to wait for a folder whose process has died
 POLL = 0.01
+
+
+def lock_alone(fd: int) -> bool:
+    """Lock an open file for this descriptor alone, until `unlock` or the end of all processes that have the descriptor.
+
+    Returns whether it could; otherwise another descriptor has the lock. Raises OSError where files cannot be locked.
+    """
+    import fcntl  # not of every platform
+
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def unlock(fd: int) -> None:
+    """Release the lock of an open file.
+
+    Closing the descriptor is not always enough: an io_uring may hold the file for a moment after its last request, and
+    a child that was forked meanwhile holds it until it ends.
+    """
+    import fcntl  # not of every platform
+
+    fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 class FolderInUseError(RuntimeError):
@@ -86,34 +111,24 @@ class FolderLock:
         """Take the folder. Raises FolderInUseError if another process (or another object of this one) has it."""
         if sys.platform == "win32":
             return
-        import fcntl  # not of every platform
-
         limit = time.monotonic() + PATIENCE
-        while True:
-            try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                owner = self._owner()
-                running = owner is not None and owner.is_running()
-                if not running and time.monotonic() < limit:
-                    time.sleep(POLL)
-                    continue
-                who = f"process {owner.pid}" if owner is not None and running else "a child of a process that ended"
-                raise self._error(
-                    f"{self._folder} is in use by another {self._user} ({who}); give each process a folder of its own"
-                ) from error
+        while not lock_alone(self._fd):
+            owner = self._owner()
+            running = owner is not None and owner.is_running()
+            if not running and time.monotonic() < limit:
+                time.sleep(POLL)
+                continue
+            who = f"process {owner.pid}" if owner is not None and running else "a child of a process that ended"
+            raise self._error(
+                f"{self._folder} is in use by another {self._user} ({who}); give each process a folder of its own"
+            )
         self._name_owner()
 
     def release(self) -> None:
         """Release the folder. In a forked child this does nothing, because the lock belongs to its parent."""
         if sys.platform == "win32" or os.getpid() != self._pid:
             return
-        import fcntl  # not of every platform
-
-        # Closing the descriptor is not always enough: an io_uring may hold the file for a moment after its last
-        # request, and a forked child holds it until it ends.
-        fcntl.flock(self._fd, fcntl.LOCK_UN)
+        unlock(self._fd)
 
     def _owner(self) -> ProcessIdentity | None:
         try:
