@@ -262,7 +262,7 @@ def test_a_key_that_stands_twice_is_refused(tmp_path):
     data = json.loads(path.read_text())
     data.pop("checksum")
     path.write_text(seal(data).replace('"excluded":', '"state":{},"excluded":', 1))
-    with pytest.raises(CheckpointCorruptError, match="stands twice"):
+    with pytest.raises(CheckpointCorruptError, match="two values for 'state'"):
         open_checkpoint(tmp_path)
 
 

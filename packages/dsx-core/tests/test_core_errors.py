@@ -56,6 +56,13 @@ def test_json_that_python_accepts_or_dies_of_is_refused(text: str) -> None:
         strict_json.parse(text)
 
 
+def test_infinities_of_python_are_taken_where_they_are_asked_for() -> None:
+    assert strict_json.parse('{"a": [Infinity, -Infinity, 1]}', nan=True) == {"a": [math.inf, -math.inf, 1]}
+    assert math.isnan(strict_json.parse("NaN", nan=True))
+    with pytest.raises(ValueError, match="two values"):
+        strict_json.parse('{"a": NaN, "a": 1}', nan=True)
+
+
 @pytest.mark.parametrize(
     "value", [True, 4.0, -1, 1 << 63, "4", None, math.inf, 1 << 70_000, [4]], ids=lambda value: type(value).__name__
 )

@@ -50,14 +50,6 @@ def expect_keys(what: str, data: Any, keys: Collection[str]) -> None:
         raise ValueError(f"{what}: keys missing: {shown(missing[:10])}, unknown: {shown(unknown[:10])}")
 
 
-def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The `object_pairs_hook` of JSON that refuses a key that stands twice. Raises `ValueError`."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key stands twice in one object")
-    return found
-
-
 def parse_placed(name: str, entry: dict[str, Any]) -> Placed:
     """Name, dtype, shape and place of a tensor. Raises `ValueError`, `TypeError` or `KeyError`."""
     if entry["dtype"] not in DTYPES:

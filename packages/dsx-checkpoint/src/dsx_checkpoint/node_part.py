@@ -13,14 +13,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dsx_core import replace_text
+from dsx_core import replace_text, strict_json
 
 from .checks import expect, expect_file_name, expect_int, expect_keys
 from .errors import CheckpointCorruptError, CheckpointError, shown
@@ -89,7 +88,7 @@ def _parse(text: str) -> NodePart:
     body, mark, rest = text.rpartition(CHECKSUM_MARK)
     if not mark or rest != f'{digest_of(body)}"}}':
         raise ValueError("its checksum is wrong")
-    data = json.loads(text)
+    data = strict_json.parse(text)
     expect_keys("node.json", data, _KEYS)
     if (data["format"], data["version"]) != (_FORMAT, _VERSION):
         raise ValueError(f"got format {shown(data['format'])}, version {shown(data['version'])}, expected {_FORMAT}, 1")

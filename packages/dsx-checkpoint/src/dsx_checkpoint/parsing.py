@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from typing import Any
+
+from dsx_core import strict_json
 
 from .checks import (
     check_consistent,
@@ -13,7 +14,6 @@ from .checks import (
     expect_int,
     expect_keys,
     expect_str,
-    no_duplicates,
     parse_placed,
     parse_scalars,
 )
@@ -36,8 +36,8 @@ def parse_index(text: str, where: str) -> Index:
         CheckpointError: it is no index, or one of a version that this dsx does not read.
     """
     try:
-        data = json.loads(text, object_pairs_hook=no_duplicates)
-    except (ValueError, RecursionError) as error:
+        data = strict_json.parse(text, nan=True)  # version 1 wrote them
+    except ValueError as error:
         raise CheckpointCorruptError(f"{where}: not JSON ({error}); the checkpoint is damaged") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise CheckpointError(f"{where}: got no '{FORMAT}' index; expected one written by dsx")

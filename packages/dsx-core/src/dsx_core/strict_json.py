@@ -15,10 +15,14 @@ LARGEST = (1 << 63) - 1  # bytes or elements
 MAX_DIMENSIONS = 64
 
 
-def parse(text: str | bytes) -> Any:
-    """The value of a JSON text. Raises ValueError."""
+def parse(text: str | bytes, *, nan: bool = False) -> Any:
+    """The value of a JSON text. Raises ValueError.
+
+    Args:
+        nan: take NaN and infinities as Python writes them.
+    """
     try:
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse)
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=None if nan else _refuse)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 

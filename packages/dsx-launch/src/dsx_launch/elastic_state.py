@@ -13,6 +13,7 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 from typing import Any
 
+from dsx_core import strict_json
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousStateError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
@@ -46,7 +47,7 @@ def state_from_text(text: str) -> _RendezvousState:
     """The state of a text. Raises ValueError for anything that `text_of_state` does not make."""
     if len(text) > _MOST_CHARACTERS:
         raise ValueError(f"got {len(text)} characters, expected at most {_MOST_CHARACTERS}")
-    told = json.loads(text)
+    told = strict_json.parse(text)
     state = _RendezvousState()
     if not isinstance(told, dict) or set(told) != set(vars(state)):
         raise ValueError(f"expected an object with {', '.join(vars(state))}")

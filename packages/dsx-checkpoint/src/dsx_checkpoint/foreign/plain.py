@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dsx_core import strict_json
 
-from ..checks import expect_file_name, expect_int, no_duplicates
+from ..checks import expect_file_name, expect_int
 from ..errors import CheckpointCorruptError, CheckpointError, shown, words_of
 from ..files import opened, read_text
 from ..format import DTYPES, Placed, TensorSpec
@@ -130,7 +131,7 @@ def _safetensors(file: Path) -> dict[str, Tensor]:
             raise CheckpointCorruptError(f"{file}: is no safetensors file, or was cut short")
         header = os.pread(fd, length, 8)
     try:
-        entries: dict[str, Any] = json.loads(header, object_pairs_hook=no_duplicates)
+        entries: dict[str, Any] = strict_json.parse(header)
         placed = [_placed(file, n, e, 8 + length, size) for n, e in entries.items() if n != "__metadata__"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointCorruptError(f"{file}: its header is damaged ({words_of(error)})") from error
