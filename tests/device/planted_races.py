@@ -202,18 +202,20 @@ RACES: dict[str, Race] = {
     # checkpoints behind training, states that move
     "save-copies-early": Race(
         f"{BEHIND}:_copy_from",
-        "stream.wait_stream(torch.cuda.current_stream(device))",
+        "device.wait_for(ready)",
         "pass",
         "saved-behind-at-stage-2",
     ),
     "training-overtakes-save": Race(
         f"{BEHIND}:_copy_from",
-        "torch.cuda.current_stream(device).wait_stream(stream)",
+        "device.wait_for_stream(stream)",
         "pass",
         "saved-behind-at-stage-2",
         delay_us=10_000,  # not in the sample: on a loaded machine the copy is over before training goes on
     ),
-    "save-end-not-recorded": Race(f"{BEHIND}:_copy_from", "done.record(stream)", "pass", "saved-behind-at-stage-2"),
+    "save-end-not-recorded": Race(
+        f"{BEHIND}:_copy_from", "stream.record_event()", "torch.Event(device.torch_device)", "saved-behind-at-stage-2"
+    ),
     "save-written-early": Race(f"{BEHIND}:_copy_on_device", "end.synchronize()", "pass", "saved-behind-at-stage-2"),
     "states-leave-on-a-stream": Race(
         "dsx_zero.state.moving:_Stash.__init__",

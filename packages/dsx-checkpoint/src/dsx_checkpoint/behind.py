@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dsx_core.device import Device
 
 from .errors import CheckpointError
 from .failures import Failures
@@ -157,7 +158,7 @@ def _copy_on_device(copies: list[torch.Tensor], values: list[torch.Tensor]) -> C
     on others than the current one.
     """
     ends = [
-        _copy_from(device, [(copy, value) for copy, value in zip(copies, values) if value.device == device])
+        _copy_from(Device.of(device), [(copy, value) for copy, value in zip(copies, values) if value.device == device])
         for device in dict.fromkeys(value.device for value in values if value.is_cuda)
     ]
     for copy, value in zip(copies, values):
@@ -171,18 +172,16 @@ def _copy_on_device(copies: list[torch.Tensor], values: list[torch.Tensor]) -> C
     return wait
 
 
-def _copy_from(device: torch.device, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.Event:
-    """Start copies from a CUDA device. The current stream of the device goes on behind them."""
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
+def _copy_from(device: Device, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Event:
+    """Start copies from an accelerator. The current stream of the device goes on behind them."""
+    stream, ready = torch.Stream(device.torch_device), device.event()
+    with device.on(stream):
+        device.wait_for(ready)
         for copy, value in pairs:
             copy.copy_(value, non_blocking=True)
             value.record_stream(stream)
-    torch.cuda.current_stream(device).wait_stream(stream)
-    done = torch.cuda.Event()
-    done.record(stream)
-    return done
+    device.wait_for_stream(stream)
+    return stream.record_event()
 
 
 class WriteBehind:

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
+from dsx_core.device import Device
 
 from .errors import TensorError
 from .memory import empty
@@ -74,7 +75,7 @@ class Stager:
 
     def start(self, op: str, tensor: torch.Tensor, file: Any, offset: int) -> Future[int]:
         """Queue a transfer; the result is the number of bytes."""
-        ready = torch.cuda.current_stream(tensor.device).record_event() if tensor.device.type == "cuda" else None
+        ready = Device.of(tensor).event()
         return self._pool.submit(self._run, op, tensor.detach(), file, offset, ready)
 
     def close(self) -> None:
@@ -97,9 +98,9 @@ class Stager:
         if ready is None:
             yield
             return
-        stream = getattr(self._streams, str(tensor.device), None) or torch.cuda.Stream(tensor.device)
+        stream = getattr(self._streams, str(tensor.device), None) or torch.Stream(tensor.device)
         setattr(self._streams, str(tensor.device), stream)
-        with torch.cuda.stream(stream):
+        with stream:
             stream.wait_event(ready)
             yield
             stream.synchronize()

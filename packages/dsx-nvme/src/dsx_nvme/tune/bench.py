@@ -15,6 +15,7 @@ from multiprocessing import connection
 from typing import Any
 
 import torch
+from dsx_core.device import Device
 
 from ..errors import NvmeError, OptionError
 from ..fast_writer import FastFileWriter
@@ -191,8 +192,7 @@ def _one(
                 together()
                 begun = time.perf_counter()
                 move("read" if args.read else "write", tensor, path)
-                if tensor.device.type == "cuda":
-                    torch.cuda.synchronize()
+                Device.of(tensor).synchronize()
                 took = time.perf_counter() - begun
                 warmup += took if loop < 0 else 0.0
                 seconds += [took] if loop >= 0 else []

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from dsx_core.device import Device
 
 from ..gds import gds_handle
 from ..handle import aio_handle
@@ -59,8 +60,7 @@ class Target:
                 else:
                     handle.async_pread(tensor, path, 0)
             handle.wait()
-            if self.device != "cpu":
-                torch.cuda.synchronize()
+            Device.of(self.device).synchronize()
             seconds = time.perf_counter() - start
         return nbytes * len(self.files) / seconds / 1e9
 
