@@ -168,7 +168,9 @@ RACES: dict[str, Race] = {
         "accumulation-on-host",
     ),
     # the step
-    "published-before-written": Race("dsx_zero.step.runner:StepRunner._publish", "ticket.wait()", "pass", FROM_HOST),
+    "published-before-written": Race(
+        "dsx_zero.step.runner:StepRunner._publish", "self._failure.run(ticket.wait, None)", "pass", FROM_HOST
+    ),
     "norm-read-early": Race("dsx_zero.step.nonfinite:_send", "if event.query() else None", "", "stage2-fp32-device"),
     # transports and steps on a stream
     "messages-not-awaited": Race("dsx_zero.transports.protocol:Then.wait", "found.wait()", "pass", "hybrid-of-four", 4),
@@ -248,7 +250,7 @@ RACES: dict[str, Race] = {
     ),
     "hops-tensor-not-recorded": Race(
         "dsx_moe.exchange:HierarchicalExchange._start_on_stream",
-        "tensor.record_stream(self._stream)",
+        "tensor.record_stream(stream)",
         "pass",
         "hops-let-go",
         2,
@@ -259,7 +261,7 @@ RACES: dict[str, Race] = {
     ),
     "hops-start-early": Race(
         "dsx_moe.exchange:HierarchicalExchange._start_on_stream",
-        "self._stream.wait_stream(torch.cuda.current_stream(source.device))",
+        "device.wait_for(ready)",
         "pass",
         "experts-two-hops",
         4,
@@ -275,8 +277,8 @@ RACES: dict[str, Race] = {
     ),
     "hops-not-awaited": Race(
         "dsx_moe.exchange:HierarchicalExchange._start_on_stream",
-        "lambda: torch.cuda.current_stream(source.device).wait_stream(self._stream)",
-        "torch.cuda.current_stream",
+        "lambda: device.wait_for_stream(stream)",
+        "lambda: None",
         "experts-two-hops",
         4,
     ),

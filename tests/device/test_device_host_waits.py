@@ -38,11 +38,12 @@ BUDGETS = [
     Budget("accumulation-on-host", 2, 2),
     # However many micro-batches: the losses and the check of the gradients are read together, behind the last backward.
     *(Budget(f"{case}{count}", 2, 1) for case in ("pipeline-1f1b", "pipeline-zero-bubble") for count in ("", "-of-8")),
-    *(Budget(f"staged-{case}", 2, 1) for case in ("1f1b", "1f1b-of-8", "zero-bubble", "interleaved", "tied")),
+    *(Budget(f"staged-{case}", 2, 1) for case in ("1f1b", "1f1b-of-8", "zero-bubble", "tied")),
+    Budget("staged-interleaved", 2, 2),  # once for each of the two parts of the model that a stage has
     Budget("accumulation-with-parameters-on-disk", 1, 2),
     # Here the host cannot but wait, once per unit (of four) and backward (of four): to copy into pages that are not
     # locked, or to add up what comes from a disk.
-    Budget("accumulation-pageable", 1, 4 * 4 + 1),
+    Budget("accumulation-pageable", 1, 4 * 4 + 2),
     Budget("accumulation-on-disk", 1, 4 * 4 + 3),
     Budget("activations-alone", 1, 0),
     Budget("activations-under-ddp", 2, 0),
