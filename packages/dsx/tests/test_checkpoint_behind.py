@@ -168,21 +168,3 @@ def test_host_memory_is_used_again(tmp_path):
         (slot,) = engine._parts.checkpointer.behind._free
         pointers.add(slot._memory.data_ptr())
     assert len(pointers) == 1
-
-
-def test_copies_run_beside_the_stream_of_the_values_device():
-    """Not beside that of the device that happens to be current: there nothing would wait for the copies."""
-    from dsx_checkpoint.behind import _copy_from
-    from dsx_testkit import FakeCuda, StreamMemory
-
-    with FakeCuda().installed() as cuda, StreamMemory(cuda) as memory:
-        with torch.cuda.device(1):
-            value = torch.zeros(8, device="meta")
-        end = _copy_from(torch.device("cuda", 1), [(copy := torch.empty(8), value)])
-        with torch.cuda.device(1):
-            value.add_(1)  # training goes on
-        end.synchronize()
-        copy.sum()  # the thread writes it
-    waits = ["stream 1 waits for default of 1", "default of 1 waits for stream 1", "event 1 on stream 1"]
-    assert cuda.log == [*waits, "host waits for event 1"]
-    assert memory.reports == []

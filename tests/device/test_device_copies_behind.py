@@ -1,0 +1,39 @@
+"""Copies of a save behind training, of values on a device that is not current: nothing overtakes them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+COPIES = """
+import torch
+from dsx_checkpoint.behind import _copy_from
+from dsx_core.device import Device
+
+device = Device.of("cuda:1")  # the current device is 0, all along
+value = torch.ones(1 << 16, device="cuda:1")
+copy = torch.empty(1 << 16, pin_memory=True)
+end = _copy_from(device, [(copy, value)])
+value.add_(1)  # training goes on
+end.synchronize()
+assert copy.eq(1).all() and value.eq(2).all().item()
+"""
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "dsx_simcuda", "--devices", "2", "--mode", "slow-side", "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.timeout(300)
+def test_copies_run_beside_the_stream_of_the_values_device():
+    done = run(COPIES)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.timeout(300)
+def test_values_that_are_read_before_the_copies_end_are_reported():
+    done = run(COPIES.replace("end.synchronize()", ""))
+    assert done.returncode != 0 and ("host" in done.stderr or "AssertionError" in done.stderr), done.stderr
