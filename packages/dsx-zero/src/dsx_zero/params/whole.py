@@ -132,6 +132,8 @@ def write_all(
             dsx_comm.broadcast(message, src=dsx_comm.get_global_rank(holders, 0), group=holders)
         for name, piece in zip(found, message.split(sizes)):
             _keep(group, name, piece)
+        # Not only dropped: the backend's thread may hold the message a moment longer, beside the next one.
+        message.untyped_storage().resize_(0)
 
 
 def _messages(layout: FlatLayout, names: Sequence[str], itemsize: int) -> Iterator[list[str]]:
