@@ -1,6 +1,6 @@
 """Mixture-of-Students: a shallower mixture of experts learns from a deeper one, which stops teaching before the end.
 
-    pip install ./packages/dsx-compress        # in a checkout of dsx
+    pip install ./packages/dsx-core ./packages/dsx-compress        # in a checkout of dsx
     python mixture_of_students.py --mos --kd-stop-step 200 [flags of gpt_moe.py]
 
 The student of a PR-MoE has fewer layers and as many experts. Distillation to the end of training makes it worse than no
