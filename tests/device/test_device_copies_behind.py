@@ -37,3 +37,9 @@ def test_copies_run_beside_the_stream_of_the_values_device():
 def test_values_that_are_read_before_the_copies_end_are_reported():
     done = run(COPIES.replace("end.synchronize()", ""))
     assert done.returncode != 0 and ("host" in done.stderr or "AssertionError" in done.stderr), done.stderr
+
+
+@pytest.mark.timeout(300)
+def test_copies_beside_the_stream_of_the_current_device_are_reported():
+    done = run(COPIES.replace('Device.of("cuda:1")', 'Device.of("cuda:0")'))
+    assert done.returncode == 86 and "behind.py" in done.stderr, done.stderr

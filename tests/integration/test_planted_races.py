@@ -17,7 +17,6 @@ import dsx_zero
 import dsx_zero.gather.executor
 import pytest
 import torch
-from dsx.checkpoint import behind
 from dsx_comm.lanes import CudaLane, lanes_from
 from dsx_testkit import FakeCuda, MemoryStore, StreamMemory
 from dsx_zero.homes.home import HostHome
@@ -72,15 +71,6 @@ def store_on_the_host(config: dict[str, Any]) -> None:
     home, x = HostHome(8, torch.float32, torch.device("meta")), torch.zeros(8, device="meta")
     x.add_(1)
     home.store(x, CudaLane(torch.device("cuda"))).wait()
-
-
-def save_of_another_device(config: dict[str, Any]) -> None:
-    """The copies of a save behind training, from device 1 while device 0 is current."""
-    with torch.cuda.device(1):
-        x = torch.zeros(8, device="meta")
-    behind._copy_from(torch.device("cuda", 1), [(torch.zeros(8), x)])
-    with torch.cuda.device(1):
-        x.add_(1)
 
 
 # - The races
@@ -175,12 +165,6 @@ RACES = [
         the_current_stream_of_the_current_device,
         "on default of 1",
         program=lane_of_another_device,
-    ),
-    Race(
-        "a save copies on the stream of the current device",
-        the_current_stream_of_the_current_device,
-        "behind.py",
-        program=save_of_another_device,
     ),
     Race("gathered memory is freed without an event", freed_without_an_event, "handed out again on stream"),
     Race("gathers do not see what the step wrote", gathers_do_not_see_the_step, "gathers.py"),
