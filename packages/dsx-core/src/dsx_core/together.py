@@ -72,14 +72,8 @@ class Together:
             one of `kinds`: names the lowest rank that failed, what it was doing and its own words. The failing rank
                 has the original error as `__cause__`.
         """
-        failure: Exception | None = None
-        result: Any = None
-        try:
-            result = action()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait in the gather below
-            failure = error
-        told = None if failure is None else self._told(failure)
-        outcomes = self.gather((result if failure is None else None, told))
+        outcome, failure = self._tried(action)
+        outcomes = self.gather(outcome)
         failed = self._first_failure(doing, outcomes)
         if failed is not None:
             kind, words = failed
@@ -106,14 +100,8 @@ class Together:
         Raises:
             one of `kinds`: like `run`.
         """
-        failure: Exception | None = None
-        result: Any = None
-        try:
-            result = action()
-        except Exception as error:  # noqa: BLE001 - whatever it is, rank 0 waits for this rank
-            failure = error
-        told = None if failure is None else self._told(failure)
-        everyone = (self.collect or self._gathered)((result if failure is None else None, told))
+        outcome, failure = self._tried(action)
+        everyone = (self.collect or self._gathered)(outcome)
         replies: Sequence[Any] = ()
         failed: tuple[int, str] | None = None
         if self.rank == 0:
@@ -132,6 +120,13 @@ class Together:
             kind, words = failed
             raise self.kinds[kind](words) from failure
         return reply
+
+    def _tried(self, action: Callable[[], Any]) -> tuple[tuple[Any, tuple[int, str] | None], Exception | None]:
+        """What this rank says of the action: its result, or what failed. And the error itself."""
+        try:
+            return (action(), None), None
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for this one
+            return (None, self._told(error)), error
 
     def _first_failure(self, doing: str, outcomes: list[Any]) -> tuple[int, str] | None:
         """Of the lowest rank that failed: the index of its kind, and the words of the error."""
