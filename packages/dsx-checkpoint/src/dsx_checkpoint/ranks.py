@@ -121,8 +121,10 @@ class GroupRanks(Ranks):
 
     def __init__(self, group: Any = None) -> None:
         import dsx_comm
+        from dsx_comm.groups import member
 
         self._comm, self._group = dsx_comm, group
+        self._device = member(group).message_device
         self.rank = dsx_comm.get_rank(group)
         self.world_size = dsx_comm.get_world_size(group)
 
@@ -164,22 +166,16 @@ class GroupRanks(Ranks):
         import torch
 
         for values in (torch.tensor([len(data)]), torch.frombuffer(bytearray(data), dtype=torch.uint8)):
-            self._comm.send(values.to(self._device()), group=self._group, group_dst=to, tag=_TAG)
+            self._comm.send(values.to(self._device), group=self._group, group_dst=to, tag=_TAG)
 
     def _receive_bytes(self, source: int) -> bytes:
         import torch
 
-        length = torch.zeros(1, dtype=torch.int64, device=self._device())
+        length = torch.zeros(1, dtype=torch.int64, device=self._device)
         self._comm.recv(length, group=self._group, group_src=source, tag=_TAG)
-        data = torch.empty(int(length), dtype=torch.uint8, device=self._device())
+        data = torch.empty(int(length), dtype=torch.uint8, device=self._device)
         self._comm.recv(data, group=self._group, group_src=source, tag=_TAG)
         return self._comm.host_bytes(data.cpu())
-
-    def _device(self) -> str:
-        """Where messages lie: on the host, unless the group's backend carries memory of the device alone."""
-        from dsx_comm.groups import member
-
-        return "cpu" if "cpu" in member(self._group).backends else "cuda"
 
     def send(self, data: torch.Tensor, to: int) -> None:
         """`dsx_comm.send` over the group, which must carry host memory."""

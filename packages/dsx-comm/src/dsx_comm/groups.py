@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
+from dsx_core.device import Device
 
 from .agreement import AGREEMENT
 from .dropped import DROPPED
@@ -70,6 +71,12 @@ class Membership:
     def group(self) -> Any:
         """torch's process group."""
         return self._group()
+
+    @property
+    def message_device(self) -> torch.device:
+        """Where small messages of bytes lie: on the host, unless the group carries memory of the accelerator alone."""
+        kind = "cpu" if "cpu" in self.backends else next(iter(self.backends))
+        return Device.of(kind).torch_device
 
     @property
     def composes_on_host(self) -> bool:

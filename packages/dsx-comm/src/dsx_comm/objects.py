@@ -35,7 +35,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None, **lab
     to = member(group)
     _check_list(object_list, to.size, "all_gather_object", "object_list")
     data = pickle.dumps(obj)
-    device = _device(to)
+    device = to.message_device
     lengths = torch.zeros(to.size, dtype=torch.int64, device=device)
     ask = Call("all_gather_object", to.group, to.size, 8, 0, device, {})
     guarded(ask, lambda: settle(start_all_gather(lengths, torch.tensor([len(data)], device=device), to), False))
@@ -122,7 +122,7 @@ def broadcast_object_list(
     if not isinstance(object_list, list) or not object_list:
         raise CommArgumentError("broadcast_object_list: object_list: expected a list with at least one entry")
     src, source = root(src, group_src, to, "broadcast_object_list", "src", 0)
-    where = _device(to) if device is None else torch.device(device)
+    where = to.message_device if device is None else torch.device(device)
     data = [pickle.dumps(obj) for obj in object_list] if to.rank == source else []
     lengths = torch.tensor([len(d) for d in data] or [0] * len(object_list), dtype=torch.int64, device=where)
     size = sum(map(len, data))
@@ -157,7 +157,7 @@ def gather_object(
     if to.rank == target:
         _check_list(object_gather_list, to.size, "gather_object", "object_gather_list")
     data = b"" if to.rank == target else pickle.dumps(obj)
-    device = _device(to)
+    device = to.message_device
     if to.size >= MANY_RANKS:
         parts = _gathered_by_tree(data, target, to, device, check_labels(labels))
         if object_gather_list is not None and to.rank == target:
@@ -244,7 +244,7 @@ def scatter_object_list(
     if to.rank == source:
         _check_list(scatter_object_input_list, to.size, "scatter_object_list", "scatter_object_input_list")
         data = [pickle.dumps(obj) for obj in scatter_object_input_list or ()]
-    device = _device(to)
+    device = to.message_device
     sent = sum(len(d) + 8 for p, d in enumerate(data) if p != source)
     call = Call(
         "scatter_object_list", to.group, to.size, max(map(len, data), default=0), sent, device, check_labels(labels)
@@ -260,12 +260,6 @@ def scatter_object_list(
             scatter_object_output_list[0] = pickle.loads(_receive(source, to, device))
 
     run(call, issue)
-
-
-def _device(to: Membership) -> torch.device:
-    if "cpu" in to.backends:
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _tensor(data: bytes, device: torch.device) -> torch.Tensor:
