@@ -21,27 +21,10 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 
 from .errors import in_checkout
+from .siblings import needed_siblings
 
 OK, WARNING, BROKEN = "ok", "warning", "broken"
 SMALL_SHM_BYTES = 512 * 2**20
-PACKAGES = (
-    "dsx",
-    "dsx-zero",
-    "dsx-activations",
-    "dsx-launch",
-    "dsx-plan",
-    "dsx-checkpoint",
-    "dsx-core",
-    "dsx-comm",
-    "dsx-ops",
-    "dsx-nvme",
-    "dsx-sparse-attn",
-    "dsx-monitor",
-    "dsx-pipe",
-    "dsx-moe",
-    "dsx-data",
-    "dsx-compress",
-)
 
 
 @dataclass(frozen=True)
@@ -71,7 +54,7 @@ def packages() -> list[Finding]:
     """Our distributions and their versions, which must be that of dsx: `initialize` refuses others."""
     found = []
     wanted = metadata.version("dsx")
-    for name in PACKAGES:
+    for name in ("dsx", *needed_siblings()):
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:

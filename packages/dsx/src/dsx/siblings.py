@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from ._version import __version__
 from .errors import DsxError, in_checkout
 
-__all__ = ["MissingPartError", "check_siblings"]
+__all__ = ["MissingPartError", "check_siblings", "needed_siblings"]
 
 
 class MissingPartError(DsxError, ImportError):
@@ -28,14 +28,18 @@ def check_siblings() -> None:
     Raises:
         MissingPartError: a package is missing, or has another version.
     """
+    for distribution, wanted in needed_siblings().items():
+        _check(distribution, wanted)
+
+
+def needed_siblings() -> dict[str, str]:
+    """Distribution -> version of what this dsx needs of us; empty where it is not installed but on the path."""
     try:
         needed = requires("dsx") or []
-    except PackageNotFoundError:  # the sources are on the path and nothing is installed: the imports tell
-        return
-    for requirement in needed:
-        found = re.fullmatch(r"(dsx-[a-z-]+)==([\w.]+)", requirement)
-        if found:
-            _check(*found.groups())
+    except PackageNotFoundError:
+        return {}  # the imports tell what is missing
+    found = (re.fullmatch(r"(dsx-[a-z-]+)==([\w.]+)", requirement) for requirement in needed)
+    return {match[1]: match[2] for match in found if match}
 
 
 def _check(distribution: str, wanted: str) -> None:
