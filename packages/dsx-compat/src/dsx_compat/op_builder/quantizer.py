@@ -126,7 +126,7 @@ def loco_swizzle_quant(
     """`swizzle_quant` of input plus error; `error_feedback` (in the order of the result, any float dtype) is updated in
     place.
 
-    e <- beta e + (1 - beta) (x + e - what the codes say), as in F43.
+    e <- beta e + (1 - beta) (x + e - what the codes say).
     """
     chunk = _group_size(input_vals.numel(), nodes * devices_per_node * pipeline_size)
     parts = input_vals.reshape(nodes, devices_per_node, pipeline_size, chunk)

@@ -26,7 +26,7 @@ class FusedAdam(FusedOptimizer):
     (`low_bits` in the state), and updates that master exactly: 12 bytes per parameter in all. The weight is the master
     rounded to nearest. Changing such a weight by hand changes its master too; the low bits stay.
 
-    Signature as F77; `set_grad_none` is what `zero_grad()` does by default. State dicts exchange with
+    DeepSpeed's signature; `set_grad_none` is what `zero_grad()` does by default. State dicts exchange with
     torch.optim.AdamW.
     """
 

@@ -4,7 +4,7 @@ The first experiment measures one point of the space. The planner's figures are 
 measured and planned memory is added to every candidate (what the process holds besides), and scores are compared as
 ratios, so that a planner that is wrong by one factor everywhere does no harm.
 
-The formula is for models that the planner cannot trace. Memory (features.md F189): parameters and gradients of 2 or 4
+The formula is for models that the planner cannot trace. Memory: parameters and gradients of 2 or 4
 bytes, optimizer states of 16 bytes in 16-bit training or 8 in fp32, each divided by the ranks that share it at the
 stage, and the measured activations in proportion to the micro-batch. Time: the measured parts of an update, the passes
 in proportion to the micro-batch above a fixed part.
