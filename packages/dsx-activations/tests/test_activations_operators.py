@@ -19,8 +19,8 @@ from dsx_testkit.recomputation import (
     is_product,
     simulated_peak,
 )
+from dsx_testkit.recomputed_models import SHAPE, Model
 from torch import nn
-from torch.nn import functional as F
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -52,41 +52,6 @@ def test_the_choice_of_three_is_the_best_of_all(seed):
         assert found.fits == bool(possible)
         if possible:
             assert found.seconds == pytest.approx(min(possible))
-
-
-class Block(nn.Module):
-    """Attention, dropout, running statistics, and an activation that keeps much."""
-
-    def __init__(self, width=32):
-        super().__init__()
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.norm = nn.BatchNorm1d(width)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 4, -1).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
-        x = x + F.dropout(self.out(y), 0.1)
-        h = F.gelu(torch.tanh(torch.sigmoid(self.up(x)) * 2))
-        return x + self.norm(self.down(h).transpose(1, 2)).transpose(1, 2)
-
-
-class Model(nn.Module):
-    def __init__(self, block=Block, layers=4):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 1)
-        self.blocks = nn.ModuleList(block() for _ in range(layers))
-
-    def forward(self, x):
-        x = torch.tanh(self.first(x))
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x).square().mean()
-
-
-SHAPE = (4, 16, 32)
-"""Of an input."""
 
 
 def train(model, steps=3, twice=False):

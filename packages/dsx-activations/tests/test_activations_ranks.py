@@ -5,26 +5,7 @@ refused.
 import pytest
 import torch
 from dsx_testkit import RankError, run_ranks
-
-
-class Axes:
-    """Neighbours are model-parallel: the mpu of a job of `world` ranks in pairs."""
-
-    def __init__(self, rank, world, model):
-        import torch.distributed as dist
-
-        groups = {}
-        for start in range(0, world, model):
-            ranks = tuple(range(start, start + model))
-            groups["model", ranks] = dist.new_group(ranks)
-        for start in range(model):
-            ranks = tuple(range(start, world, model))
-            groups["data", ranks] = dist.new_group(ranks)
-        for (kind, ranks), group in groups.items():
-            if rank in ranks:
-                setattr(self, f"get_{kind}_parallel_group", lambda group=group: group)
-                setattr(self, f"get_{kind}_parallel_rank", lambda ranks=ranks: ranks.index(rank))
-                setattr(self, f"get_{kind}_parallel_world_size", lambda ranks=ranks: len(ranks))
+from dsx_testkit.recomputed_models import Axes
 
 
 def slices(rank, world):

@@ -6,42 +6,7 @@ import dsx_activations
 import pytest
 import torch
 from dsx_activations import ActivationArgumentError
-from torch import nn
-from torch.nn import functional as F
-
-
-class Net(nn.Module):
-    def __init__(self, tiled):
-        super().__init__()
-        torch.manual_seed(0)
-        self.tiled = tiled
-        self.up, self.down, self.lm_head = nn.Linear(8, 32), nn.Linear(32, 8), nn.Linear(8, 101, bias=False)
-
-    def mlp(self, x, scale):
-        return self.down(F.gelu(self.up(x))) * scale
-
-    def loss_of(self, x, y, mask=None):
-        losses = F.cross_entropy(self.lm_head(x), y, reduction="none")
-        return (losses if mask is None else losses * mask).sum()
-
-    def forward(self, x, y, mask=None):
-        scale = torch.tensor(2.0)
-        if not self.tiled:
-            h = x + self.mlp(x, scale)
-            return self.loss_of(h.flatten(0, 1), y.flatten(), None if mask is None else mask.flatten())
-        weights = [self.up.weight, self.up.bias, self.down.weight, self.down.bias]
-        h = x + dsx_activations.SequenceTiledCompute.apply(
-            lambda x, scale: self.mlp(x, scale), x.shape[1], 4, ["x"], ["scale"], "x", weights, 1, None, x, scale
-        )
-        return dsx_activations.TiledFusedLogitsLoss.apply(
-            Net.loss_of, self, h, y, mask, 4, [self.lm_head.weight], "sum"
-        )
-
-
-def example(seed, batch=2, tokens=13):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(batch, tokens, 8, generator=generator)
-    return x, torch.randint(0, 101, (batch, tokens), generator=generator)
+from dsx_testkit.recomputed_models import Net, example
 
 
 @pytest.mark.parametrize("masked", [False, True])
