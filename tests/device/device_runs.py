@@ -35,6 +35,13 @@ def need_compiler() -> None:
     dsx_simcuda.build()
 
 
+def run_code(code: str, *, mode: str = "random") -> subprocess.CompletedProcess[str]:
+    """Run a program on two simulated devices, in a process of its own."""
+    need_compiler()
+    command = [sys.executable, "-m", "dsx_simcuda", "--devices", "2", "--mode", mode, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
 def free_port() -> int:
     """A port that nobody uses now."""
     with socket.socket() as free:

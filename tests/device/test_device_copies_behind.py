@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+from device_runs import run_code
 
 COPIES = """
 import torch
@@ -22,24 +20,19 @@ assert copy.eq(1).all() and value.eq(2).all().item()
 """
 
 
-def run(code: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "dsx_simcuda", "--devices", "2", "--mode", "slow-side", "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
-
 @pytest.mark.timeout(300)
 def test_copies_run_beside_the_stream_of_the_values_device():
-    done = run(COPIES)
+    done = run_code(COPIES, mode="slow-side")
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.timeout(300)
 def test_values_that_are_read_before_the_copies_end_are_reported():
-    done = run(COPIES.replace("end.synchronize()", ""))
+    done = run_code(COPIES.replace("end.synchronize()", ""), mode="slow-side")
     assert done.returncode != 0 and ("host" in done.stderr or "AssertionError" in done.stderr), done.stderr
 
 
 @pytest.mark.timeout(300)
 def test_copies_beside_the_stream_of_the_current_device_are_reported():
-    done = run(COPIES.replace('Device.of("cuda:1")', 'Device.of("cuda:0")'))
+    done = run_code(COPIES.replace('Device.of("cuda:1")', 'Device.of("cuda:0")'), mode="slow-side")
     assert done.returncode == 86 and "behind.py" in done.stderr, done.stderr

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+from device_runs import run_code
 
 RIGHT = """
 import torch
@@ -56,19 +54,14 @@ other.synchronize()
 """
 
 
-def run(code: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "dsx_simcuda", "--devices", "2", "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
-
 @pytest.mark.timeout(300)
 def test_a_device_is_what_torch_says_of_it_and_no_race_is_reported():
-    done = run(RIGHT)
+    done = run_code(RIGHT)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("wait", ["other.wait_for(ready)", "other.wait_for_stream(stream)"])
 def test_without_a_wait_a_race_is_reported(wait):
-    done = run(RIGHT.replace(wait, "pass"))
+    done = run_code(RIGHT.replace(wait, "pass"))
     assert done.returncode == 86 and "cuda:1" in done.stderr, done.stderr
