@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -163,6 +163,18 @@ def _rate(flops: float, nbytes: float, seconds: float, bytes_per_second: float |
     return flops / (seconds - moving)
 
 
+def _run_all(processes: Sequence[Any]) -> int:
+    """Run processes side by side, at most two minutes; how many of them failed or hung."""
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    failed = [process for process in processes if process.exitcode != 0]
+    for process in failed:
+        process.kill()
+    return len(failed)
+
+
 def _rates_of_many(ranks: int) -> _Rates:
     """The medians of what so many processes with a thread each get while all of them measure."""
     import torch.multiprocessing as mp  # lazy import: only here are processes started
@@ -172,15 +184,9 @@ def _rates_of_many(ranks: int) -> _Rates:
     processes = [
         context.Process(target=_measuring, args=(barrier, results, _SECONDS), daemon=True) for _ in range(ranks)
     ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-    failed = [process for process in processes if process.exitcode != 0]
-    for process in failed:
-        process.kill()
+    failed = _run_all(processes)
     if failed:
-        raise MachineError(f"calibrate: {len(failed)} of {ranks} processes that measured side by side failed or hung")
+        raise MachineError(f"calibrate: {failed} of {ranks} processes that measured side by side failed or hung")
     found: list[_Rates] = [results.get() for _ in processes]
 
     def middle(values: list[float]) -> float:
@@ -277,14 +283,7 @@ def _links(on_cuda: bool) -> tuple[float, float]:
     results = context.SimpleQueue()
     port = _free_port()
     ranks = [context.Process(target=_rank, args=(rank, port, on_cuda, results), daemon=True) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(120)
-    failed = [process for process in ranks if process.exitcode != 0]
-    for process in failed:
-        process.kill()
-    if failed or results.empty():
+    if _run_all(ranks) or results.empty():
         raise MachineError(
             "calibrate: two processes of this machine could not exchange messages within two minutes; leave links out"
             " (--no-links), and write link_bandwidth and constants.links into the file yourself"
