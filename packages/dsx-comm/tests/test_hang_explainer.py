@@ -2,10 +2,13 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import dsx_comm
 import pytest
 import torch
+import torch.distributed as dist
+from dsx_comm import hang
 from dsx_testkit import run_ranks
 
 
@@ -42,6 +45,27 @@ def test_the_missing_rank_and_its_place_are_named(backend, missing, later, capfd
         line = next(t for t in text.splitlines() if t.startswith(f"  rank {missing}:"))
         assert "in one_is_missing" in line and "test_hang_explainer.py" in line
         assert "for layers.7.mlp" in next(t for t in text.splitlines() if t.startswith(f"  rank {rank}:"))
+
+
+@pytest.mark.parametrize(("late", "expected"), [(2, "rank 1: in no communication"), (3, "Rank(s) 1 did not answer")])
+def test_a_rank_that_looks_late_is_heard(late, expected, monkeypatch):
+    """As on a host with more processes than cores. The pauses of the rank that makes the report are counted instead."""
+    world = SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 2, is_initialized=lambda: True)
+    monkeypatch.setattr(hang, "dist", world)
+    monkeypatch.setattr(hang, "_my_groups", lambda: {"0"})
+    watch, store, pauses = hang.Watch(), dist.HashStore(), []
+    raised = {"group": "0", "what": "barrier", "number": 2, "waited": 2.0, "final": True, "by": 0}
+    said = watch._describe(watch._state, raised)
+
+    def wait(seconds):
+        pauses.append(seconds)
+        if len(pauses) == late:
+            hang.answer(store, "alarm/0", 1, said)
+
+    hang.answer(store, "alarm/0", 0, said)
+    stop = SimpleNamespace(wait=wait, is_set=lambda: False)
+    text, _ = watch._report(store, "alarm/0", raised, 0.1, stop)
+    assert expected in text, text
 
 
 def after_errors(rank, n, kind):
