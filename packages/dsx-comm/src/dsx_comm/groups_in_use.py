@@ -43,10 +43,6 @@ class ParallelGroups:
         self._blocks: AxisGroup | None = None
         self.slices_experts = False
 
-    def speaks_of(self, source: Any) -> bool:
-        """Whether this is the registry or mpu that these groups come from."""
-        return source is self._source or source is self._registry
-
     def is_outdated(self) -> bool:
         """Whether the mpu tells of other groups now than when it was asked first."""
         return "_mpu" in self.__dict__ and self._source is not None and read_mpu(self._source) != self._mpu
