@@ -320,3 +320,15 @@ def descriptors(rank, n):
 @needs_native
 def test_programs_that_a_rank_starts_do_not_inherit_the_memory():
     run_ranks(descriptors, 2, backend="dsx")
+
+
+def no_group(rank, world):
+    for ask in (dsx_comm.get_rank, dsx_comm.get_world_size, dsx_comm.barrier):
+        with pytest.raises(dsx_comm.CommArgumentError, match="got int, expected a process group or None"):
+            ask(2)
+    single = torch.distributed.new_group([0])
+    assert (dsx_comm.get_rank(single), dsx_comm.get_world_size(single)) == ((0, 1) if rank == 0 else (-1, -1))
+
+
+def test_what_is_no_group_is_refused():
+    run_ranks(no_group, 2)

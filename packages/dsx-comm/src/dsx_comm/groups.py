@@ -137,8 +137,7 @@ def _resolve(group: Any) -> Membership:
             f"rank {dist.get_rank()} is not a member of the group it was asked to communicate in; "
             "guard the call with `rank in dsx_comm.get_all_ranks_from_group(...)` or use the ranks' own group"
         )
-    if not isinstance(group, dist.ProcessGroup):
-        raise CommArgumentError(f"group: got {type(group).__name__}, expected a process group or None")
+    _need_group(group)
     if group in _KNOWN.inherited:
         raise CommError(
             f"process {os.getpid()} was forked from process {_KNOWN.parent}, which is rank {dist.get_rank()}: it "
@@ -173,15 +172,26 @@ def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def _need_group(group: Any) -> None:
+    if not isinstance(group, dist.ProcessGroup):
+        raise CommArgumentError(f"group: got {type(group).__name__}, expected a process group or None")
+
+
 def get_rank(group: Any = None) -> int:
-    """This process' rank in the group; -1 if it is not a member."""
+    """This process' rank in the group; -1 if it is not a member. Raises `CommArgumentError` for what is no group."""
     _need_initialized()
+    if group is not None and group != dist.GroupMember.NON_GROUP_MEMBER:
+        _need_group(group)
     return dist.get_rank(group)
 
 
 def get_world_size(group: Any = None) -> int:
-    """Number of ranks in the group; -1 if this process is not a member."""
+    """Number of ranks in the group; -1 if this process is not a member. Raises `CommArgumentError` for what is no
+    group.
+    """
     _need_initialized()
+    if group is not None and group != dist.GroupMember.NON_GROUP_MEMBER:
+        _need_group(group)
     return dist.get_world_size(group)
 
 
