@@ -173,15 +173,15 @@ def is_initialized() -> bool:
 
 
 def _need_group(group: Any) -> None:
-    if not isinstance(group, dist.ProcessGroup):
+    outside: Any = dist.GroupMember.NON_GROUP_MEMBER  # what torch gives to ranks that are not in a new group
+    if not (group is None or isinstance(group, dist.ProcessGroup) or group == outside):
         raise CommArgumentError(f"group: got {type(group).__name__}, expected a process group or None")
 
 
 def get_rank(group: Any = None) -> int:
     """This process' rank in the group; -1 if it is not a member. Raises `CommArgumentError` for what is no group."""
     _need_initialized()
-    if group is not None and group != dist.GroupMember.NON_GROUP_MEMBER:
-        _need_group(group)
+    _need_group(group)
     return dist.get_rank(group)
 
 
@@ -190,8 +190,7 @@ def get_world_size(group: Any = None) -> int:
     group.
     """
     _need_initialized()
-    if group is not None and group != dist.GroupMember.NON_GROUP_MEMBER:
-        _need_group(group)
+    _need_group(group)
     return dist.get_world_size(group)
 
 
