@@ -37,6 +37,8 @@ def test_errors_survive_pickling_with_their_text() -> None:
             ["stage3_prefetch_bucket_size"],
         ),
         ("bata", ["beta", "data"], ["beta", "data"]),
+        ("H100", ["A10", "H100-PCIE", "H100-SXM"], ["H100-PCIE", "H100-SXM"]),
+        ("stages", ["stage", "stages.first"], ["stage"]),
         ("zzz", ["alpha"], []),
         ("x" * 200, ["x"], []),
     ],

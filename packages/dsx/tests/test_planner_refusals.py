@@ -46,6 +46,7 @@ class Chooses(nn.Module):
         ({"world_size": 0}, PlanError, "world_size"),
         ({"world_size": 6, "ranks_per_host": 4}, PlanError, "divisor"),
         ({"machine": "H100-SMX"}, MachineError, "did you mean H100-SXM"),
+        ({"machine": "H100"}, MachineError, "did you mean H100-PCIE or H100-SXM"),
         ({"machine": "H100-SXM+token-ring"}, MachineError, "network"),
         ({"machine": "/nowhere/machine.json"}, MachineError, "cannot be read"),
         ({"batch": torch.zeros(2, 9)}, PlanError, "cannot be replayed"),

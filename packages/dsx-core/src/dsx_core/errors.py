@@ -7,6 +7,7 @@ it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 __all__ = ["CodedError", "edits", "nearest", "shorten", "with_code"]
@@ -51,10 +52,15 @@ def shorten(text: str, width: int = 120) -> str:
 def nearest(name: str, known: Iterable[str], *, limit: int = 3) -> list[str]:
     """Return at most `limit` known names that are nearest to `name`, in alphabetical order; empty if none is near.
 
-    There are two rules. The first: the fewest single-character edits (insert, delete, replace, swap neighbours). If no
-    name is close, the second: a known name that contains the given one or is contained in it (`prefetch_bucket_size`
-    for `stage3_prefetch_bucket_size`). All names that are equally near are returned, because one guess alone could
-    mislead.
+    The first of four rules that finds something holds:
+
+    1. At most one single-character edit (insert, delete, replace, swap neighbours) makes one of the other.
+    2. The given name is the first part of a known one (`H100` of `H100-SXM`).
+    3. The fewest edits, up to a third of the name.
+    4. A known name contains the given one or is contained in it (`prefetch_bucket_size` in
+       `stage3_prefetch_bucket_size`).
+
+    All names that are equally near are returned, because one guess alone could mislead.
     """
     if len(name) > _LONGEST_NAME:
         return []
@@ -62,6 +68,9 @@ def nearest(name: str, known: Iterable[str], *, limit: int = 3) -> list[str]:
     lowered = name.lower()
     tolerated = max(2, len(name) // 3) if len(name) > 2 else 1
     ranked = sorted((edits(lowered, other.lower()), other) for other in names)
+    begun = [other for other in names if re.match(re.escape(lowered) + r"[\W_]", other.lower())]
+    if begun and ranked[0][0] > 1:
+        return begun[:limit]
     if ranked and ranked[0][0] <= tolerated:
         best = ranked[0][0]
         return [other for distance, other in ranked if distance == best][:limit]

@@ -284,7 +284,7 @@ def _look_up(name: str, table: Any, what: str) -> Any:
         return folded[name.lower()]
     near = nearest(name.lower(), folded)
     written = {key.lower(): key for key in table}
-    hint = f"; did you mean {written[near[0]]}?" if near else "."
+    hint = f"; did you mean {' or '.join(written[key] for key in near)}?" if near else "."
     raise MachineError(
         f"machine: the table has no {what} {name!r}{hint} It knows {', '.join(sorted(table))}. For another one give a"
         " file with its figures (`dsx plan calibrate -o machine.json` writes one)"
