@@ -7,6 +7,7 @@ come from travel by value (cloudpickle), because pytest's importlib mode makes t
 import atexit
 import contextlib
 import importlib.machinery
+import io
 import os
 import pickle
 import shutil
@@ -18,7 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -136,7 +137,7 @@ def run_ranks(
     folder = Path(tempfile.mkdtemp(prefix="dsx-ranks-"))
     try:
         with _by_value(_modules_of(fn, sys._getframe(1).f_globals.get("__name__", ""))):
-            (folder / "call").write_bytes(cloudpickle.dumps((fn, args)))
+            (folder / "call").write_bytes(_by_value_with_files((fn, args)))
         request = {
             "world_size": world_size,
             "folder": str(folder),
@@ -189,6 +190,28 @@ def _by_value(modules: list[ModuleType]) -> Iterator[None]:
     finally:
         for module in added:
             cloudpickle.unregister_pickle_by_value(module)
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Keeps the file that code stands in: from 3.1.3 on cloudpickle replaces it by "<dynamic-code>", and tracebacks and
+    reports of a rank would no longer name the test.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, CodeType):
+            make, values = self.dispatch_table[CodeType](obj)
+            return _code_of_file, (obj.co_filename, make, values)
+        return super().reducer_override(obj)
+
+
+def _code_of_file(filename: str, make: Callable[..., CodeType], values: tuple[Any, ...]) -> CodeType:
+    return make(*values).replace(co_filename=filename)
+
+
+def _by_value_with_files(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(value)
+    return buffer.getvalue()
 
 
 def _collect(reply: dict[str, Any], folder: Path, world_size: int, timeout: float) -> list[Any]:
