@@ -199,7 +199,7 @@ class _Pickler(cloudpickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, CodeType):
-            make, values = self.dispatch_table[CodeType](obj)
+            make, values, *_ = self.dispatch_table[CodeType](obj)
             return _code_of_file, (obj.co_filename, make, values)
         return super().reducer_override(obj)
 
