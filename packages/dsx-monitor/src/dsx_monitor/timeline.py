@@ -3,7 +3,7 @@
     timeline = Timeline(rank)
     stop = dsx_comm.observe(timeline)          # every communication, and every wait for one
     with timeline.range("forward"): ...
-    OptimizerSwapper(..., on_transfer=timeline.transfer)
+    store.listen(timeline.transfer)            # every read and write of a store on disk that can be listened to
     timeline.write(run_dir)                    # RUN/trace/rank00000.json
     merge_traces(run_dir)                      # RUN/trace.json: all ranks in one; `dsx report` does it too
 
@@ -111,7 +111,7 @@ class Timeline:
     def transfer(self, op: str, name: str, nbytes: int) -> Callable[[], None]:
         """A transfer to or from disk begins. Call the returned function when the transfer has ended, from any thread.
 
-        The swappers of `dsx_nvme` take this method as `on_transfer`. It uses the host's clock, also on CUDA, because
+        The engine gives this method to the stores of its state on disk. It uses the host's clock, also on CUDA, because
         disks do not work in the streams of a device.
         """
         start = time.perf_counter_ns()

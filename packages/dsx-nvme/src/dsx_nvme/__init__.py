@@ -36,7 +36,6 @@ from .memory import empty
 from .native import native_status
 from .pool import Buffer, BufferPool
 from .store import TensorStore
-from .swap import OptimizerSwapper, ParameterSwapper
 from .tensor_file import TensorFile
 from .ticket import Ticket
 
@@ -58,9 +57,7 @@ __all__ = [
     "FormatError",
     "GDSBuilder",
     "NvmeError",
-    "OptimizerSwapper",
     "OptionError",
-    "ParameterSwapper",
     "TensorError",
     "TensorFile",
     "TensorStore",

@@ -23,6 +23,9 @@ from .utils.logging import logger
 
 __all__ = ["Init", "SwapSpace", "remove_leftovers"]
 
+OnTransfer = Callable[[str, str, int], Callable[[], None]]
+"""Is called when a transfer begins (operation, name, bytes); it returns what is called once when it has ended."""
+
 
 class SwapSpace:
     """A store of tensors on disk for this rank; see `dsx_zero.homes.stored.TensorStore`.
@@ -36,7 +39,6 @@ class SwapSpace:
     def __init__(self, folder: str | os.PathLike, name: str, aio: Any = None) -> None:
         import dsx_nvme as nvme  # lazy imports here: few jobs keep state on disk
         from dsx_nvme import files
-        from dsx_nvme.swap import moving
 
         settings = nvme.AioConfig() if aio is None else aio
         self._engine = (_direct_engine(settings) if settings.use_gds else None) or nvme.Engine(
@@ -69,8 +71,8 @@ class SwapSpace:
         except BaseException:
             self._engine.close()
             raise
-        self._moving, self._closed = moving.Moving, False
-        self._nobody = self._listener = moving.no_listener
+        self._closed = False
+        self._listener: OnTransfer | None = None
 
     @property
     def folder(self) -> str:
@@ -80,14 +82,14 @@ class SwapSpace:
     def __contains__(self, name: str) -> bool:
         return name in self._store
 
-    def listen(self, on_transfer: Callable[[str, str, int], Callable[[], None]]) -> Callable[[], None]:
+    def listen(self, on_transfer: OnTransfer) -> Callable[[], None]:
         """Call `on_transfer` when a transfer begins (operation, name, bytes), and call its result when the transfer has
         ended; `dsx_monitor.Timeline.transfer` is such a function. Returns a function that stops this.
         """
         self._listener = on_transfer
 
         def end() -> None:
-            self._listener = self._nobody
+            self._listener = None
 
         return end
 
@@ -107,7 +109,14 @@ class SwapSpace:
         self._store.delete(name)
 
     def _begin(self, op: str, name: str, tensor: torch.Tensor, start: Callable[[], Any]) -> Any:
-        return self._moving.begin(self._listener, op, name, tensor, start)
+        if self._listener is None:
+            return start()
+        over = self._listener(op, name, tensor.numel() * tensor.itemsize)
+        try:
+            return _Watched(start(), over)
+        except BaseException:
+            over()  # it could not start: its end is reported at once
+            raise
 
     def _check_open(self) -> None:
         if self._closed:
@@ -123,6 +132,44 @@ class SwapSpace:
             self._store.close()
         finally:
             self._engine.close()
+
+
+class _Watched:
+    """A ticket of a transfer, and the function to call when the transfer has ended, well or badly.
+
+    The end is seen where somebody waits for it. So a transfer that ends earlier, while the program computes, seems to
+    last until the wait.
+    """
+
+    def __init__(self, ticket: Any, over: Callable[[], None]) -> None:
+        self._ticket, self._over = ticket, over
+
+    def wait(self) -> int:
+        """See `dsx_nvme.Ticket.wait`."""
+        try:
+            return self._ticket.wait()
+        finally:
+            self._tell()
+
+    def exception(self) -> BaseException | None:
+        """See `dsx_nvme.Ticket.exception`."""
+        try:
+            return self._ticket.exception()
+        finally:
+            self._tell()
+
+    def done(self) -> bool:
+        """See `dsx_nvme.Ticket.done`."""
+        return self._ticket.done()
+
+    def _tell(self) -> None:
+        if self._ticket.done():  # it is not done if a signal ended the wait
+            over, self._over = self._over, _nothing
+            over()
+
+
+def _nothing() -> None:
+    """The end of a transfer was reported."""
 
 
 _FOLDER = re.compile(r"dsx-(?:init\d+-)?rank(\d+)")
