@@ -160,7 +160,6 @@ PYBIND11_MODULE(_C, m) {
     m.def("scale", &scale);
     m.def("convert", &convert);
     bind_codes(m);
-    bind_ledger(m);
     bind_matvec(m);
     bind_rows(m);
     bind_sign_runs(m);

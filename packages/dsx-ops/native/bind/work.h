@@ -25,7 +25,6 @@ Chosen& chosen();        // process-wide: what set_isa and set_own_threads chose
 const Tables& tables();  // the instruction set in use; throws when DSX_ISA names one that cannot run here
 
 void bind_codes(py::module_& m);
-void bind_ledger(py::module_& m);
 void bind_matvec(py::module_& m);
 void bind_rows(py::module_& m);
 void bind_sign_runs(py::module_& m);

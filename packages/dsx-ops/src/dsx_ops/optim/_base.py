@@ -23,7 +23,6 @@ from ..errors import HyperparameterError, TensorError
 from ..layouts import is_dense, put_back
 from ..spec import Algorithm, Batch, Hyper, Slot, check_slot
 from .arrange import working_slot
-from .repeat import Repeat
 from .shards import local_slot
 from .skips import SkipCounter
 
@@ -63,7 +62,6 @@ class FusedOptimizer(Optimizer):
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         check_numbers(defaults)
         self._skips = SkipCounter()
-        self._repeat: Repeat | None = None
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -134,8 +132,6 @@ class FusedOptimizer(Optimizer):
             if bool(found != 0):
                 return loss
             found = None
-        if found is None and not copy_out and self._repeat is not None and self._repeat.run(self, scale):
-            return loss
         batches, states = self._collect(scale, copy_out or {})
         if not (self._skips.fits(states) and (found is not None or self._skips.fits([]))):
             self._skips.settle()
@@ -147,7 +143,6 @@ class FusedOptimizer(Optimizer):
             state["step"] += 1
         if found is not None:
             self._skips.count(found)
-        self._repeat = Repeat.of(self, batches)
         return loss
 
     def _decided_on_device(self, found_inf: Tensor) -> bool:
@@ -241,7 +236,7 @@ class FusedOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._skips, self._repeat = SkipCounter(), None
+        self._skips = SkipCounter()
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
