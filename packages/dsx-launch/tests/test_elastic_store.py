@@ -117,7 +117,7 @@ os.write(1, f"listens at {sorted(found)}\\n".encode())  # in one piece: two rank
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the name of the loopback is Linux'")
-@pytest.mark.parametrize("options", [[], ["--elastic_training", "--no_stand_by"]], ids=["ordinary", "elastic"])
+@pytest.mark.parametrize("options", [[], ["--elastic_training"]], ids=["ordinary", "elastic"])
 def test_a_job_on_one_host_is_not_reached_from_the_network(tmp_path, options):
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(LISTENERS))

@@ -1,6 +1,6 @@
 """How long an elastic job takes from a loss to its next update.
 
-    python packages/dsx/bench/elastic_resume.py [--losses 5] [--what rank|host] [--no_stand_by] [--small] [--json FILE]
+    python packages/dsx/bench/elastic_resume.py [--losses 5] [--what rank|host] [--small] [--json FILE]
 
 A GPT of 19 M parameters, ZeRO stage 2, two ranks of one thread. `--what rank`: one host, and a rank is killed again and
 again. `--what host`: two hosts of one rank (two agents on this machine), and one of them is killed without a word, with
@@ -82,7 +82,6 @@ class Job:
     def start(self) -> None:
         """Start an agent: the only one, or one more."""
         words = ["--elastic_training", "--no_local_rank", "--restarts", "100"]
-        words += ["--no_stand_by"] if self._options.no_stand_by else []
         words += ["--num_procs", "2"] if self._store is None else [
             "--num_procs", "1", "--no_ssh", "--max_elastic_nodes", "2", "--master_addr", "127.0.0.1",
             "--master_port", str(self._port),
@@ -176,9 +175,8 @@ def measure(job: Job, losses: int) -> list[float]:
 def report(seconds: list[float], phases: list[dict[str, float]], options: argparse.Namespace) -> None:
     """Print and write the figures."""
     median, worst = statistics.median(seconds), max(seconds)
-    table = Table({"lost": "", "ranks are": "", "losses": "", "median s": "{:.1f}", "worst s": "{:.1f}"})
-    begun = "fresh processes" if options.no_stand_by else "forked from a stand-by process"
-    table.add(f"a {options.what}", begun, len(seconds), median, worst)
+    table = Table({"lost": "", "losses": "", "median s": "{:.1f}", "worst s": "{:.1f}"})
+    table.add(f"a {options.what}", len(seconds), median, worst)
     table.goal(f"at most {GOAL_S:g} s on 2 cores", f"{worst:.1f} s at most", met=worst <= GOAL_S)
     table.save(options.json)
     parts = Table({"phase": "", "median s": "{:.1f}"}, name="phases")
@@ -192,7 +190,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--losses", type=int, default=5, help="how often")
     parser.add_argument("--what", choices=("rank", "host"), default="rank", help="what is lost")
-    parser.add_argument("--no_stand_by", action="store_true", help="start ranks as fresh processes")
     parser.add_argument("--small", action="store_true", help="a tiny model: only to see that it runs")
     add_json_option(parser)
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)

@@ -145,7 +145,7 @@ def test_a_job_that_lost_its_folder_gets_over_a_failure(tmp_path):
     script.write_text(textwrap.dedent(LOSES_ITS_FOLDER))
     marks.mkdir()
     temporary.mkdir()
-    command = [sys.executable, "-m", "dsx.launcher", "--elastic_training", "--no_stand_by", "--num_procs", "1"]
+    command = [sys.executable, "-m", "dsx.launcher", "--elastic_training", "--num_procs", "1"]
     ran = subprocess.run(
         [*command, str(script), str(marks)], capture_output=True, text=True, timeout=120, check=False,
         env={**os.environ, "TMPDIR": str(temporary)},

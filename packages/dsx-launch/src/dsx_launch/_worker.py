@@ -4,8 +4,7 @@ It is run by path (``python -u .../_worker.py train.py args``) and uses only the
 as fast as the program alone. In this order it asks the kernel to kill it when the launcher dies, redirects the output
 if asked, pins cores, completes the environment, and runs the program as ``__main__``. An uncaught exception of the
 program is written to a file instead of the terminal; the launcher prints the first one, once. Programs that are not
-Python (``--no_python``) replace this process. Ranks that are forked from a stand-by process (`_stand_by.py`) begin here
-too.
+Python (``--no_python``) replace this process.
 
 Left out: restarting, timeouts, log rotation. Those belong to the launcher's agent or to the program.
 """
@@ -29,13 +28,11 @@ import types
 from importlib.machinery import SourceFileLoader
 
 SPEC_VARIABLE = "DSX_WORKER"
-LOADED_VARIABLE = "DSX_LOADED_WITH"
-READ_AT_IMPORT = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH_LOGS", "TORCHDYNAMO_", "TORCHINDUCTOR_")
 EXIT_AFTER_FAILURE_S = 3  # a failed rank that hangs in its own clean-up is ended by the kernel
 
 
-def main(*, loaded: bool = False) -> None:
-    """Prepare this process and run the program. ``loaded``: torch is in memory already, from before the fork."""
+def main() -> None:
+    """Prepare this process and run the program."""
     spec = json.loads(os.environ.pop(SPEC_VARIABLE))
     local_rank = int(os.environ["LOCAL_RANK"])
     die_with_parent(spec["agent_pid"])
@@ -44,8 +41,6 @@ def main(*, loaded: bool = False) -> None:
     if spec["cores"]:
         os.sched_setaffinity(0, spec["cores"][local_rank])
     complete_environment(spec)
-    if loaded:
-        os.environ[LOADED_VARIABLE] = json.dumps({"read": READ_AT_IMPORT, "values": read_at_import()})
     args = sys.argv[2:]
     if spec["pass_local_rank"]:
         args = [f"--local_rank={local_rank}", *args]
@@ -104,11 +99,6 @@ def threads_of_a_rank(cores: list, ranks: int) -> str:
         return ""
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return str(len(cores[0]) if cores else max(1, available // ranks))
-
-
-def read_at_import() -> dict:
-    """The variables that torch and the libraries under it read only while they are imported."""
-    return {name: value for name, value in os.environ.items() if name.startswith(READ_AT_IMPORT)}
 
 
 def run_recorded(spec: dict, target: str, args: list) -> None:

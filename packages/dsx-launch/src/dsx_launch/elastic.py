@@ -7,13 +7,12 @@ agents end their ranks and a new round begins. The ranks go on from their newest
 Added here: the times (torch's would take a minute to get over the loss of a host); a failure is counted only where no
 new snapshot was made since the one before, so that a long run is not ended by its hundredth loss, but a program that
 cannot run is; ranks that were asked to end and have saved (`RESUME_EXIT_CODE`) have not failed; what the ranks and
-their agent tell each other (`dsx_launch.notes`); a host that is asked to leave does so at once; ranks are forked
-from a process that has torch loaded (`stand_by.py`); the log says where the time from a loss to the next update went.
+their agent tell each other (`dsx_launch.notes`); a host that is asked to leave does so at once; the log says where the
+time from a loss to the next update went.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
 from typing import TYPE_CHECKING
@@ -35,7 +34,6 @@ from .host import (
 )
 from .logs import import_torch_quietly
 from .processes import adopt_orphans, kill_descendants
-from .stand_by import RankSource, stand_by_for
 
 if TYPE_CHECKING:
     from .elastic_agent import ElasticHostAgent
@@ -55,12 +53,12 @@ def run_elastic_host(job: HostJob, elastic: Elastic) -> int:
     check_log_dir(job.log_dir)
     adopt_orphans()
     remove_leftovers()
-    with job_folder() as folder, contextlib.closing(stand_by_for(job, elastic.stand_by)) as ranks:
-        import_torch_quietly()  # while the stand-by process does the same
-        return _run(job, elastic, folder, ranks)
+    with job_folder() as folder:
+        import_torch_quietly()
+        return _run(job, elastic, folder)
 
 
-def _run(job: HostJob, elastic: Elastic, folder: JobFolder, ranks: RankSource) -> int:
+def _run(job: HostJob, elastic: Elastic, folder: JobFolder) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException  # lazy import: torch takes seconds
     from torch.distributed.elastic.rendezvous import (
         RendezvousClosedError,
@@ -75,7 +73,7 @@ def _run(job: HostJob, elastic: Elastic, folder: JobFolder, ranks: RankSource) -
     quiet_elastic()
     rendezvous = meet(job, elastic)
     spec = worker_spec(job, rendezvous, restarts=elastic.restarts)
-    agent = ElasticHostAgent(spec, job, elastic.min_nodes, folder=folder, ranks=ranks)
+    agent = ElasticHostAgent(spec, job, elastic.min_nodes, folder=folder)
     rendezvous.least_time = agent.least_time
     stopped_by: int | None = None
     failed, closes = True, True

@@ -21,7 +21,6 @@ from .elastic_settings import MIN_NODES_VARIABLE, STOP_AFTER_LOSS_S
 from .failures import RankFailure, first_cause
 from .host import WORKER_SPEC_VARIABLE, HostJob, JobFolder, collect, rank_settings
 from .notes import AGENT_VARIABLE, MEMORY, MIN_TIME, PROGRESS, RESTARTING, read_note
-from .stand_by import RankSource, ranks_from
 
 __all__ = ["ElasticHostAgent"]
 
@@ -35,14 +34,13 @@ class ElasticHostAgent(HostAgent):
         job: this host's part of the job.
         min_nodes: the least number of hosts.
         folder: where ranks and agent leave each other notes, and ranks their failures.
-        ranks: what starts the processes of the ranks.
     """
 
     stop_after_failure_s = STOP_AFTER_LOSS_S
 
-    def __init__(self, spec: WorkerSpec, job: HostJob, min_nodes: int, *, folder: JobFolder, ranks: RankSource) -> None:
+    def __init__(self, spec: WorkerSpec, job: HostJob, min_nodes: int, *, folder: JobFolder) -> None:
         super().__init__(spec, log_dir=folder.path / "elastic", failure_dir=folder.part("failures"))
-        self._job, self._min_nodes, self._folder, self._ranks = job, min_nodes, folder, ranks
+        self._job, self._min_nodes, self._folder = job, min_nodes, folder
         self._notes = folder.part("notes")
         self._progress_at_failure = ""
         self._held: tuple[Path, Hold] | None = None
@@ -112,8 +110,7 @@ class ElasticHostAgent(HostAgent):
         settings = {**rank_settings(self._job, self._failure_dir), "round": rounds.round}
         os.environ[WORKER_SPEC_VARIABLE] = json.dumps(settings)
         os.environ.update({AGENT_VARIABLE: str(self._notes), MIN_NODES_VARIABLE: str(self._min_nodes)})
-        with ranks_from(self._ranks):
-            started = start(worker_group)  # pyright: ignore[reportCallIssue] - torch's decorator hides the signature
+        started = start(worker_group)  # pyright: ignore[reportCallIssue] - torch's decorator hides the signature
         self._phases.end("starting processes")
         return started
 

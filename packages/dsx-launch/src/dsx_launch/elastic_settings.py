@@ -22,13 +22,11 @@ class Elastic:
     Attributes:
         min_nodes, max_nodes: bounds of the number of hosts.
         restarts: failures in a row, without a snapshot in between, after which the job is given up.
-        stand_by: fork ranks from a process that has torch loaded.
     """
 
     min_nodes: int
     max_nodes: int
     restarts: int
-    stand_by: bool = True
 
     @property
     def keep_alive_s(self) -> int:
@@ -37,10 +35,10 @@ class Elastic:
 
     def to_text(self) -> str:
         """For the command line of `dsx_launch.node`."""
-        return f"{self.min_nodes}:{self.max_nodes}:{self.restarts}:{int(self.stand_by)}"
+        return f"{self.min_nodes}:{self.max_nodes}:{self.restarts}"
 
     @staticmethod
     def from_text(text: str) -> Elastic:
         """From `to_text`."""
-        low, high, restarts, stand_by = map(int, text.split(":"))
-        return Elastic(low, high, restarts, bool(stand_by))
+        low, high, restarts = map(int, text.split(":"))
+        return Elastic(low, high, restarts)

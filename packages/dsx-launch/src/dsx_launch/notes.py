@@ -7,7 +7,6 @@ sides do without a note that is not there.
 
 from __future__ import annotations
 
-import json
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -16,12 +15,10 @@ from dsx_core import replace_text
 
 __all__ = [
     "AGENT_VARIABLE", "BUILT", "JOINED", "LOADED", "MEMORY", "MIN_TIME", "PROGRESS", "RESTARTING", "UPDATED",
-    "late_variables", "read_note", "tell_agent",
+    "read_note", "tell_agent",
 ]  # fmt: skip
 
 AGENT_VARIABLE = "DSX_ELASTIC_AGENT"
-LOADED_VARIABLE = "DSX_LOADED_WITH"
-"""From the launcher, to ranks that are forked from its stand-by process: the variables that torch has read."""
 RESTARTING = "restarting"
 """From the agent: it only starts its ranks again, so that a snapshot in memory is enough. Its being there counts."""
 PROGRESS = "progress"
@@ -54,14 +51,3 @@ def read_note(folder: Path | None, name: str) -> str:
         return (folder / name).read_text()
     except OSError:
         return ""
-
-
-def late_variables() -> list[str]:
-    """Variables that the program has changed too late: torch reads them while it is imported, and the launcher's
-    stand-by process had imported it before the program began.
-    """
-    loaded = json.loads(os.environ.get(LOADED_VARIABLE, "null"))
-    if loaded is None:
-        return []
-    now = {name: value for name, value in os.environ.items() if name.startswith(tuple(loaded["read"]))}
-    return sorted(name for name in {*now, *loaded["values"]} if now.get(name) != loaded["values"].get(name))

@@ -69,7 +69,6 @@ class LaunchOptions:
     elastic_training: bool = False
     min_elastic_nodes: int | None = None
     max_elastic_nodes: int | None = None
-    no_stand_by: bool = False
 
     @property
     def kind(self) -> str:
@@ -174,12 +173,6 @@ def _add_elastic(parser: argparse.ArgumentParser) -> None:
     )
     _option(group, "--min_elastic_nodes", type=int, metavar="N", help="least number of hosts (default: 1)")
     _option(group, "--max_elastic_nodes", type=int, metavar="N", help="greatest number (default: all that are known)")
-    _option(
-        group,
-        "--no_stand_by",
-        action="store_true",
-        help="start every process from nothing; else they are forked from one that has torch loaded (Linux)",
-    )
 
 
 def _add_program(parser: argparse.ArgumentParser) -> None:
@@ -293,8 +286,6 @@ def _check_elastic(options: LaunchOptions) -> None:
             raise ResourceError(f"{name} needs --elastic_training; add it, or leave {name} out")
         if value is not None and value < 1:
             raise ResourceError(f"{name} {value}: expected at least 1")
-    if options.no_stand_by and not options.elastic_training:
-        raise ResourceError("--no_stand_by needs --elastic_training, without which there is none; leave it out")
     if low is not None and high is not None and low > high:
         raise ResourceError(f"--min_elastic_nodes {low} is more than --max_elastic_nodes {high}; exchange them")
     if options.elastic_training and options.launcher not in ("", "ssh"):

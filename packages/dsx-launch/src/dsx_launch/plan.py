@@ -69,7 +69,7 @@ def elastic_of(options: LaunchOptions, hosts: int) -> Elastic:
     """The bounds of an elastic job of which `hosts` hosts are known."""
     low = options.min_elastic_nodes or 1
     restarts = DEFAULT_RESTARTS if options.restarts is None else options.restarts
-    return Elastic(low, options.max_elastic_nodes or max(low, hosts), restarts, not options.no_stand_by)
+    return Elastic(low, options.max_elastic_nodes or max(low, hosts), restarts)
 
 
 def is_this_machine(host: str) -> bool:

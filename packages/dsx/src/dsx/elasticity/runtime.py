@@ -33,7 +33,6 @@ from dsx_launch.notes import (
     PROGRESS,
     RESTARTING,
     UPDATED,
-    late_variables,
     tell_agent,
 )
 
@@ -90,12 +89,6 @@ def resume(
         )
     if not grace_s > 0:
         raise ElasticityConfigError(f"elasticity.resume(grace_s=...): got {grace_s!r}, expected seconds above 0")
-    late = late_variables()
-    if late:
-        logger.warning(
-            "elasticity: the program has changed %s, which torch reads when it is imported; the launcher had imported"
-            " it before. Set them for dsx launch, or pass --no_stand_by", ", ".join(late),
-        )  # fmt: skip
     run = ElasticRun(engine, Path(folder), snapshot_every, save_every, client_state)
     run._begin(memory, signals, grace_s)
     return run
