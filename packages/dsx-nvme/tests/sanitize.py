@@ -14,46 +14,12 @@ import os
 import subprocess
 import sys
 import tempfile
-import zipfile
 from pathlib import Path
 
+from dsx_testkit.sanitizers import run_under_sanitizers
+
 PACKAGE = Path(__file__).resolve().parent.parent
-ROOT = PACKAGE.parent.parent
 FILES = sorted(p for p in (PACKAGE / "tests").glob("test_nvme_*.py") if p.name != "test_nvme_gds.py")
-
-
-def runtime(name: str) -> str:
-    """The shared library of the compiler's sanitizer runtime."""
-    found = subprocess.check_output([os.environ.get("CXX", "g++"), f"-print-file-name={name}"], text=True).strip()
-    if not os.path.isabs(found):
-        sys.exit(f"{name} is not installed; install your compiler's sanitizer libraries")
-    return os.path.realpath(found)
-
-
-def address(arguments: list[str]) -> int:
-    """Build, check that the instrumented module is the one that runs, test."""
-    with tempfile.TemporaryDirectory(prefix="dsx-sanitize-") as folder:
-        build_env = {**os.environ, "DSX_BUILD_SANITIZE": "address,undefined", "DSX_BUILD_NATIVE": "1"}
-        command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder]
-        subprocess.check_call(command, cwd=PACKAGE, env=build_env)
-        (wheel,) = Path(folder).glob("*.whl")
-        site = Path(folder) / "site"
-        zipfile.ZipFile(wheel).extractall(site)
-        env = {
-            **os.environ,
-            "PYTHONPATH": str(site),
-            "LD_PRELOAD": f"{runtime('libasan.so')} {runtime('libubsan.so')}",
-            # Python and torch keep memory until the end of the process.
-            "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0:exitcode=99",
-            "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
-            "OMP_NUM_THREADS": "1",
-        }
-        check = "import sys, dsx_nvme; s = dsx_nvme.native_status(); print(s); sys.exit(s['sanitizer'] != 'address')"
-        subprocess.check_call([sys.executable, "-c", check], cwd=folder, env=env)
-        options = ["-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(PACKAGE)]
-        files = [a for a in arguments if not a.startswith("-")] or [str(f) for f in FILES]
-        flags = [a for a in arguments if a.startswith("-")]
-        return subprocess.call([sys.executable, "-m", "pytest", *options, *flags, *files], cwd=folder, env=env)
 
 
 def thread() -> int:
@@ -75,7 +41,7 @@ def main() -> int:
     kinds = [a for a in sys.argv[1:] if a in ("address", "thread")] or ["thread", "address"]
     rest = [a for a in sys.argv[1:] if a not in ("address", "thread")]
     for kind in kinds:
-        code = thread() if kind == "thread" else address(rest)
+        code = thread() if kind == "thread" else run_under_sanitizers(PACKAGE, "dsx_nvme", FILES, rest)
         print(f"{kind}: {'no finding' if code == 0 else f'exit code {code}'}")
         if code:
             return code
