@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from dsx.config import DsxConfigError, load_config
 from dsx.config.availability import asks_for
-from dsx.config.schema import Root
+from dsx.config.sections import whole_model
 from dsx.config.translate import all_paths, known_names
 from dsx_core.errors import edits, nearest
 
 BATCH = {"train_micro_batch_size_per_gpu": 1}
+Root = whole_model()
 PATHS = sorted(set(all_paths(Root)))
 
 # The keys of the published configuration reference and feature tables, one line per object.

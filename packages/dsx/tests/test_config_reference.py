@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from dsx.config.availability import MEANINGLESS, NOT_YET
 from dsx.config.reference import reference
-from dsx.config.schema import Root
+from dsx.config.sections import whole_model
 from dsx.config.translate import all_paths
 
 PAGE = Path(__file__).parents[3] / "docs" / "config.md"
@@ -20,7 +20,7 @@ def test_the_page_is_up_to_date():
 
 def test_the_page_lists_every_key_and_every_state():
     page = reference()
-    for path in all_paths(Root):
+    for path in all_paths(whole_model()):
         assert f"| `{path.rsplit('.', 1)[-1]}` |" in page
     for text in {*NOT_YET.values()}:
         assert f"not available: {text}" in page

@@ -98,10 +98,10 @@ def test_the_command_prints_the_table_and_fails_for_a_refused_key(tmp_path, caps
 
 
 def test_the_tables_name_keys_that_exist():
-    from dsx.config.schema import Root
+    from dsx.config.sections import whole_model
     from dsx.config.translate import all_paths
 
-    known = {*all_paths(Root)}
+    known = {*all_paths(whole_model())}
     known |= {path.rpartition(".")[0] for path in known} | {path.split(".")[0] for path in known}
     assert {*BETTER, *DIFFERS} <= known
 

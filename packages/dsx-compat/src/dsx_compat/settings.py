@@ -109,10 +109,10 @@ def _offloads(section: Any) -> bool:
 
 def _unknown(data: Mapping[Any, Any]) -> Iterator[tuple[str, str]]:
     """Each key of the document that neither dsx nor DeepSpeed knows, and how to show it."""
-    from dsx.config.schema import Root  # lazy import: it loads pydantic and the sections of all packages
+    from dsx.config.sections import whole_model  # lazy import: it loads pydantic and the sections of all packages
     from dsx.config.translate import known_names
 
-    known = {*known_names(Root, ()), "$schema", *_READ_BY_DEEPSPEED}
+    known = {*known_names(whole_model(), ()), "$schema", *_READ_BY_DEEPSPEED}
     for key in data:
         if isinstance(key, str) and key not in known:
             near = min(known, key=lambda name: (edits(key, name), name)) if len(key) < 100 else ""

@@ -21,6 +21,7 @@ an effect at import. Left out on purpose: whatever only one package needs. Such 
 from ._version import __version__ as __version__
 from .console import end_with_reader as end_with_reader
 from .errors import CodedError as CodedError
+from .errors import Finding as Finding
 from .errors import nearest as nearest
 from .errors import shorten as shorten
 from .errors import with_code as with_code
@@ -35,6 +36,7 @@ from .together import Together as Together
 
 __all__ = [
     "CodedError",
+    "Finding",
     "FolderInUseError",
     "FolderLock",
     "ProcessIdentity",

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 
-__all__ = ["CodedError", "edits", "nearest", "shorten", "with_code"]
+__all__ = ["CodedError", "Finding", "edits", "nearest", "shorten", "with_code"]
 
 _LONGEST_NAME = 100
 """No known name is nearly as long. A longer name is not compared, because that takes time in proportion to its length
@@ -42,6 +43,27 @@ class CodedError(Exception):
     def __str__(self) -> str:
         text = super().__str__()
         return with_code(text, self.code) if self.code else text
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something wrong with values of a configuration that are valid one by one. The package that owns the keys finds
+    it; who loads the configuration tells the user.
+
+    Attributes:
+        key: dotted path of the key.
+        reason: what is wrong, in one sentence.
+        got, expected: the value, and the one that works.
+        fix: what to do.
+        kind: "value", "conflict" (with another key) or "missing".
+    """
+
+    key: str
+    reason: str
+    got: str
+    expected: str
+    fix: str
+    kind: str = "value"
 
 
 def shorten(text: str, width: int = 120) -> str:

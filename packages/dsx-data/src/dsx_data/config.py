@@ -8,9 +8,9 @@ defaults and meanings are those of DeepSpeed's `data_efficiency`, `curriculum_le
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+from dsx_core import Finding
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "DataRouting",
     "DataSampling",
     "DynamicBatching",
-    "Finding",
     "ProgressiveLayerDrop",
     "RandomLtd",
     "SamplingCurriculum",
@@ -214,17 +213,6 @@ class ProgressiveLayerDrop(_Toggle):
 
     theta: _Real = Field(1.0, le=1.0, description="limit of theta(t); 1 drops nothing")
     gamma: _Real = Field(0.001, description="rate at which theta(t) falls from 1 to its limit, per step")
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Something wrong with a section: `key` is its dotted path."""
-
-    key: str
-    reason: str
-    got: str
-    expected: str
-    fix: str
 
 
 def findings(

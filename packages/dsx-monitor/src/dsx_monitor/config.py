@@ -7,8 +7,10 @@ with these sections among others (such as that of `dsx`) is accepted in its plac
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
+from dsx_core import Finding
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from .events import checked_job_name
@@ -185,3 +187,11 @@ class EigenvalueConfig(_Section):
     gas_boundary_resolution: _Count = Field(default=1, description="optimizer steps between two computations")
     layer_name: str = Field(default="bert.encoder.layer", description="path of the list of blocks in the model")
     layer_num: _Number = Field(default=0, description="number of blocks")
+
+    def findings(self) -> Iterator[Finding]:
+        """A number of blocks that is missing although the section is on."""
+        if self.enabled and self.layer_num < 1:
+            yield Finding(
+                "layer_num", "the number of blocks is missing", "0", "how many children of layer_name are blocks",
+                "set it, and layer_name to the path of the list of blocks",
+            )  # fmt: skip

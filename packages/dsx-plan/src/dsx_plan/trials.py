@@ -34,6 +34,7 @@ from .autotuning.predictions import Facts
 from .autotuning.probe import Probe
 from .engine import EngineToPlan, Trained, Watchers, engine_to_plan
 from .planner import plan
+from .section import Autotuning
 from .trial_session import TrialSession, TrialTasks
 
 __all__ = ["Trial", "limit_memory"]
@@ -52,11 +53,13 @@ _THREADS = 64 * 2**20
 class Trial:
     """An experiment, or nothing where the section asks for no measurement.
 
-    Its three methods are called by an engine while it is built (`dsx.Extension`).
+    Its methods are called by an engine while it is built (`dsx.Extension`).
 
     Args:
         engine: what the planner runs; None: the installed one, which is looked up only where the planner is asked.
     """
+
+    name, section = "autotuning", Autotuning
 
     def __init__(self, engine: EngineToPlan | None = None) -> None:
         self._engine = engine
@@ -79,9 +82,13 @@ class Trial:
         self._engine = engine_to_plan(self._engine)
         self._skeleton = _CUT_ALREADY if self._engine.is_pipeline(model) else _skeleton_of(model)
 
+    def prepare(self, keys: Mapping[str, Any], request: Any) -> Any:
+        """The request as it is: a trial measures what would be trained."""
+        return request
+
     def configured(self, config: Any) -> None:
         """The configuration is right, and the ranks have not joined yet: say that the program has come so far."""
-        self._config, self._section = config, config.use("autotuning")
+        self._config, self._section = config, config.use(self.name)
         if not self._section.measures:
             if self._section.enabled and self._first:
                 logger.info(
@@ -95,6 +102,13 @@ class Trial:
             first, last = self._section.start_profile_step, self._section.end_profile_step
             logger.info("autotuning: updates %d to %d are measured, then the program ends", first, last)
             write_whole(self._folder / STARTED, json.dumps({"process": os.getpid(), "time": time.time()}))
+
+    def before_shard(self, request: Any, config: Any, topology: Any) -> Any:
+        """The request as it is: a trial measures what would be trained."""
+        return request
+
+    def state(self) -> None:
+        """There is none: a trial ends with its program."""
 
     def join(self, watch: Watchers, to: Trained) -> None:
         """Add a session that measures and ends the program after `end_profile_step`. It must be the last observer."""
@@ -172,7 +186,7 @@ class Trial:
 
 
 def _profiles(section: Any) -> bool:
-    """Whether the section as it was written asks for facts about the model; see `Autotuning.profiles` of dsx."""
+    """Whether the section as it was written asks for facts about the model; see `Autotuning.profiles`."""
     if not isinstance(section, Mapping):
         return False
     info = section.get("model_info")

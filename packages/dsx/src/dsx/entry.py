@@ -106,7 +106,9 @@ def initialize(
         EngineArgumentError: the arguments contradict each other.
     """
     source = config_source(args, config, config_params)
-    checked = _checked_extensions(extensions)
+    from .extension import checked_extensions  # lazy import: it needs torch's modules
+
+    checked = checked_extensions(extensions)
     request = Request(
         model=_checked_model(model),
         optimizer=_checked(optimizer, "optimizer", torch.optim.Optimizer, "a torch.optim.Optimizer"),
@@ -178,20 +180,3 @@ def _checked_scheduler(scheduler: Any) -> Any:
         f"initialize(lr_scheduler=...): got {type(scheduler).__name__}, expected an object with step() or a callable"
         " that makes one from an optimizer"
     )
-
-
-def _checked_extensions(extensions: Any) -> tuple[Extension, ...]:
-    if not isinstance(extensions, Sequence):
-        raise EngineArgumentError(
-            f"initialize(extensions=...): got {type(extensions).__name__}, expected a list of extensions"
-        )
-    for one in extensions:
-        missing = [name for name in ("begin", "configured", "join") if not callable(getattr(one, name, None))]
-        if missing or isinstance(one, type):
-            what = f"the class {one.__name__}" if isinstance(one, type) else f"a {type(one).__name__}"
-            without = f" without {', '.join(missing)}" if missing else ""
-            raise EngineArgumentError(
-                f"initialize(extensions=...): got {what}{without}, expected an object with begin, configured and join"
-                " (dsx.Extension)"
-            )
-    return tuple(extensions)

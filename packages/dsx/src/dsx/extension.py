@@ -1,29 +1,63 @@
-"""Extensions: objects that an engine is given, which take part in building it.
+"""Extensions: features that an engine is given, each in one place.
 
-An extension belongs to a section of the configuration. `dsx.initialize(extensions=[...])` takes them; others come with
-packages that are installed, through entry points of the group `dsx.extensions`. The name of such an entry point is the
-section, and the extension is made only for a configuration that has this section.
+An extension takes part in building an engine: it brings its section of the configuration, changes the model before it
+is sharded, adds to the engine (`Watch`), and has a state in checkpoints. dsx's own features are extensions, too
+(`features.py`). `dsx.initialize(extensions=[...])` takes further ones, and installed packages offer theirs as entry
+points of the group `dsx.extensions`, whose name is that of the section.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from importlib.metadata import entry_points
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+import torch
 from torch import nn
 
-from .config import Config
-from .watching import Watch, Watched
+from .engine.clock import Clock, NoClock
+from .engine.efficiency import Batches, FixedBatches
+from .engine.errors import EngineArgumentError
+from .engine.hooks import StepHook
+from .engine.inputs import BatchTransform
+from .engine.observers import Event, StepObserver
+from .engine.report import Counters, StepReport
 
-__all__ = ["EXTENSIONS", "Extension", "installed_extensions"]
+if TYPE_CHECKING:
+    from dsx_comm import RankSets
+    from dsx_zero import ZeroOptimizer
+    from pydantic import BaseModel
 
-EXTENSIONS = "dsx.extensions"
-"""Group of entry points: functions without arguments that return an `Extension`; the name is that of a section."""
+    from .config import Config
+    from .data import LoaderOptions
+    from .engine.engine import Engine
+    from .engine.parts import EngineParts
+    from .engine.request import Request
+
+__all__ = ["Extension", "Stateful", "Watch", "Watched", "checked_extensions", "mean_over_ranks", "named", "sections_of", "states_of"]
 
 
-class Extension(Protocol):
-    """Takes part in building an engine. The methods are called once each, in this order, on every rank."""
+class Stateful(Protocol):
+    """An object with a state for checkpoints: values as those of a client state."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Extension:
+    """Takes part in building an engine. Subclasses override what they need; each method is called once, on every rank,
+    in the order in which they stand here. An object of another class does as well if it has all of these methods.
+    """
+
+    name: str = ""
+    """Of its section and of its state in checkpoints; no two extensions of an engine have the same."""
+    section: ClassVar[type[BaseModel] | None] = None
+    """The pydantic model of its section, which must refuse unknown keys (`dsx.config.Section` does). None: dsx models
+    the section, or there is none. `NO_EFFECT` of the model maps keys that mean nothing to a reason; its method
+    `findings()` yields what is wrong with values that are valid one by one (`dsx_core.Finding`).
+    """
 
     def begin(self, keys: Mapping[str, Any], model: nn.Module, rank: int) -> None:
         """Look at the model as the caller gave it.
@@ -33,18 +67,235 @@ class Extension(Protocol):
             model: before the configuration changes it.
             rank: of this process.
         """
-        ...
+
+    def prepare(self, keys: Mapping[str, Any], request: Request) -> Request:
+        """Change what is to be built before the ranks and the batch sizes are known: cut the model, name the groups of
+        ranks. Collective.
+        """
+        return request
 
     def configured(self, config: Config) -> None:
-        """The configuration is right. The ranks have not joined yet."""
-        ...
+        """The configuration is right. The ranks may not have joined yet. `config.use(name)` gives the section."""
+
+    def before_shard(self, request: Request, config: Config, topology: RankSets) -> Request:
+        """Change the model, which is whole (or this rank's part of it) and not yet on its device. Collective.
+
+        Returns:
+            The request, with further parameters if the model got some.
+        """
+        return request
 
     def join(self, watch: Watch, to: Watched) -> None:
-        """Add hooks and observers to the engine. They are called after the engine's own."""
-        ...
+        """Add hooks, observers and other parts to the engine. They are called in the order of the extensions."""
+
+    def state(self) -> Stateful | None:
+        """The object whose state is saved under `name` and loaded at any number of ranks; None: there is no state."""
+        return None
 
 
-def installed_extensions(keys: Mapping[str, Any]) -> list[Extension]:
-    """New extensions of installed packages for the sections that a configuration has, by name of the section."""
-    found = {one.name: one for one in entry_points(group=EXTENSIONS)}
-    return [found[name].load()() for name in sorted(found) if keys.get(name) is not None]
+_METHODS = ("begin", "prepare", "configured", "before_shard", "join", "state")
+
+
+@dataclass(frozen=True)
+class Watched:
+    """An engine that is being built, as its extensions see it: everything is there but the first step.
+
+    Attributes:
+        module, optimizer: the sharded model and its shards.
+        micro_batches: returns the number of backwards of the coming update.
+        loss_scale: returns the factor of losses.
+        trains: whether the engine has an optimizer.
+    """
+
+    config: Config
+    topology: RankSets
+    module: nn.Module
+    optimizer: ZeroOptimizer
+    counters: Counters
+    micro_batches: Callable[[], int]
+    loss_scale: Callable[[], float] = lambda: 1.0
+    trains: bool = True
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0."""
+        return self.topology.rank == 0
+
+    @property
+    def distributed(self) -> bool:
+        """Whether there are other ranks."""
+        return self.topology.world_size > 1
+
+    @property
+    def stages(self) -> int:
+        """Ranks of a pipeline; 1 without one."""
+        groups = self.topology.groups
+        return 1 if groups is None else groups.size("pipe")
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model."""
+        return next((p.device for p in self.module.parameters()), torch.device("cpu"))
+
+
+class Monitor(Protocol):
+    """The writers of events (`dsx_monitor.MonitorMaster`)."""
+
+    @property
+    def enabled(self) -> bool: ...
+
+    def write_events(self, events: list[Event]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class NoMonitor:
+    """Writes nothing."""
+
+    enabled = False
+
+    def write_events(self, events: list[Event]) -> None:
+        """Drops the events."""
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+@dataclass
+class Watch:
+    """What extensions add to an engine.
+
+    Attributes:
+        clock: times the parts of a step.
+        monitor: the writers of events, also for the caller.
+        hooks: are called while a step runs.
+        observers: are called after each step.
+        sources: return events of a step for the writers.
+        transforms: change a batch before the model.
+        closing: is closed with the engine, the last entry first.
+        batches: the size of an update, and its learning rates.
+        loader_rule: from dataset and options to the options of the training loader.
+        places: the place (`dsx.checkpoint.Place`) of tensors of which this rank holds a part, by parameter name.
+        forward: a further context of the forward pass.
+        eigenvalues: returns the latest relative eigenvalue of each block by module name.
+        make_engine: makes the engine of its parts; None: `Engine`.
+    """
+
+    clock: Clock = field(default_factory=NoClock)
+    monitor: Monitor = field(default_factory=NoMonitor)
+    hooks: list[StepHook] = field(default_factory=list)
+    observers: list[StepObserver] = field(default_factory=list)
+    sources: list[Callable[[StepReport], list[Event]]] = field(default_factory=list)
+    transforms: list[BatchTransform] = field(default_factory=list)
+    closing: ExitStack = field(default_factory=ExitStack)
+    batches: Batches = field(default_factory=FixedBatches)
+    loader_rule: Callable[[Any, LoaderOptions], LoaderOptions] = lambda dataset, options: options
+    places: Mapping[str, Any] = field(default_factory=dict)
+    forward: Callable[[], AbstractContextManager[Any]] | None = None
+    eigenvalues: Callable[[], dict[str, float]] = dict
+    make_engine: Callable[[EngineParts], Engine] | None = None
+
+    def add(self, thing: Any) -> Any:
+        """Add an object to the hooks, observers, transforms or sources of events, by its methods."""
+        for method, group in (
+            ("before_forward", self.hooks), ("after_step", self.observers), ("__call__", self.transforms),
+        ):  # fmt: skip
+            if hasattr(thing, method):
+                group.append(thing)
+        if hasattr(thing, "events"):
+            self.sources.append(thing.events)
+        if hasattr(thing, "close"):
+            self.closing.callback(thing.close)
+        return thing
+
+    def close(self) -> None:
+        """End every measurement, write remaining results and close the writers."""
+        self.closing.close()
+
+
+def mean_over_ranks(topology: RankSets) -> Callable[[torch.Tensor], Any] | None:
+    """Averages a tensor over the data-parallel ranks in place; None with one rank."""
+    if topology.data.size == 1:
+        return None
+    import dsx_comm  # lazy import: who calls this has it
+
+    return lambda tensor: dsx_comm.all_reduce(tensor, dsx_comm.ReduceOp.AVG, topology.data.group)
+
+
+def checked_extensions(extensions: Any) -> tuple[Extension, ...]:
+    """The extensions that `initialize` is given.
+
+    Raises:
+        EngineArgumentError: this is no list, or an item is no extension.
+    """
+    if not isinstance(extensions, Sequence) or isinstance(extensions, str):
+        raise EngineArgumentError(
+            f"initialize(extensions=...): got {type(extensions).__name__}, expected a list of extensions"
+        )
+    for one in extensions:
+        missing = [name for name in _METHODS if not callable(getattr(one, name, None))]
+        if missing or isinstance(one, type):
+            what = f"the class {one.__name__}" if isinstance(one, type) else f"a {type(one).__name__}"
+            without = f" without {', '.join(missing)}" if missing else ""
+            raise EngineArgumentError(
+                f"initialize(extensions=...): got {what}{without}, expected an object of a class derived from"
+                " dsx.Extension"
+            )
+    return tuple(extensions)
+
+
+def named(extensions: Sequence[Extension]) -> dict[str, Extension]:
+    """The extensions by name; those without a name are left out.
+
+    Raises:
+        EngineArgumentError: two have the same name.
+    """
+    found: dict[str, Extension] = {}
+    for one in extensions:
+        name = getattr(one, "name", "")
+        if name in found:
+            raise EngineArgumentError(
+                f"initialize(extensions=...): got two extensions with the name {name!r}"
+                f" ({type(found[name]).__name__}, {type(one).__name__}), expected one; rename or leave out one"
+            )
+        if name:
+            found[name] = one
+    return found
+
+
+def sections_of(extensions: Sequence[Extension]) -> dict[str, type[BaseModel]]:
+    """The models of the extensions' sections, by name.
+
+    Raises:
+        EngineArgumentError: an extension with a section has no name.
+    """
+    found: dict[str, type[BaseModel]] = {}
+    for one in extensions:
+        section = getattr(one, "section", None)
+        if section is not None:
+            found[_name_of(one, "a section")] = section
+    return found
+
+
+def states_of(extensions: Sequence[Extension]) -> dict[str, Stateful]:
+    """The extensions' states for checkpoints, by name.
+
+    Raises:
+        EngineArgumentError: an extension with a state has no name.
+    """
+    found: dict[str, Stateful] = {}
+    for one in extensions:
+        state = one.state()
+        if state is not None:
+            found[_name_of(one, "a state")] = state
+    return found
+
+
+def _name_of(one: Extension, what: str) -> str:
+    name = getattr(one, "name", "")
+    if not name:
+        raise EngineArgumentError(
+            f"initialize(extensions=...): got a {type(one).__name__} with {what} and without a name, expected one; set"
+            " `name` in its class"
+        )
+    return name

@@ -33,10 +33,10 @@ class PlannedEngine:
 
     def value_type(self, path: str) -> Any | None:
         """The annotation of the key at a dotted path; None where the schema knows no such key."""
-        from .config.schema import Root
+        from .config.sections import whole_model
         from .config.translate import model_in
 
-        owner: Any = Root
+        owner: Any = whole_model()
         *sections, name = path.split(".")
         for part in sections:
             field = owner.model_fields.get(part)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,22 +19,19 @@ import dsx_monitor
 import dsx_zero
 import torch
 from dsx_comm import RankSets
-from torch import nn
 
 from .config import Config
 from .engine.accessors import moments
-from .engine.clock import Clock, NoClock
+from .engine.clock import NoClock
 from .engine.compression import CompressionLine
 from .engine.errors import EngineArgumentError
-from .engine.hooks import StepHook, TokenCount
+from .engine.hooks import TokenCount
 from .engine.observers import (
-    Event,
     MemoryUse,
     MonitorEvents,
     ProgressLine,
     RunStart,
     SentBytes,
-    StepObserver,
     StepTimes,
     StragglerWatch,
     Throughput,
@@ -43,86 +39,16 @@ from .engine.observers import (
     TrainingEvents,
 )
 from .engine.pipeline_times import PipelineTimes
-from .engine.report import Counters, StepReport
 from .engine.sessions import CurvatureSession, FlopsSession, NoiseSession, TimelineSession
+from .extension import Watch, Watched, mean_over_ranks
 
 _WRITERS = ("tensorboard", "wandb", "csv_monitor", "jsonl", "comet")
-
-
-@dataclass(frozen=True)
-class Watched:
-    """The objects to watch, and the packages for that.
-
-    Attributes:
-        module, optimizer: the sharded model and its optimizer.
-        micro_batches: returns the number of backwards of the coming update.
-    """
-
-    config: Config
-    topology: RankSets
-    module: nn.Module
-    optimizer: Any
-    counters: Counters
-    micro_batches: Callable[[], int]
-
-    @property
-    def first(self) -> bool:
-        """Whether this is rank 0."""
-        return self.topology.rank == 0
-
-    @property
-    def distributed(self) -> bool:
-        """Whether there are other ranks."""
-        return self.topology.world_size > 1
-
-    @property
-    def stages(self) -> int:
-        """Ranks of a pipeline; 1 without one."""
-        groups = self.topology.groups
-        return 1 if groups is None else groups.size("pipe")
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the model."""
-        return next((p.device for p in self.module.parameters()), torch.device("cpu"))
-
-
-@dataclass
-class Watch:
-    """The watchers that were built. `forward` is an additional context of the forward pass; `close` ends all
-    watchers.
-    """
-
-    clock: Clock
-    monitor: Any
-    hooks: list[StepHook]
-    observers: list[StepObserver]
-    sources: list[Callable[[StepReport], list[Event]]]
-    closing: ExitStack
-    forward: Callable[[], AbstractContextManager[Any]] | None = None
-    eigenvalues: Callable[[], dict[str, float]] = dict
-    """The latest relative eigenvalue of each block by module name."""
-
-    def add(self, thing: Any) -> Any:
-        """Add an object to the hooks, observers or sources of events, by its methods."""
-        for method, group in (("before_forward", self.hooks), ("after_step", self.observers)):
-            if hasattr(thing, method):
-                group.append(thing)
-        if hasattr(thing, "events"):
-            self.sources.append(thing.events)
-        if hasattr(thing, "close"):
-            self.closing.callback(thing.close)
-        return thing
-
-    def close(self) -> None:
-        """End every measurement, write remaining results and close the writers."""
-        self.closing.close()
 
 
 def build_watch(to: Watched) -> Watch:
     """Build every watcher of the configuration, in the order of use: figures first, then the lines that show them."""
     clock, monitor = _clock(to), _monitor(to)
-    watch = Watch(clock, monitor, [], [], [], ExitStack())
+    watch = Watch(clock, monitor)
     watch.closing.callback(monitor.close)
     times = StepTimes(clock, dsx_monitor.phase_times)
     if not isinstance(clock, NoClock):
@@ -148,7 +74,7 @@ def build_watch(to: Watched) -> Watch:
 def no_watch(to: Watched) -> Watch:
     """The watchers of an engine that does not train: only the writers, for events of the caller."""
     monitor = _monitor(to)
-    watch = Watch(NoClock(), monitor, [], [], [], ExitStack())
+    watch = Watch(monitor=monitor)
     watch.closing.callback(monitor.close)
     return watch
 
@@ -371,13 +297,6 @@ def _aside(to: Watched, paused: Callable[[], AbstractContextManager[Any]]) -> It
     whole = to.config.zero.stage == 3  # gradients exist only with respect to the plain parameters, while gathered
     with paused(), to.optimizer.no_sync(), dsx_zero.GatheredParameters(to.module, enabled=whole):
         yield
-
-
-def mean_over_ranks(topology: RankSets) -> Callable[[torch.Tensor], Any] | None:
-    """Averages a tensor over the data-parallel ranks in place; None with one rank."""
-    if topology.data.size == 1:
-        return None
-    return lambda tensor: dsx_comm.all_reduce(tensor, dsx_comm.ReduceOp.AVG, topology.data.group)
 
 
 def _noise(to: Watched, section: Any, squares: Any) -> NoiseSession:

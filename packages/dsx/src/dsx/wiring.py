@@ -26,7 +26,8 @@ from . import pipelining
 from .alike import CALL, config_facts, ranks_of_job, telling_others
 from .compiling import compile_as_configured
 from .compressing import build_scheduler, compressed
-from .config import Config, load_config
+from .config import Config
+from .config.load import load_config
 from .config.source import read
 from .data import LoaderOptions
 from .efficiency import Conversion, build_parts, convert, loader_rule, token_batches
@@ -49,7 +50,8 @@ from .engine.stepper import NoStepper, ShardedStepper, Stepper
 from .engine.weights import NOTHING_TO_GATHER, Gather
 from .errors import DsxConfigError
 from .experts import ExpertParts, with_experts
-from .extension import Extension, installed_extensions
+from .extension import Extension, Watched, named, sections_of, states_of
+from .features import installed_extensions
 from .loss_scaler import build_loss_scale
 from .lr_schedules import build_schedule
 from .optimizers import OptimizerChoice, choose_optimizer
@@ -58,7 +60,7 @@ from .precision import Precision
 from .recomputing import apply_budget, apply_section, section_observers
 from .swap_space import SwapSpace, remove_leftovers
 from .utils.logging import enable_console, logger, set_log_level_from_string
-from .watching import Watched, build_watch, mean_over_ranks, no_watch
+from .watching import build_watch, mean_over_ranks, no_watch
 
 
 def build_engine(source: Any, request: Request, extensions: Sequence[Extension] = ()) -> Engine:
@@ -80,11 +82,13 @@ def _build(
     source: Any, request: Request, extensions: Sequence[Extension], held: ExitStack, building: ExitStack
 ) -> tuple[Engine, Any]:
     joins = joins_others(request.dist_init_required)
-    extensions = _begun(source, request.model, extensions)
+    keys, extensions = _begun(source, request.model, extensions)
     request = pipelining.with_parallelism(source, request, joins)
+    for one in extensions:
+        request = one.prepare(keys, request)
     topology = _rank_sets(request, held) if dsx_comm.is_initialized() else None
     with telling_others(request, joins=joins, group=ranks_of_job(topology)):
-        config = load_config(source, world_size=_batch_ranks(request, topology))
+        config = load_config(source, world_size=_batch_ranks(request, topology), sections=sections_of(extensions))
         _set_up_logging(config)  # first, so that what the choice of the optimizer warns of is seen
         choice = _chosen_optimizer(config, request)
         _check_parameters(request, choice)
@@ -102,6 +106,8 @@ def _build(
         request = compressed(request, config)
         if pipelining.is_pipeline(request.model):
             pipelining.prepare(request.model)
+        for one in extensions:
+            request = one.before_shard(request, config, topology)
         apply_section(config, request.model)
         device = _device(topology)
         model = _placed(_sparsified(request.model, config), config, device)
@@ -117,16 +123,19 @@ def _build(
     return engine, optimizer
 
 
-def _begun(source: Any, model: nn.Module, given: Sequence[Extension]) -> list[Extension]:
-    """The extensions of the caller and of installed packages; they have looked at the model."""
+def _begun(source: Any, model: nn.Module, given: Sequence[Extension]) -> tuple[dict[str, Any], list[Extension]]:
+    """The keys as they were written, and the extensions of the caller and of installed packages, which have looked at
+    the model.
+    """
     try:
         keys = read(source).data
     except DsxConfigError:
-        return []  # `load_config` says what is wrong
+        return {}, []  # `load_config` says what is wrong
     extensions = [*given, *installed_extensions(keys)]
+    named(extensions)
     for one in extensions:
         one.begin(keys, model, launched_as()[0])
-    return extensions
+    return keys, extensions
 
 
 def _destroy_on_release(engine: Engine, optimizer: Any) -> None:
@@ -378,6 +387,7 @@ def _parts(
     counters, stage, accumulation = Counters(), config.zero.stage, _accumulation(config)
     watched = Watched(
         config, topology, model, optimizer, counters, lambda: accumulation.steps,
+        lambda: scaler.scale, trains,
     )  # fmt: skip
     watch = build_watch(watched) if trains else no_watch(watched)
     compression = build_scheduler(
@@ -449,6 +459,7 @@ def _parts(
                 **efficiency,
                 **({} if compression is None else {"compression": compression}),
                 **({} if budget is None else {"activation_budget": budget}),
+                **states_of(extensions),
             },
         ),
         stepper=stepper,

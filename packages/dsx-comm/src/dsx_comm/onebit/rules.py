@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from dsx_core import Finding
 
 from .adam import OneBitAdam
 from .base import CompressedOptimizer
@@ -44,25 +45,7 @@ def config_arguments(cls: type[CompressedOptimizer]) -> tuple[str, ...]:
     return tuple(name for name in inspect.signature(cls.__init__).parameters if name not in _NOT_CONFIGURED)
 
 
-@dataclass(frozen=True)
-class Conflict:
-    """A setting beside the optimizer that cannot be.
-
-    Attributes:
-        key: the setting's path in a configuration.
-        got, expected: its value, and the one that works.
-        reason: why, as a sentence that names the optimizer.
-        fix: what to do.
-    """
-
-    key: str
-    got: str
-    expected: str
-    reason: str
-    fix: str
-
-
-def conflicts(name: str, *, zero_stage: int, gradient_allreduce_op: str) -> Iterator[Conflict]:
+def conflicts(name: str, *, zero_stage: int, gradient_allreduce_op: str) -> Iterator[Finding]:
     """What of an optimizer's surroundings cannot be.
 
     Args:
@@ -71,21 +54,23 @@ def conflicts(name: str, *, zero_stage: int, gradient_allreduce_op: str) -> Iter
         gradient_allreduce_op: "mean" or "sum".
     """
     if zero_stage:
-        yield Conflict(
+        yield Finding(
             "zero_optimization.stage",
-            str(zero_stage),
-            "0",
             f"{name} does not work with ZeRO: it averages whole momenta over the ranks in one bit, and a "
             "rank would hold slices",
+            str(zero_stage),
+            "0",
             'set "stage" to 0, or use Adam or Lamb',
+            kind="conflict",
         )
     if gradient_allreduce_op != "mean":
-        yield Conflict(
+        yield Finding(
             "gradient_allreduce_op",
+            f"{name} averages momenta",
             f'"{gradient_allreduce_op}"',
             '"mean"',
-            f"{name} averages momenta",
             "remove it, or scale the loss",
+            kind="conflict",
         )
 
 

@@ -5,7 +5,7 @@
 In order of reading: `space` (what can be tried), `predictions` (what will fit, and how long it will take), `tuners` and
 `surrogate` (what is tried next), `experiments` (one start of the script), `journal` (going on after a kill), `search`
 (all of it), `results` and `plot` (what is shown). The engine's side is `dsx_plan.trials` and `trial_session`; there
-`probe` asks the planner. The section's keys are in `dsx.config.autotuning`.
+`probe` asks the planner. The section's keys are in `dsx_plan.section`.
 
 Nothing here imports torch, except `probe`. Left out: changing the model or the data, tuning a learning rate.
 """

@@ -1,7 +1,7 @@
 """One experiment: the user's script, started as always, with the configuration of a candidate; how it ended, and why.
 
 The folder of an experiment holds all there is to know: `ds_config.json` (which also tells the engine to measure, see
-`dsx.config.autotuning`; its secrets are masked), the command, its output, and `metrics.json` once the engine has
+`dsx_plan.section`; its secrets are masked), the command, its output, and `metrics.json` once the engine has
 measured. Everything runs in fresh processes; one that takes too long is ended with all its ranks.
 """
 

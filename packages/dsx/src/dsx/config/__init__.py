@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 from ..errors import DsxConfigError, Problem
 
 if TYPE_CHECKING:
+    from .base import Section
     from .model import Config
 
-__all__ = ["Config", "DsxConfigError", "Problem", "load_config"]
+__all__ = ["Config", "DsxConfigError", "Problem", "Section", "load_config"]
 
 
 def load_config(source: Any, *, world_size: int) -> Config:
@@ -46,4 +47,8 @@ def __getattr__(name: str) -> Any:
         from .model import Config  # lazy import, as above
 
         return Config
+    if name == "Section":
+        from .base import Section  # lazy import, as above
+
+        return Section
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

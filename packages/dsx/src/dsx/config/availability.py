@@ -61,10 +61,6 @@ MEANINGLESS: dict[str, str] = {
     "amp.num_losses": _APEX,
     "amp.patch_torch_functions": _APEX,
     "amp.verbosity": _APEX,
-    **{
-        f"autotuning.model_info.{name}": "the first experiment looks at the model itself"
-        for name in ("num_params", "hidden_size", "num_layers")
-    },
     "bf16.immediate_grad_update": _ALWAYS,
     "checkpoint.checkpoint_serialization": "checkpoints hold no pickled objects",
     "checkpoint.load_universal": "every checkpoint loads at every world size and stage",
@@ -159,15 +155,15 @@ def _asked(root: Any, path: str) -> Iterator[tuple[str, str]]:
 _ALREADY_SO = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
 
 
-def meaningless(paths: Mapping[str, Any]) -> list[str]:
-    """Return ``path: reason`` for every key of ``MEANINGLESS`` among the paths that a configuration sets, except where
-    the value asks for what dsx does in any case.
+def meaningless(paths: Mapping[str, Any], further: Mapping[str, str]) -> list[str]:
+    """Return ``path: reason`` for every key of ``MEANINGLESS`` and ``further`` among the paths that a configuration
+    sets, except where the value asks for what dsx does in any case.
     """
     found = []
     on_disk = any(path.startswith("zero_optimization.offload_") and value == "nvme" for path, value in paths.items())
     if not on_disk and any(path.startswith("aio.") for path in paths):
         found.append("aio: read where offload_optimizer or offload_param has the device nvme, which is not so here")
-    for path, reason in MEANINGLESS.items():
+    for path, reason in (*MEANINGLESS.items(), *further.items()):
         if path in _ALREADY_SO and paths.get(path) == _ALREADY_SO[path]:
             continue
         if path in paths or any(other.startswith(path + ".") for other in paths):

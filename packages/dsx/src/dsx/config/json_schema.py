@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .availability import MEANINGLESS, NOT_YET, REFUSED
 from .components import OPTIMIZER_ARGUMENTS, argument_schema, torch_classes
 from .normal import SECOND_NAMES, SECTIONS_THAT_MAY_BE_NULL
 from .schema import Root
+from .sections import no_effect, whole_model
 
 __all__ = ["json_schema"]
 
@@ -40,17 +41,18 @@ def json_schema() -> dict[str, Any]:
     """Return the schema (JSON schema, draft 2020-12) as JSON values."""
     from .. import __version__  # lazy import: this module is imported by the package it asks
 
-    schema = Root.model_json_schema()
+    root = whole_model()
+    schema = root.model_json_schema()
     sections = schema.pop("$defs")
     properties = schema["properties"]
     properties["optimizer"] = _component("optimizer")
     properties["scheduler"] = _component("scheduler")
-    _describe_availability(schema, sections)
+    _describe_availability(schema, sections, {**MEANINGLESS, **no_effect(root)})
     for section in (schema, *sections.values()):
         _read_like_the_loader(section)
     zero = properties["zero_optimization"]
     zero["anyOf"].append({"type": "boolean", "description": "true is stage 1, false is stage 0"})
-    for name in sorted(SECTIONS_THAT_MAY_BE_NULL & set(properties)):
+    for name in sorted((SECTIONS_THAT_MAY_BE_NULL | set(root.model_fields) - set(Root.model_fields)) & set(properties)):
         properties[name].setdefault("anyOf", []).append({"type": "null"})
     _add_second_names(schema, sections)
     properties["$schema"] = {"type": "string", "description": "the schema that an editor checks this file against"}
@@ -177,11 +179,11 @@ def _default_of(parameter: inspect.Parameter) -> dict[str, Any]:
         return {}
 
 
-def _describe_availability(schema: dict[str, Any], sections: dict[str, Any]) -> None:
+def _describe_availability(schema: dict[str, Any], sections: dict[str, Any], without_effect: Mapping[str, str]) -> None:
     """Add to the text of a key that it is not available yet, or has no effect here."""
     notes = {path: f"not available yet: {reason}" for path, reason in NOT_YET.items()}
     notes.update({path: f"not supported: {reason}" for path, reason in REFUSED.items()})
-    notes.update({path: f"accepted without effect: {reason}" for path, reason in MEANINGLESS.items()})
+    notes.update({path: f"accepted without effect: {reason}" for path, reason in without_effect.items()})
     for path, note in notes.items():
         *parents, name = path.split(".")
         owner: Any = schema

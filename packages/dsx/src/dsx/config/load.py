@@ -26,6 +26,7 @@ from .normal import Normalised, normalise
 from .report import UsageTracker, leaves
 from .rules import conflicts, notices
 from .schema import Root
+from .sections import Sections, no_effect, root_model, sections_for, whole_model
 from .source import Document, read
 from .translate import MOST_PROBLEMS, problems_of
 
@@ -35,7 +36,7 @@ _NO_EFFECT = "DSX151"
 """The code of warnings about keys that change nothing, or something else than usual."""
 
 
-def load_config(source: Any, *, world_size: int, template: bool = False) -> Config:
+def load_config(source: Any, *, world_size: int, template: bool = False, sections: Sections | None = None) -> Config:
     """Load a configuration.
 
     Args:
@@ -44,17 +45,20 @@ def load_config(source: Any, *, world_size: int, template: bool = False) -> Conf
         world_size: number of data-parallel ranks; the batch arithmetic needs it.
         template: all batch sizes may be "auto", because another program sets them before training. Then the micro batch
             is taken as 1, with a warning.
+        sections: models of the sections of extensions that `initialize` is given, by name. Those of installed
+            extensions are found here.
 
     Raises:
         DsxConfigError: with every problem found.
     """
     document = read(source)
-    ready = normalise(document.data)
-    read_leniently(ready.data, Root)
+    model = root_model(sections_for(document.data, sections))
+    ready = normalise(document.data, set(model.model_fields) - set(Root.model_fields))
+    read_leniently(ready.data, model)
     if template:
         _fill_template(ready)
     where = _place_of(document, ready)
-    root, broken, problems = _validate(ready, where)
+    root, broken, problems = _validate(ready, where, model, sections)
     problems = [*ready.problems, *problems]
     batch, precision = _complete(root, world_size, broken, problems, where, frozenset(ready.auto))
     problems += [item for item in conflicts(root, world_size, where) if item.path not in broken]
@@ -75,7 +79,9 @@ def _fill_template(ready: Normalised) -> None:
         )
 
 
-def _validate(ready: Normalised, where: Callable[[str], str]) -> tuple[Any, set[str], list[Problem]]:
+def _validate(
+    ready: Normalised, where: Callable[[str], str], model: type[Root], given: Sections | None
+) -> tuple[Any, set[str], list[Problem]]:
     """Validate. Wrong values are taken out and the rest is validated again, so that cross-checks see everything that is
     valid.
     """
@@ -84,9 +90,10 @@ def _validate(ready: Normalised, where: Callable[[str], str]) -> tuple[Any, set[
     broken: set[str] = set()
     for _ in range(8):
         try:
-            return Root.model_validate(data), broken, problems
+            return model.model_validate(data), broken, problems
         except ValidationError as error:
-            found = problems_of(error, Root, lambda loc: where(".".join(map(str, loc))))
+            known = whole_model(given) if any(item["type"] == "extra_forbidden" for item in error.errors()) else model
+            found = problems_of(error, known, lambda loc: where(".".join(map(str, loc))))
             problems += found
             if error.error_count() > MOST_PROBLEMS:
                 break  # enough problems are shown; taking out so many keys one by one would take minutes
@@ -94,7 +101,7 @@ def _validate(ready: Normalised, where: Callable[[str], str]) -> tuple[Any, set[
                 broken.add(item.path)
                 if not _take_out(data, item.path):
                     data.pop(item.path.split(".")[0], None)
-    return Root.model_validate({}), broken | set(ready.data), problems
+    return model.model_validate({}), broken | set(ready.data), problems
 
 
 def _take_out(data: dict[str, Any], path: str) -> bool:
@@ -161,11 +168,12 @@ def _build(root: Any, batch: BatchSizes, precision: Precision, document: Documen
     warnings = [*ready.notes, *(with_code(notice, _NO_EFFECT) for notice in notices(root))]
     given = dict(leaves(ready.data))
     warnings += [with_code(f"{path}: {reason}", _NO_EFFECT) for path, reason in OLD_NAMES.items() if path in given]
-    ignored = meaningless(given)
+    further = no_effect(type(root))
+    ignored = meaningless(given, further)
     if ignored:
         told = with_code("these keys are accepted and mean nothing here", _NO_EFFECT)
         warnings.append("\n  ".join([f"{told}:", *ignored]))
-    names = {*MEANINGLESS, *(name.split(":")[0] for name in ignored)}
+    names = {*MEANINGLESS, *further, *(name.split(":")[0] for name in ignored)}
     configured = [key for key in ready.data if key not in names and _is_active(root, key)]
     tracker = UsageTracker(configured)
     tracker.mark("elasticity")  # it is used here: the batch sizes come from it

@@ -16,6 +16,7 @@ from ..precision import Precision
 from .batch import ACCUMULATION, MICRO, TRAIN, BatchSizes
 from .notes import NOTES
 from .report import Explanation, Row, UsageTracker, leaves
+from .sections import absent_section
 
 __all__ = ["Config"]
 
@@ -53,6 +54,11 @@ class Config:
         root = self.__dict__.get("root")
         if root is not None and name in type(root).model_fields:
             return getattr(root, name)
+        try:
+            if root is not None and not name.startswith("_"):
+                return absent_section(name)
+        except KeyError:
+            pass
         raise AttributeError(f"the configuration has no key {name!r}")
 
     @property

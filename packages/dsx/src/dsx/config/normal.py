@@ -7,6 +7,7 @@ error. Some keys have a value that is called "auto" (`MEANS_AUTO`); they keep it
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +31,7 @@ SECOND_NAMES: dict[str, str] = {
 
 SECTIONS_THAT_MAY_BE_NULL = frozenset(
     {
-        "activation_checkpointing", "aio", "amp", "autotuning", "bf16", "checkpoint", "comet", "comms_logger",
+        "activation_checkpointing", "aio", "amp", "bf16", "checkpoint", "comet", "comms_logger",
         "compile", "compression_training", "csv_monitor", "curriculum_learning", "data_efficiency", "data_types",
         "eigenvalue", "elasticity", "expert_parallel", "flops_profiler", "fp16", "hybrid_engine", "nebula", "pipeline",
         "progressive_layer_drop", "quantize_training", "tensor_parallel", "tensorboard", "timers", "torch_autocast",
@@ -68,12 +69,16 @@ class Normalised:
     moved: dict[str, str] = field(default_factory=dict)
 
 
-def normalise(data: dict[str, Any]) -> Normalised:
-    """Apply all steps to ``data`` (which is changed)."""
+def normalise(data: dict[str, Any], sections: Iterable[str] = ()) -> Normalised:
+    """Apply all steps to ``data`` (which is changed).
+
+    Args:
+        sections: names of sections of extensions; they may be null, too.
+    """
     result = Normalised(data)
     if isinstance(data.get("$schema"), str):
         del data["$schema"]  # which schema an editor checks the file against
-    for name in sorted(SECTIONS_THAT_MAY_BE_NULL & set(data)):
+    for name in sorted({*SECTIONS_THAT_MAY_BE_NULL, *sections} & set(data)):
         if data[name] is None:
             del data[name]
     for second, first in SECOND_NAMES.items():

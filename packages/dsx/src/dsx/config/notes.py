@@ -17,8 +17,6 @@ NOTES: dict[str, str] = {
     "fp16.initial_scale_power": "16; one older page says 32.",
     "fp16.min_loss_scale": "1; one older page says 1000.",
     "comms_logger.enabled": "False means off; DeepSpeed's logger is on as soon as the block exists.",
-    "autotuning.overwrite": "False, as documented.",
-    "autotuning.tuner_type": "model_based, as documented.",
     "elasticity.prefer_large_batch": "The documented name; prefer_larger_batch is read too.",
     "aio.intra_op_parallelism": "thread_count, the documented name, is read too.",
     "flops_profiler.enabled": "Also switches wall_clock_breakdown on.",

@@ -16,7 +16,7 @@ from .components import OPTIMIZER_ARGUMENTS
 from .describe import type_text
 from .normal import SECOND_NAMES
 from .notes import NOTES
-from .schema import Root
+from .sections import no_effect, whole_model
 from .translate import model_in, named_model_in
 
 __all__ = ["reference"]
@@ -75,8 +75,9 @@ the scale doubles are still divided by the old scale.
 
 def reference() -> str:
     """Return the page as Markdown."""
-    parts = [_HEAD, _BATCH, _PRECISION, _table("Top level", "", Root)]
-    for path, model in _sections(Root, ""):
+    root = whole_model()
+    parts = [_HEAD, _BATCH, _PRECISION, _table("Top level", "", root)]
+    for path, model in _sections(root, ""):
         parts.append(_table(f"`{path}`", path, model))
     parts += [_optimizers(), _schedules(), _second_names()]
     return "\n".join(part.rstrip() + "\n" for part in parts)
@@ -125,14 +126,15 @@ def _state(path: str) -> str:
     for an old name, what it is read as.
     """
     parts = path.split(".")
+    without_effect = {**MEANINGLESS, **no_effect(whole_model())}
     for end in range(len(parts), 0, -1):
         head = ".".join(parts[:end])
         if head in NOT_YET:
             return f"not available: {NOT_YET[head]}"
         if head in REFUSED:
             return f"refused: {REFUSED[head]}"
-        if head in MEANINGLESS:
-            return f"no effect: {MEANINGLESS[head]}"
+        if head in without_effect:
+            return f"no effect: {without_effect[head]}"
         if head in OLD_NAMES:
             return OLD_NAMES[head]
     return ""

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from dsx_comm.onebit import rules as one_bit
+from dsx_core import Finding
 from dsx_data import config as data_sections
+from pydantic import BaseModel
 
 from ..errors import Problem
 from ..precision import name_of
-from .autotuning import autotuning_problems
 
 __all__ = ["conflicts", "notices"]
 
@@ -34,10 +35,9 @@ def conflicts(root: Any, world_size: int, where: Callable[[str], str]) -> Iterat
         _reduction,
         _sparse_gradients,
         _one_bit,
-        _curvature,
         _data_efficiency,
         _one_quantisation,
-        autotuning_problems,
+        _sections,
     ):
         yield from rule(root, where)
 
@@ -147,16 +147,21 @@ def _sparse_gradients(root: Any, where: Any) -> Iterator[Problem]:
                       fix="use stage 0, or build embeddings with sparse=False and remove the key")  # fmt: skip
 
 
-def _curvature(root: Any, where: Any) -> Iterator[Problem]:
-    for path, section in (
-        ("eigenvalue", root.eigenvalue),
-        ("quantize_training.eigenvalue", root.quantize_training.eigenvalue),
-    ):
-        if section.enabled and section.layer_num < 1:
-            key = f"{path}.layer_num"
-            yield Problem("value", key, "the number of blocks is missing", got="0",
-                          expected=f"how many children of {path}.layer_name are blocks", where=where(key),
-                          fix="set it, and layer_name to the path of the list of blocks")  # fmt: skip
+def _sections(root: Any, where: Any, prefix: str = "") -> Iterator[Problem]:
+    """What the owners of the sections say of them (`findings` of a section's model, with keys inside the section)."""
+    for name in type(root).model_fields:
+        value, path = getattr(root, name), f"{prefix}{name}"
+        if isinstance(value, BaseModel):
+            if hasattr(value, "findings"):
+                yield from (_problem(found, where, f"{path}.") for found in value.findings())
+            yield from _sections(value, where, f"{path}.")
+
+
+def _problem(found: Finding, where: Any, prefix: str = "") -> Problem:
+    path = f"{prefix}{found.key}"
+    return Problem(
+        found.kind, path, found.reason, got=found.got, expected=found.expected, where=where(path), fix=found.fix
+    )
 
 
 def _one_quantisation(root: Any, where: Any) -> Iterator[Problem]:
@@ -174,8 +179,7 @@ def _one_quantisation(root: Any, where: Any) -> Iterator[Problem]:
 
 def _data_efficiency(root: Any, where: Any) -> Iterator[Problem]:
     for found in data_sections.findings(root.data_efficiency, root.curriculum_learning, root.progressive_layer_drop):
-        yield Problem("value", found.key, found.reason, got=found.got, expected=found.expected, where=where(found.key),
-                      fix=found.fix)  # fmt: skip
+        yield _problem(found, where)
 
 
 def _one_bit(root: Any, where: Any) -> Iterator[Problem]:
@@ -184,5 +188,4 @@ def _one_bit(root: Any, where: Any) -> Iterator[Problem]:
         return
     stage, op = root.zero_optimization.stage, root.gradient_allreduce_op
     for found in one_bit.conflicts(section.type, zero_stage=stage, gradient_allreduce_op=op):
-        yield Problem("conflict", found.key, found.reason, got=found.got, expected=found.expected,
-                      where=where(found.key), fix=found.fix)  # fmt: skip
+        yield _problem(found, where)

@@ -30,7 +30,6 @@ from dsx_sparse_attn.config import SparseAttentionConfig
 from dsx_zero.config import ZeroConfig
 from pydantic import Field
 
-from .autotuning import Autotuning
 from .base import Count, Ratio, Real, Section, Size, from_dataclass, nested
 from .compression import CompressionTraining, QuantizeTraining
 from .elastic import Elasticity
@@ -166,7 +165,6 @@ class Root(Section):
     # - the other sections
     pipeline: Pipeline = nested(Pipeline, "pipeline parallelism")
     aio: AioConfig = nested(AioConfig, "file I/O for offload to disk")
-    autotuning: Autotuning = nested(Autotuning, "search for fast settings")
     elasticity: Elasticity = nested(Elasticity, "batch sizes for many world sizes")
     hybrid_engine: HybridEngine = nested(HybridEngine, "training and generation in one engine")
     nebula: Nebula = nested(Nebula, "checkpoints through a cloud service")

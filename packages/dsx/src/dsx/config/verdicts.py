@@ -15,7 +15,7 @@ The result depends only on the document, not on other ranks or a device.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,7 @@ DIFFERS: dict[str, str] = {
 }
 
 _TABLES = (("as DeepSpeed", OLD_NAMES), ("no effect", MEANINGLESS), ("differs", DIFFERS), ("better", BETTER))
+_Tables = Sequence[tuple[str, Mapping[str, str]]]
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,9 @@ def verdicts(source: Any, *, world_size: int = 1) -> list[Verdict]:
     Raises:
         DsxConfigError: the document cannot be read.
     """
-    from .load import load_config  # lazy import: it needs pydantic, and others import this module for its tables only
+    # Lazy imports: they need pydantic, and others import this module for its tables only.
+    from .load import load_config
+    from .sections import no_effect, root_model, sections_for
 
     document = read(source)
     try:
@@ -91,13 +94,14 @@ def verdicts(source: Any, *, world_size: int = 1) -> list[Verdict]:
         problems: list[Problem] = []
     except DsxConfigError as error:
         problems = list(error.problems)
+    tables = (("no effect", no_effect(root_model(sections_for(document.data)))), *_TABLES)
     found, named = [], set()
     for path, value in leaves(document.data):
         if not path:
             continue  # an empty document
         refused = [p for p in problems if p.path and _meet(_documented(path), _documented(p.path))]
         named.update(id(problem) for problem in refused)
-        found.append(_refused(path, value, refused) if refused else _accepted(path, value))
+        found.append(_refused(path, value, refused) if refused else _accepted(path, value, tables))
     rest = [problem for problem in problems if id(problem) not in named]
     return found + [Verdict(problem.path, problem.got, "refused", _reason(problem)) for problem in rest]
 
@@ -122,13 +126,13 @@ def _reason(problem: Problem) -> str:
     return f"{problem.message}. {problem.fix}" if problem.fix else problem.message
 
 
-def _accepted(path: str, value: Any) -> Verdict:
+def _accepted(path: str, value: Any, tables: _Tables) -> Verdict:
     documented = _documented(path)
     if path == "$schema":
         return Verdict(path, value, "no effect", "it tells an editor where the schema is")
     if value == "auto" and documented not in MEANS_AUTO:
         return Verdict(path, value, "auto", "decided by dsx, or by the program that fills it in")
-    for word, table in _TABLES:
+    for word, table in tables:
         text = _lookup(table, documented)
         if text:
             return Verdict(path, value, word, text)

@@ -406,6 +406,13 @@ class Checkpointer:
                 part.load_state_dict(state.parts[name])
             elif self.rank == 0:
                 logger.warning("load_checkpoint: it has no state of %s, which is not changed", name)
+        others = sorted(set(state.parts) - set(self.parts))
+        if others and self.rank == 0:
+            text = (
+                "load_checkpoint: it has states of %s, which this engine has no part for: they are not used; configure"
+                " the same sections, and give initialize the same extensions"
+            )
+            logger.warning(with_code(text, "DSX554"), ", ".join(others))
         self._restore_objects(state.objects, undo, per_rank=False)
         self._compare_precision(state.precision)
         if state.data and counts_globally(loader):

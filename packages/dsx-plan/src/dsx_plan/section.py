@@ -8,17 +8,29 @@ and `model_info.profile` it also writes facts about the model. Without these key
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from dsx_core import Finding
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from ..errors import Problem
-from .base import Count, Ratio, Section, Size, Toggle
-
-__all__ = ["Autotuning", "ModelInfo", "autotuning_problems"]
+__all__ = ["Autotuning", "ModelInfo"]
 
 
-class ModelInfo(Section):
+def _whole(value: Any) -> Any:
+    """Turn 5e1 into 50; the strict check judges all other values."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Size = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
+Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", protected_namespaces=())
+
+
+class ModelInfo(_Section):
     """What is known about the model, and whether an engine writes down what it finds."""
 
     profile: bool = Field(False, description="write facts about the model to model_info_path, then end the program")
@@ -27,9 +39,16 @@ class ModelInfo(Section):
     num_layers: Size | None = Field(None, description="number of layers")
 
 
-class Autotuning(Toggle):
+class Autotuning(_Section):
     """Search for the fastest ZeRO stage, micro-batch size and other settings: `dsx launch --autotuning tune|run`."""
 
+    NO_EFFECT: ClassVar[dict[str, str]] = {
+        f"model_info.{name}": "the first experiment looks at the model itself"
+        for name in ("num_params", "hidden_size", "num_layers")
+    }
+    """Keys that are accepted because published files have them, and why they have no effect."""
+
+    enabled: bool = Field(False, description="switches the section on")
     results_dir: str | None = Field(
         "autotuning_results", description="folder of the results and the journal; null: autotuning_results"
     )
@@ -91,7 +110,7 @@ class Autotuning(Toggle):
             " device's memory, or this rank's share of 0.9 of the host's free memory"
         ),
     )
-    trial_timeout: Ratio | None = Field(
+    trial_timeout: Seconds | None = Field(
         None,
         description=(
             "seconds after which an experiment is ended; null: derived from the first experiment's time, at least 120"
@@ -114,29 +133,29 @@ class Autotuning(Toggle):
         """Whether the metric is operations per second."""
         return self.metric in ("FLOPS", "flops")
 
-
-def autotuning_problems(root: Any, where: Any) -> Iterator[Problem]:
-    """Yield the contradictions inside a validated section; nothing if it is off."""
-    section = root.autotuning
-    if not section.enabled:
-        return
-    pairs = (
-        ("start_profile_step", "end_profile_step"),
-        ("min_train_micro_batch_size_per_gpu", "max_train_micro_batch_size_per_gpu"),
-        ("min_train_batch_size", "max_train_batch_size"),
-    )
-    for low, high in pairs:
-        first, last = getattr(section, low), getattr(section, high)
-        if last is not None and last < first:
-            path = f"autotuning.{high}"
-            yield Problem("conflict", path, f"it is below autotuning.{low}", got=str(last), where=where(path),
-                          expected=f"at least {first}", fix=f"raise it, or lower autotuning.{low}")  # fmt: skip
-    if section.counts_operations and section.start_profile_step == 1:
-        path = "autotuning.start_profile_step"
-        yield Problem("conflict", path, "operations are counted in the first update, which is slow", got="1",
-                      expected="at least 2 with this metric", where=where(path), fix="set it to 2 or more")  # fmt: skip
-    if section.model_info is not None and section.model_info.profile and section.model_info_path is None:
-        path = "autotuning.model_info.profile"
-        yield Problem("missing", path, "the facts have no file to go to", got="true", where=where(path),
-                      expected="autotuning.model_info_path", fix="set the path, or remove profile: the tuner looks"
-                      " at the model by itself")  # fmt: skip
+    def findings(self) -> Iterator[Finding]:
+        """The contradictions inside the section, by key; none if it is off."""
+        if not self.enabled:
+            return
+        pairs = (
+            ("start_profile_step", "end_profile_step"),
+            ("min_train_micro_batch_size_per_gpu", "max_train_micro_batch_size_per_gpu"),
+            ("min_train_batch_size", "max_train_batch_size"),
+        )
+        for low, high in pairs:
+            first, last = getattr(self, low), getattr(self, high)
+            if last is not None and last < first:
+                yield Finding(
+                    high, f"it is below autotuning.{low}", str(last), f"at least {first}",
+                    f"raise it, or lower autotuning.{low}", "conflict",
+                )  # fmt: skip
+        if self.counts_operations and self.start_profile_step == 1:
+            yield Finding(
+                "start_profile_step", "operations are counted in the first update, which is slow", "1",
+                "at least 2 with this metric", "set it to 2 or more", "conflict",
+            )  # fmt: skip
+        if self.model_info is not None and self.model_info.profile and self.model_info_path is None:
+            yield Finding(
+                "model_info.profile", "the facts have no file to go to", "true", "autotuning.model_info_path",
+                "set the path, or remove profile: the tuner looks at the model by itself", "missing",
+            )  # fmt: skip
