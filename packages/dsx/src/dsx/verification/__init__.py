@@ -3,13 +3,14 @@
     report = dsx.verify(model_fn, "dsx.json", batch_fn)      # on every rank, under the launcher or alone
     print(report)
 
-Rank 0 holds the oracle (`oracle.py`): one process, one model, no sharding. Values are compared on *every* rank, because
-a mistake may show on one rank only (`compare.py`). Each step is judged separately: after a comparison the oracle takes
+The oracle, the comparison and the report are those of `dsx_verify`; here is what knows the engine. Rank 0 holds the
+oracle: one process, one model, no sharding. Values are compared on *every* rank, because a mistake may show on one rank
+only. Each step is judged separately: after a comparison the oracle takes
 the engine's values, so that rounding errors do not accumulate and tolerances stay tight (`run.py`).
 """
 
-from .compare import Tolerance
-from .report import Difference, VerifyError, VerifyReport
+from dsx_verify import Difference, Tolerance, VerifyError, VerifyReport
+
 from .run import verify
 
 __all__ = ["Difference", "Tolerance", "VerifyError", "VerifyReport", "verify"]

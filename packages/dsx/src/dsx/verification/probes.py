@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from dsx_verify.compare import Comparison
 from torch import nn
 
 from ..engine.engine import Engine
 from ..engine.errors import EngineError
-from .compare import Comparison
 
 _STALE = "modified by an inplace operation"
 

@@ -27,14 +27,14 @@ from typing import Any
 
 import torch
 from dsx_checkpoint.ranks import default_ranks
+from dsx_verify import Tolerance, VerifyError, VerifyReport
+from dsx_verify.compare import Comparison, magnitude
+from dsx_verify.oracle import Loss, Oracle, default_loss
 from torch import nn
 
 from ..engine.engine import Engine
 from ..engine.errors import EngineError
-from .compare import Comparison, Tolerance, magnitude
-from .oracle import Loss, Oracle, default_loss
 from .probes import Probes
-from .report import VerifyError, VerifyReport
 from .setup import build, sender
 
 _THROWN_AWAY = 2

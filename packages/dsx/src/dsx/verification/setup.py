@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from dsx_verify.oracle import Loss, Oracle, Recipe
 from torch import nn
 
 from ..config import load_config
@@ -15,7 +16,6 @@ from ..engine.request import launched_as
 from ..entry import initialize
 from ..lr_schedules import build_schedule
 from ..optimizers import choose_optimizer
-from .oracle import Loss, Oracle, Recipe
 
 
 def build(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..errors import DsxError
+from dsx_core import CodedError
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class VerifyReport:
         return "\n".join(lines)
 
 
-class VerifyError(DsxError, RuntimeError):
+class VerifyError(CodedError, RuntimeError):
     """Training as configured does not compute what plain torch computes; `report` says where."""
 
     def __init__(self, report: VerifyReport) -> None:

@@ -1,0 +1,3 @@
+"""Version of dsx-verify, read by the build."""
+
+__version__ = "0.1.0"
