@@ -18,7 +18,14 @@ over a sequence that is cut over ranks.
 """
 
 from ._version import __version__ as __version__
-from .attention import UlyssesAttention, ring_attention, sequence_segments, shard_sequence
+from .attention import (
+    UlyssesAttention,
+    gather_documents,
+    ring_attention,
+    sequence_attention,
+    sequence_segments,
+    shard_sequence,
+)
 from .budget import MemoryBudget, apply_memory_budget
 from .call import checkpoint, non_reentrant_checkpoint
 from .configured import (
@@ -54,6 +61,7 @@ __all__ = [
     "checkpoint",
     "chunked_cross_entropy",
     "configure",
+    "gather_documents",
     "get_cuda_rng_tracker",
     "is_configured",
     "linear_cross_entropy",
@@ -64,6 +72,7 @@ __all__ = [
     "reset",
     "ring_attention",
     "run_in_tiles",
+    "sequence_attention",
     "sequence_segments",
     "sequence_tiled_compute",
     "set_num_layers",

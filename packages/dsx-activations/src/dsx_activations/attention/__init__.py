@@ -4,13 +4,23 @@ own tokens, and gets the attention of these tokens over the whole sequence, with
     x = shard_sequence(tokens, group, dim=1)                       # this rank's tokens
     out = UlyssesAttention(group=group)(q, k, v, is_causal=True)   # heads are dealt out instead of tokens
     out = ring_attention(q, k, v, group, causal=True)              # keys and values go around
+    out = sequence_attention(q, k, v, group, causal=True, window=4096, documents=packed)   # both, with masks
 
-`cutting` says which rank has which tokens, `ulysses` and `ring` are the two ways, `facts` what a call is about and the
-checks of its arguments. Nothing here needs an engine or a sharded model.
+`cutting` says which rank has which tokens, `ulysses` and `ring` are the two ways, `combined` both at once, `visible`
+masks and dropout, `pieces` the arithmetic, `swapping` the all-to-alls, `facts` what a call is about and the checks of
+its arguments. Nothing here needs an engine or a sharded model.
 """
 
+from .combined import gather_documents, sequence_attention
 from .cutting import sequence_segments, shard_sequence
 from .ring import ring_attention
 from .ulysses import UlyssesAttention
 
-__all__ = ["UlyssesAttention", "ring_attention", "sequence_segments", "shard_sequence"]
+__all__ = [
+    "UlyssesAttention",
+    "gather_documents",
+    "ring_attention",
+    "sequence_attention",
+    "sequence_segments",
+    "shard_sequence",
+]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import dsx_comm
@@ -28,9 +30,11 @@ class Facts:
 
     Attributes:
         group: the process group.
-        rank, size: this process' place in it.
-        segments: the tokens of every rank.
-        length: tokens of the whole sequence.
+        rank, size: this process' place among the peers, and how many they are.
+        segments: the tokens of every peer.
+        length: tokens that all peers have together.
+        peers: the ranks in `group` that take part.
+        group_size: number of ranks in `group`.
     """
 
     group: Any
@@ -38,12 +42,22 @@ class Facts:
     size: int
     segments: tuple[Segments, ...]
     length: int
+    peers: tuple[int, ...]
+    group_size: int
 
     @classmethod
     def of(
-        cls, name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Any, order: str, length: int | None
+        cls,
+        name: str,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        group: Any,
+        order: str,
+        length: int | None,
+        further: tuple[int, ...] = (),
     ) -> Facts:
-        """Check the arguments of a call.
+        """Check the arguments of a call. `further` are numbers that must be the same on all ranks, too.
 
         Raises:
             ActivationArgumentError: shapes, dtypes or numbers of heads do not fit, or the ranks differ in them.
@@ -54,9 +68,9 @@ class Facts:
         if order not in ORDERS:
             raise ActivationArgumentError(f"{name}: order: got {order!r}, expected {' or '.join(ORDERS)}")
         whole = tokens * size if length is None else length
-        _compare(name, group, rank, size, (q, k, v), (whole, ORDERS.index(order)), always=length is None)
+        _compare(name, group, rank, size, (q, k, v), (whole, ORDERS.index(order), *further), always=length is None)
         segments = tuple(sequence_segments(whole, size, one, order) for one in range(size))
-        found = cls(group, rank, size, segments, whole)
+        found = cls(group, rank, size, segments, whole, tuple(range(size)), size)
         if found.tokens_of(rank) != tokens:
             raise ActivationArgumentError(
                 f"{name}: got {tokens} tokens on rank {rank} of {size}, expected {found.tokens_of(rank)} of a sequence"
@@ -66,8 +80,50 @@ class Facts:
         return found
 
     def tokens_of(self, rank: int) -> int:
-        """Number of a rank's tokens."""
+        """Number of a peer's tokens."""
         return sum(behind - first for first, behind in self.segments[rank])
+
+    def in_teams(self, number: int) -> tuple[Facts, Facts]:
+        """Two views of the peers: teams of `number` neighbours, and the peers with the same place in their teams.
+
+        Returns:
+            This rank's team, whose whole is the tokens of the team, numbered from 0 in their order; and the other view,
+            in which each peer has the tokens of its whole team, numbered as in the sequence.
+        """
+        team, place = divmod(self.rank, number)
+        of_teams = tuple(_merged(self.segments[n * number : (n + 1) * number]) for n in range(self.size // number))
+        mine = of_teams[team]
+        begin = dict(zip((first for first, _ in mine), accumulate((b - f for f, b in mine), initial=0)))
+        members = self.segments[team * number : (team + 1) * number]
+        inside = tuple(tuple(_moved(one, mine, begin) for one in segments) for segments in members)
+        together = sum(behind - first for first, behind in mine)
+        within = replace(
+            self, rank=place, size=number, segments=inside, length=together,
+            peers=self.peers[team * number : (team + 1) * number],
+        )  # fmt: skip
+        across = replace(
+            self, rank=team, size=self.size // number, segments=of_teams, peers=self.peers[place::number]
+        )  # fmt: skip
+        return within, across
+
+
+def _merged(of_ranks: Iterable[Segments]) -> Segments:
+    """The tokens of several ranks in their order; ranges that touch become one."""
+    found: list[tuple[int, int]] = []
+    for first, behind in sorted(one for segments in of_ranks for one in segments if one[1] > one[0]):
+        if found and found[-1][1] == first:
+            found[-1] = (found[-1][0], behind)
+        else:
+            found.append((first, behind))
+    return tuple(found)
+
+
+def _moved(one: tuple[int, int], wholes: Segments, begin: dict[int, int]) -> tuple[int, int]:
+    """A range of tokens, numbered by its place in `wholes`, which follow each other."""
+    if one[0] == one[1]:
+        return 0, 0
+    first = next(first for first, behind in wholes if first <= one[0] < behind)
+    return one[0] - first + begin[first], one[1] - first + begin[first]
 
 
 def _check_tensors(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -105,7 +161,8 @@ def _compare(
     rows = found.view(size, -1).tolist()
     differing = [one for one in range(size) if rows[one] != rows[rank]]
     if differing:
-        names = "batch, heads of queries, heads of keys, features of keys, features of values, length, order, bytes"
+        names = "batch, heads of queries, heads of keys, features of keys, features of values, length, order, "
+        names += "window, dropout, documents, bytes" if len(rest) > 2 else "bytes"
         raise ActivationArgumentError(
             f"{name}: the ranks differ in ({names}): rank {rank} has {rows[rank]}, rank {differing[0]} has"
             f" {rows[differing[0]]}; expected the same; pad or cut the sequences alike, and give length= where a"

@@ -1,11 +1,7 @@
 """Ring attention: keys and values go around the ranks, and each rank adds the attention of its queries over the block
 that has just come. The next block travels meanwhile.
 
-Softmax is put together exactly: for each query the sum of exponentials is kept as a logarithm, and results of blocks
-are weighted with it. Backward goes around once more; the gradients of a block travel with it and end at home.
-
-Blocks are computed by matrix products, in fp32 for 16-bit inputs, for at most `ROWS` queries at a time. Under a causal
-mask, keys behind the last of these queries are left out.
+Backward goes around once more; the gradients of a block travel with it and end at home. `pieces` has the arithmetic.
 """
 
 from __future__ import annotations
@@ -18,11 +14,10 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .facts import Facts
+from .pieces import Backward, Forward, Work, wide
+from .visible import Visible
 
-__all__ = ["ring_attention"]
-
-ROWS = 512
-"""Queries whose scores are held at a time."""
+__all__ = ["attend_around", "ring_attention"]
 
 _KEYS, _GRADIENTS = 11, 12
 """Tags of messages."""
@@ -40,6 +35,7 @@ def ring_attention(
     length: int | None = None,
 ) -> torch.Tensor:
     """Attention of this rank's queries over the keys and values of all ranks. Collective, as is its backward.
+    `sequence_attention` also has masks and dropout.
 
     Args:
         q: (batch, heads, tokens, features): this rank's tokens, as `shard_sequence` cuts them.
@@ -60,122 +56,39 @@ def ring_attention(
     """
     facts = Facts.of("ring_attention", q, k, v, group, order, length)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    return _Ring.apply(q, k, v, facts, bool(causal), scale)  # type: ignore[no-any-return]
+    return attend_around(q, k, v, facts, Work(Visible(bool(causal)), scale))
+
+
+def attend_around(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, facts: Facts, work: Work) -> torch.Tensor:
+    """The attention of this rank's queries, which are at `facts.segments`, over the keys of all `facts.peers`."""
+    return _Ring.apply(q, k, v, facts, work)  # type: ignore[no-any-return]
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, facts: Facts, causal: bool, scale: float
-    ) -> torch.Tensor:
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, facts: Facts, work: Work) -> torch.Tensor:
         with torch.autocast(q.device.type, enabled=False):
-            out, logs = _forward(q, k, v, facts, causal, scale)
+            sums = Forward(q, k.shape[1], v.shape[3], facts.segments[facts.rank], work)
+            for source, keys, values in _Blocks(facts, k, v).around():
+                sums.add(keys, values, facts.segments[source])
+            out, logs = sums.result()
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, logs)
-        ctx.given = facts, causal, scale
+        ctx.given = facts, work
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         q, k, v, out, logs = ctx.saved_tensors
+        facts, work = ctx.given
         with torch.autocast(q.device.type, enabled=False):
-            grads = _backward(q, k, v, out, logs, grad, *ctx.given)
-        return *(g.to(q.dtype) for g in grads), None, None, None
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums."""
-    return dtype if dtype.itemsize >= 4 else torch.float32
-
-
-def _grouped(q: torch.Tensor, key_heads: int) -> torch.Tensor:
-    """(batch, key heads, queries of one key head, tokens, features)."""
-    return q.unflatten(1, (key_heads, -1))
-
-
-def _forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, facts: Facts, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    grouped = _grouped(q, k.shape[1])
-    wide = _wide(q.dtype)
-    out = grouped.new_zeros((*grouped.shape[:-1], v.shape[-1]), dtype=wide)
-    logs = grouped.new_full(grouped.shape[:-1], float("-inf"), dtype=wide)
-    blocks = _Blocks(facts, k, v)
-    for source, keys, values in blocks.around():
-        for rows, columns, hidden in _parts(facts, source, causal, q.device):
-            scores = _scores(grouped[:, :, :, rows], keys[:, :, columns], hidden, scale)
-            before = logs[:, :, :, rows]
-            now = torch.logaddexp(before, scores.logsumexp(-1).view_as(before))
-            safe = now.masked_fill(now == float("-inf"), 0.0)  # a query that has seen no key yet
-            weights = (scores - safe.flatten(2, 3)[..., None]).exp()
-            added = (weights @ values[:, :, columns].to(wide)).view(*before.shape, -1)
-            out[:, :, :, rows] = out[:, :, :, rows] * (before - safe).exp()[..., None] + added
-            logs[:, :, :, rows] = now
-    return out.flatten(1, 2), logs
-
-
-def _backward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    logs: torch.Tensor,
-    grad: torch.Tensor,
-    facts: Facts,
-    causal: bool,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    wide, heads = _wide(q.dtype), k.shape[1]
-    grouped, given = _grouped(q, heads), _grouped(grad.to(wide), heads)
-    delta = (given * _grouped(out.to(wide), heads)).sum(-1)
-    grad_q = torch.zeros_like(grouped, dtype=wide, memory_format=torch.contiguous_format)
-    blocks, homeward = _Blocks(facts, k, v), _Homeward(facts, k, v, wide)
-    for source, keys, values in blocks.around():
-        grad_k, grad_v = (torch.zeros_like(t, dtype=wide) for t in (keys, values))
-        for rows, columns, hidden in _parts(facts, source, causal, q.device):
-            some, its_grad = grouped[:, :, :, rows], given[:, :, :, rows].flatten(2, 3)
-            weights = (_scores(some, keys[:, :, columns], hidden, scale) - _flat(logs, rows)).exp()
-            grad_v[:, :, columns] += weights.mT @ its_grad
-            grad_scores = weights * (its_grad @ values[:, :, columns].to(wide).mT - _flat(delta, rows)) * scale
-            grad_q[:, :, :, rows] += (grad_scores @ keys[:, :, columns].to(wide)).view_as(some)
-            grad_k[:, :, columns] += grad_scores.mT @ some.flatten(2, 3).to(wide)
-        homeward.add(source, grad_k, grad_v)
-    return grad_q.flatten(1, 2), *homeward.arrived()
-
-
-def _flat(of_queries: torch.Tensor, rows: slice) -> torch.Tensor:
-    """(batch, key heads, rows of all queries of a key head, 1)."""
-    return of_queries[:, :, :, rows].flatten(2, 3)[..., None]
-
-
-def _scores(q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor | None, scale: float) -> torch.Tensor:
-    """(batch, key heads, rows of all queries of a key head, keys)."""
-    wide = _wide(q.dtype)
-    scores = q.flatten(2, 3).to(wide) @ k.to(wide).mT * scale
-    return scores if hidden is None else scores.masked_fill(hidden.repeat(q.shape[2], 1), float("-inf"))
-
-
-def _parts(
-    facts: Facts, source: int, causal: bool, device: torch.device
-) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
-    """The pieces of work of this rank's queries with the keys of `source`: rows, columns, and what is hidden."""
-    begin = 0
-    for first, behind in facts.segments[facts.rank]:
-        for start in range(first, behind, ROWS):
-            end, column = min(start + ROWS, behind), 0
-            rows = slice(begin + start - first, begin + end - first)
-            for key, last in facts.segments[source]:
-                seen = min(last, end) if causal else last
-                if seen > key:
-                    hidden = None
-                    if causal and seen > start + 1:
-                        hidden = (
-                            torch.arange(key, seen, device=device) > torch.arange(start, end, device=device)[:, None]
-                        )
-                    yield rows, slice(column, column + seen - key), hidden
-                column += last - key
-        begin += behind - first
+            sums = Backward(q, k.shape[1], (out, logs), grad, facts.segments[facts.rank], work)
+            homeward = _Homeward(facts, k, v, wide(q.dtype))
+            for source, keys, values in _Blocks(facts, k, v).around():
+                homeward.add(source, *sums.add(keys, values, facts.segments[source]))
+            grads = sums.grad_q(), *homeward.arrived()
+        return *(g.to(q.dtype) for g in grads), None, None
 
 
 class _Blocks:
@@ -254,7 +167,7 @@ class _Homeward:
 
 def _hop(facts: Facts, block: torch.Tensor, coming: torch.Tensor, tag: int) -> list[Any]:
     """Send a block to the next rank, and receive one from the rank before. Returns the handles."""
-    behind, before = (facts.rank + 1) % facts.size, (facts.rank - 1) % facts.size
+    behind, before = (facts.peers[(facts.rank + step) % facts.size] for step in (1, -1))
     return dsx_comm.batch_isend_irecv([
         dsx_comm.P2POp(dsx_comm.isend, block, group=facts.group, group_peer=behind, tag=tag),
         dsx_comm.P2POp(dsx_comm.irecv, coming, group=facts.group, group_peer=before, tag=tag),

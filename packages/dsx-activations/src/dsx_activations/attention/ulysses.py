@@ -7,23 +7,20 @@ than ranks, a key head goes to every rank that has one of its queries. A rank wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from itertools import accumulate, pairwise
 from typing import Any
 
-import dsx_comm
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ..errors import ActivationArgumentError
 from .cutting import Segments, even_parts
 from .facts import Facts
+from .swapping import Swap
 
-__all__ = ["UlyssesAttention"]
-
-Heads = tuple[Segments, ...]
-"""For each tensor of a message: the range of heads of every rank."""
+__all__ = ["UlyssesAttention", "attend_by_heads"]
 
 
 class UlyssesAttention(nn.Module):
@@ -36,14 +33,21 @@ class UlyssesAttention(nn.Module):
             `torch.nn.functional.scaled_dot_product_attention`. It is not called on a rank without heads.
         group: ranks that share the sequence; None: all ranks, or this process alone.
         order: how the tokens are cut: "plain" or "zigzag".
+        overlap: heads travel in as many messages, each while the attention of the one before is computed. A rank with
+            fewer heads sends fewer.
     """
 
     def __init__(
-        self, local_attention: Callable[..., torch.Tensor] | None = None, group: Any = None, *, order: str = "plain"
+        self,
+        local_attention: Callable[..., torch.Tensor] | None = None,
+        group: Any = None,
+        *,
+        order: str = "plain",
+        overlap: int = 1,
     ) -> None:
         super().__init__()
         self.local_attention = local_attention or F.scaled_dot_product_attention
-        self.group, self.order = group, order
+        self.group, self.order, self.overlap = group, order, overlap
 
     def forward(
         self,
@@ -72,25 +76,97 @@ class UlyssesAttention(nn.Module):
                 attention gave another shape.
         """
         facts = Facts.of("UlyssesAttention", q, k, v, self.group, self.order, length)
-        queries, keys = _dealt(q.shape[1], k.shape[1], facts.size)
-        whole_q, whole_k, whole_v = _ToHeads.apply(facts, (queries, keys, keys), q, k, v)  # type: ignore[misc]
-        index = _key_of_each_query(queries[facts.rank], keys[facts.rank], q.shape[1] // k.shape[1], q.device)
-        if index is not None:
-            whole_k, whole_v = whole_k[:, index], whole_v[:, index]
-        if whole_q.shape[1]:
-            out = self.local_attention(whole_q, whole_k, whole_v, *args, **kwargs)
-            expected = (*whole_q.shape[:3], v.shape[3])
-            if tuple(out.shape) != expected:
-                raise ActivationArgumentError(
-                    f"UlyssesAttention: the local attention gave shape {tuple(out.shape)}, expected {expected}"
-                )
-        else:
-            out = whole_v  # no heads: empty, and joined to the messages of backward
-        (out,) = _ToTokens.apply(facts, (queries,), (q.shape[1],), out)  # type: ignore[misc]
-        return out
+        each = q.shape[1] // k.shape[1]
+
+        def local(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: tuple[int, int], keys: int) -> torch.Tensor:
+            index = torch.arange(*heads, device=q.device) // each - keys
+            repeated = (k, v) if each == 1 else (k[:, index], v[:, index])
+            return self.local_attention(q, *repeated, *args, **kwargs)
+
+        return attend_by_heads(q, k, v, facts, local, self.overlap)
 
     def extra_repr(self) -> str:
-        return f"order={self.order!r}"
+        return f"order={self.order!r}" + (f", overlap={self.overlap}" if self.overlap > 1 else "")
+
+
+def attend_by_heads(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    facts: Facts,
+    local: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, int], int], torch.Tensor],
+    overlap: int = 1,
+) -> torch.Tensor:
+    """Give away tokens for heads, call `local(q, k, v, heads, key)`, and take the tokens back.
+
+    Args:
+        q, k, v: as for `UlyssesAttention`.
+        facts: the peers.
+        local: is given the range of heads of queries that it gets, and the number of the first head of keys.
+        overlap: number of messages.
+    """
+    runs = _runs(q.shape[1], k.shape[1], facts.size, overlap)
+    if facts.size == 1:
+        return torch.cat([_checked(local, q[:, slice(*h[0])], k[:, slice(*n[0])], v[:, slice(*n[0])], h[0], n[0][0])
+                          for h, n in runs], 1)  # fmt: skip
+    numbers, leaving, coming = (q.shape[1], k.shape[1], k.shape[1]), [], []
+    for queries, keys in runs:
+        leaving.append(Swap(facts, (queries, keys, keys), numbers).to_heads(q, k, v))
+    for there, (queries, keys) in zip(leaving, runs):
+        whole_q, whole_k, whole_v = there()
+        heads = queries[facts.rank]
+        if whole_q.shape[1]:
+            out = _checked(local, whole_q, whole_k, whole_v, heads, keys[facts.rank][0])
+        else:
+            out = whole_v  # no heads: empty, and joined to the messages of backward
+        close, number = _renumbered(queries)
+        coming.append(Swap(facts, (close,), (number,)).to_tokens(out))
+    found = [back()[0] for back in coming]
+    if len(found) == 1:
+        return found[0]
+    heads = [head for queries, _ in runs for one in queries for head in range(*one)]
+    return torch.cat(found, 1)[:, torch.tensor(heads, device=q.device).argsort()]
+
+
+def _renumbered(queries: Segments) -> tuple[Segments, int]:
+    """The heads of one message, numbered without gaps, and their number."""
+    ends = list(accumulate((behind - first for first, behind in queries), initial=0))
+    return tuple(pairwise(ends)), ends[-1]
+
+
+def _checked(
+    local: Callable[..., torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    heads: tuple[int, int],
+    key: int,
+) -> torch.Tensor:
+    out, expected = local(q, k, v, heads, key), (*q.shape[:3], v.shape[3])
+    if tuple(out.shape) != expected:
+        raise ActivationArgumentError(
+            f"UlyssesAttention: the local attention gave shape {tuple(out.shape)}, expected {expected}"
+        )
+    return out
+
+
+def _runs(query_heads: int, key_heads: int, size: int, number: int) -> list[tuple[Segments, Segments]]:
+    """For each message the heads of queries and of keys of every rank."""
+    queries, keys = _dealt(query_heads, key_heads, size)
+    each = query_heads // key_heads
+    number = max(1, min([number, *(b - f for f, b in keys if b > f)]))
+    if number == 1:
+        return [(queries, keys)]
+    found = []
+    of_ranks = [tuple((f + x, f + y) for x, y in even_parts(b - f, number)) for f, b in keys]
+    for step in range(number):
+        some = tuple(parts[step] for parts in of_ranks)
+        limits = zip(some, queries)
+        found.append((
+            tuple((max(f * each, low), max(min(b * each, high), max(f * each, low))) for (f, b), (low, high) in limits),
+            some,
+        ))  # fmt: skip
+    return found
 
 
 def _dealt(query_heads: int, key_heads: int, size: int) -> tuple[Segments, Segments]:
@@ -103,107 +179,3 @@ def _dealt(query_heads: int, key_heads: int, size: int) -> tuple[Segments, Segme
     return queries, tuple(
         (first // each, -(-behind // each) if behind > first else first // each) for first, behind in queries
     )
-
-
-def _key_of_each_query(
-    queries: tuple[int, int], keys: tuple[int, int], each: int, device: torch.device
-) -> torch.Tensor | None:
-    """For each of this rank's heads of queries its head of keys, counted from the rank's first one; None: they are
-    one to one.
-    """
-    if each == 1:
-        return None
-    return torch.arange(*queries, device=device) // each - keys[0]
-
-
-class _ToHeads(torch.autograd.Function):
-    """Tensors of this rank's tokens and all heads become tensors of all tokens and this rank's heads."""
-
-    @staticmethod
-    def forward(ctx: Any, facts: Facts, heads: Heads, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.given = facts, heads, tuple(t.shape[1] for t in tensors)
-        return _to_heads(facts, heads, tensors)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        facts, heads, numbers = ctx.given
-        return None, None, *_to_tokens(facts, heads, numbers, grads)
-
-
-class _ToTokens(torch.autograd.Function):
-    """The reverse. A head that several ranks have is the sum of theirs."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, facts: Facts, heads: Heads, numbers: tuple[int, ...], *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.given = facts, heads
-        return _to_tokens(facts, heads, numbers, tensors)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        facts, heads = ctx.given
-        return None, None, None, *_to_heads(facts, heads, grads)
-
-
-def _to_heads(facts: Facts, heads: Heads, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    sent = [
-        [t[:, slice(*ranges[rank])] for t, ranges in zip(tensors, heads, strict=True)] for rank in range(facts.size)
-    ]
-    own = [slice(*ranges[facts.rank]) for ranges in heads]
-    shapes = [
-        [(t.shape[0], h.stop - h.start, facts.tokens_of(rank), t.shape[3]) for t, h in zip(tensors, own)]
-        for rank in range(facts.size)
-    ]
-    wholes = tuple(t.new_empty(t.shape[0], h.stop - h.start, facts.length, t.shape[3]) for t, h in zip(tensors, own))
-    for rank, parts in enumerate(_exchanged(facts, sent, shapes)):
-        for whole, part in zip(wholes, parts):
-            for (first, behind), piece in zip(facts.segments[rank], part.split(_sizes(facts, rank), 2)):
-                whole[:, :, first:behind] = piece
-    return wholes
-
-
-def _to_tokens(
-    facts: Facts, heads: Heads, numbers: tuple[int, ...], tensors: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, ...]:
-    sent = [
-        [torch.cat([t[:, :, first:behind] for first, behind in facts.segments[rank]], 2) for t in tensors]
-        for rank in range(facts.size)
-    ]
-    tokens = facts.tokens_of(facts.rank)
-    shapes = [
-        [(t.shape[0], ranges[rank][1] - ranges[rank][0], tokens, t.shape[3]) for t, ranges in zip(tensors, heads)]
-        for rank in range(facts.size)
-    ]
-    found = tuple(
-        t.new_zeros(t.shape[0], number, tokens, t.shape[3]) for t, number in zip(tensors, numbers, strict=True)
-    )
-    for rank, parts in enumerate(_exchanged(facts, sent, shapes)):
-        for whole, part, ranges in zip(found, parts, heads):
-            whole[:, slice(*ranges[rank])] += part
-    return found
-
-
-def _sizes(facts: Facts, rank: int) -> list[int]:
-    return [behind - first for first, behind in facts.segments[rank]]
-
-
-def _exchanged(
-    facts: Facts, sent: Sequence[Sequence[torch.Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
-) -> list[list[torch.Tensor]]:
-    """Send each rank its tensors as one message. Returns what has come from each, in the given shapes."""
-    messages = [torch.cat([t.reshape(-1) for t in tensors]) for tensors in sent]
-    sizes = [[torch.Size(shape).numel() for shape in of_rank] for of_rank in shapes]
-    coming = [sum(of_rank) for of_rank in sizes]
-    if facts.size == 1:
-        arrived = messages[0]
-    else:
-        arrived = messages[0].new_empty(sum(coming))
-        going = [message.numel() for message in messages]
-        dsx_comm.all_to_all_single(arrived, torch.cat(messages), coming, going, group=facts.group)
-    return [
-        [part.view(shape) for part, shape in zip(block.split(of_rank), shapes_of_rank)]
-        for block, of_rank, shapes_of_rank in zip(arrived.split(coming), sizes, shapes)
-    ]
