@@ -1,12 +1,44 @@
-"""Checks a training step against plain torch, and names the first wrong tensor, step and kind.
+"""Checks a training step of any system against plain torch, and names the first wrong tensor, step and kind.
 
-Files: `oracle` (plain training in one process), `compare` (how much tensors may differ), `report` (what differs).
+`audit` is the entry. Files, from the bottom: `oracle` (plain training in one process), `compare` and `report` (how much
+tensors may differ, what differs), `seen` (what hooks see of a forward pass), `system` and `adapters` (how whole tensors
+of a system are read), `expected` (what a step should compute), `comparing` (each kind of value), `case`,
+`gradient_faults`, `update_faults` and `explaining` (the kind of a fault), `receipt`, `ranks`, and `auditing`.
 """
 
 from ._version import __version__ as __version__
+from .adapters import EngineSystem as EngineSystem
+from .adapters import Fsdp1System as Fsdp1System
+from .adapters import TorchSystem as TorchSystem
+from .adapters import adapter_for as adapter_for
+from .auditing import audit as audit
 from .compare import Tolerance as Tolerance
+from .errors import AuditError as AuditError
+from .expected import Expected as Expected
+from .receipt import KINDS as KINDS
+from .receipt import Fault as Fault
+from .receipt import Receipt as Receipt
+from .receipt import WrongStepError as WrongStepError
 from .report import Difference as Difference
 from .report import VerifyError as VerifyError
 from .report import VerifyReport as VerifyReport
+from .system import System as System
 
-__all__ = ["Difference", "Tolerance", "VerifyError", "VerifyReport"]
+__all__ = [
+    "KINDS",
+    "AuditError",
+    "Difference",
+    "EngineSystem",
+    "Expected",
+    "Fault",
+    "Fsdp1System",
+    "Receipt",
+    "System",
+    "Tolerance",
+    "TorchSystem",
+    "VerifyError",
+    "VerifyReport",
+    "WrongStepError",
+    "adapter_for",
+    "audit",
+]

@@ -8,6 +8,7 @@ and gradients that are unscaled before the check, the norm and clipping.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -32,6 +33,7 @@ class Recipe:
         cast, autocast: precision of inputs and of the forward pass.
         share: factor on each micro-batch's loss: 1 / (accumulation steps x ranks).
         max_norm: clip to this global norm; 0.0: no clipping.
+        masters: dtype of the master weights and of accumulated gradients.
     """
 
     optimizer: Callable[[Any], torch.optim.Optimizer]
@@ -42,6 +44,7 @@ class Recipe:
     autocast: Callable[[], AbstractContextManager[object]]
     share: float
     max_norm: float
+    masters: torch.dtype = torch.float32
 
 
 class Oracle:
@@ -51,7 +54,9 @@ class Oracle:
         self.module, self.recipe = module, recipe
         self.params = dict(module.named_parameters())
         self.masters = {
-            name: nn.Parameter(p.detach().clone().float()) for name, p in self.params.items() if p.requires_grad
+            name: nn.Parameter(p.detach().clone().to(recipe.masters))
+            for name, p in self.params.items()
+            if p.requires_grad
         }
         by_identity = {id(self.params[name]): master for name, master in self.masters.items()}
         self.optimizer = recipe.optimizer(_over_masters(recipe.groups(module), by_identity))
@@ -59,21 +64,32 @@ class Oracle:
         self.grads: dict[str, torch.Tensor] = {}
         self.zero_grad()
 
+    def twin(self) -> Oracle:
+        """Another oracle in the same state. It is built anew, because copies of torch optimizers lose attributes."""
+        other = Oracle(copy.deepcopy(self.module), self.recipe)
+        with torch.no_grad():
+            for name, master in self.masters.items():
+                other.masters[name].copy_(master)
+        other.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+        if other.schedule is not None and self.schedule is not None:
+            other.schedule.load_state_dict(copy.deepcopy(self.schedule.state_dict()))
+        return other
+
     def zero_grad(self) -> None:
         """Drop the gradients, at the start of an update."""
         self.grads = {name: torch.zeros_like(master) for name, master in self.masters.items()}
 
     def micro_batch(self, batch: Any, *, scale: float, seed: int) -> float:
-        """Run forward and backward of one rank's micro-batch, and add fp32 gradients of `loss * scale * share`. Returns
+        """Run forward and backward of one rank's micro-batch, and add gradients of `loss * scale * share`. Returns
         the loss.
         """
         torch.manual_seed(seed)
         loss = self.recipe.loss(self.forward, batch)
-        (loss.float() * (scale * self.recipe.share)).backward()
+        (loss.to(self.recipe.masters) * (scale * self.recipe.share)).backward()
         for name, total in self.grads.items():
             grad = self.params[name].grad
             if grad is not None:
-                total += grad.float()
+                total += grad.to(total.dtype)
                 self.params[name].grad = None
         return float(loss.detach())
 

@@ -21,6 +21,7 @@ class Difference:
         allowed: the tolerance that was exceeded.
         got, expected: the values at the place of the largest difference.
         where: that place, for tensors.
+        said: the difference in words, where no numbers differ.
     """
 
     step: int
@@ -32,13 +33,15 @@ class Difference:
     got: float
     expected: float
     where: tuple[int, ...] = ()
+    said: str = ""
 
     def __str__(self) -> str:
         place = f"[{', '.join(map(str, self.where))}]" if self.where else ""
-        return (
-            f"step {self.step}, {self.kind} of {self.name}{place} on rank {self.rank}: got {self.got:.8g}, expected "
-            f"{self.expected:.8g} (differs by {self.error:.3g}, allowed {self.allowed:.3g})"
+        differs = self.said or (
+            f"got {self.got:.8g}, expected {self.expected:.8g}"
+            f" (differs by {self.error:.3g}, allowed {self.allowed:.3g})"
         )
+        return f"step {self.step}, {self.kind} of {self.name}{place} on rank {self.rank}: {differs}"
 
 
 @dataclass

@@ -1,0 +1,389 @@
+"""`audit`: a few updates of any training system, each beside plain torch, point by point.
+
+The sequence of an update, on every rank:
+
+    1) the micro-batches of all ranks go to rank 0, which computes what the update should compute (`expected.py`)
+    2) the system trains; hooks note gradients before and after clipping, the learning rates, the forward passes
+    3) values are compared on every rank, in the order in which a step makes them; at the first point with a difference
+       rank 0 finds the kind of fault (`explaining.py`), and the audit ends
+    4) rank 0 goes on from the system's gradients and parameters, so that each value is judged alone and tolerances
+       stay tight: Adam makes a whole step of the rounding error of a gradient near zero
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from .adapters import adapter_for
+from .case import Case, Observed
+from .compare import magnitude
+from .comparing import Judge
+from .errors import AuditError
+from .expected import TIMES_NOISE, Computed, Expected, Reference, Sample, rounding
+from .explaining import explain
+from .ranks import Ranks
+from .receipt import Receipt, WrongStepError
+from .seen import Seen, watch_forward
+from .system import System
+
+__all__ = ["Audit", "audit"]
+
+Step = Callable[[list[Any]], Any]
+
+
+class Audit:
+    """A running audit on one rank: `update` once for each update of the system, then `receipt`.
+
+    Args:
+        system: the adapter.
+        expected: what an update should compute.
+        batches: (number) -> a micro-batch. Numbers count updates, then micro-batches, then data-parallel ranks.
+        ranks: the ranks that take part.
+        seed: of random numbers in forward passes: micro-batch n has seed + n on both sides.
+    """
+
+    def __init__(
+        self,
+        system: System,
+        expected: Expected,
+        batches: Callable[[int], Any],
+        ranks: Ranks,
+        receipt: Receipt,
+        seed: int = 1234,
+    ) -> None:
+        self.system, self.expected, self._batches = system, expected, batches
+        self.ranks, self.seed = ranks, seed
+        self.receipt = receipt
+        self._step = 0
+        self._reference: Reference | None = None
+        self._now = Observed()
+        self._samples: list[Sample] = []
+        self._may_skip = False
+        self._kept: Any = None  # the oracle from before the update
+        self._previous: dict[str, torch.Tensor] = {}  # parameters from before the previous update
+
+    # - One update
+
+    def micro_batches(self) -> list[Any]:
+        """This rank's micro-batches of the coming update."""
+        return [sample.batch for sample in self._samples if sample.rank == self.ranks.index]
+
+    @contextmanager
+    def update(self) -> Iterator[list[Any]]:
+        """Around one update: gives this rank's micro-batches, and compares when it ends."""
+        self._begin()
+        with self.system.watch(self._point), watch_forward(self.system.module, self._pass_begins):
+            yield self.micro_batches()
+        self._end()
+
+    def _begin(self) -> None:
+        step, ranks = self._step + 1, self.ranks
+        first = self._step * self.expected.accumulation
+        own = [
+            Sample(ranks.index, micro, number := (first + micro) * ranks.count + ranks.index, self._batches(number))
+            for micro in range(self.expected.accumulation)
+        ]
+        every = {(s.micro, s.rank): s for samples in ranks.gather(own) for s in samples}
+        if sorted({rank for _, rank in every}) != list(range(ranks.count)):
+            raise AuditError(f"data_ranks: no rank has some of the indices below {ranks.count}")
+        self._samples = [every[key] for key in sorted(every)]
+        self._now = Observed(before=self.system.parameters(), buffers=self.system.buffers())
+        self._now.scale = self.system.loss_scale()
+        self._step = step
+
+    def _pass_begins(self) -> Seen:
+        """A forward pass of the system begins: give it the random numbers of its micro-batch."""
+        now = self._now
+        own = [sample for sample in self._samples if sample.rank == self.ranks.index]
+        if len(now.passes) < len(own):
+            torch.manual_seed(self.seed + own[len(now.passes)].number)
+        now.passes.append(Seen())
+        return now.passes[-1]
+
+    def _point(self, name: str) -> None:
+        now = self._now
+        if name == "unclipped":
+            now.clips += 1
+            if not now.unclipped and now.scale == 1.0:
+                now.unclipped = self.system.gradients()
+        elif name == "before" and not now.updates:
+            now.gradients, now.rates = self.system.gradients(), self.system.learning_rates()
+        elif name == "after":
+            now.updates += 1
+
+    def run(self, step: Step) -> None:
+        """One update by a function."""
+        with self.update() as micro_batches:
+            self.note_losses(step(micro_batches))
+
+    def reload(self, step: Step, save: Callable[[str], None], load: Callable[[str], None]) -> None:
+        """Save, train one update, load, train it again: parameters must be the same after each of the two."""
+        folder = self.ranks.gather(tempfile.mkdtemp(prefix="dsx-verify-"))[0]
+        save(folder)
+        saved = self.system.parameters()
+        self.run(step)
+        first, self._step = self._now.after, self._step - 1
+        load(folder)
+        judge = Judge(self._step, self.ranks.rank)
+        for name, value in self.system.parameters().items():
+            judge.tensor("checkpoint", name, value, saved[name], 0.0)
+        self._settle(judge, None)
+        self._begin()
+        with self.system.watch(self._point), watch_forward(self.system.module, self._pass_begins):
+            step(self.micro_batches())
+        judge = Judge(self._step, self.ranks.rank)
+        for name, value in self.system.parameters().items():
+            change = magnitude(first[name].double() - saved[name].double())
+            judge.tensor("checkpoint", f"{name} after one more update", value, first[name], 1e-3 * change)
+        self._settle(judge, None)
+        self.ranks.gather(None)
+        if self.ranks.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def note_losses(self, returned: Any) -> None:
+        """What the step returned, where that is losses."""
+        items = returned if isinstance(returned, Sequence) else [returned]
+        self._now.losses = [
+            float(item)
+            for item in items
+            if isinstance(item, (int, float, torch.Tensor)) and torch.tensor(item).numel() == 1
+        ]
+
+    # - Comparing
+
+    def start(self) -> None:
+        """The system's parameters must be the same on all ranks, and those of the plain model where it is asked for."""
+        own = self.system.parameters()
+        start = self.ranks.of_rank_0(lambda: own)
+        if self.ranks.rank == 0:
+            self._reference = Reference(self.expected, start, self.seed)
+            if self.system.clipped:  # the oracle steps with the gradients of after clipping
+                oracle = self._reference.oracle
+                oracle.recipe = replace(oracle.recipe, max_norm=0.0)
+        plain = self.ranks.of_rank_0(lambda: self._names(start))
+        judge = Judge(0, self.ranks.rank)
+        judge.names(own, plain["shapes"], plain["aliases"])
+        judge.dtypes(own, self.expected.master, plain["trained"])
+        for name, tensor in own.items():
+            if name in start:
+                judge.tensor("start", name, tensor, plain["values"].get(name, start[name]), 0.0)
+        self._settle(judge, None)
+
+    def _names(self, start: dict[str, torch.Tensor]) -> dict[str, Any]:
+        reference = self._reference
+        if reference is None:
+            return {}
+        module = self.expected.model()
+        values = {n: p.detach().to(start[n].dtype) for n, p in module.named_parameters() if n in start}
+        return {
+            "shapes": {name: tuple(p.shape) for name, p in reference.names.items()},
+            "aliases": reference.aliases,
+            "trained": sorted(reference.oracle.masters),
+            "values": values if self.expected.same_start else {},
+        }
+
+    def _end(self) -> None:
+        now, reference, ranks = self._now, self._reference, self.ranks
+        now.after = self.system.parameters()
+        buffers = dict(zip([rank for rank in self._indices()], ranks.gather(now.buffers)))
+        if self.system.buffers_of_rank_0:
+            buffers = {rank: dict(buffers[0]) for rank in buffers}
+        now.buffers = self.system.buffers()
+        computed = None
+        if reference is not None:
+            computed = reference.compute(self._samples, {r: dict(values) for r, values in buffers.items()})
+        self._forward(computed)
+        self._gradients(computed)
+        self._numbers(computed)
+        self._parameters(computed)
+        if reference is not None:
+            reference.take(now.after)
+        self._previous, self._kept = now.before, None
+        self.receipt.steps = self._step
+
+    def _indices(self) -> list[int]:
+        return self.ranks.gather(self.ranks.index)
+
+    def _forward(self, computed: Computed | None) -> None:
+        """Losses, random streams and dtypes of forward passes."""
+        now, index = self._now, self.ranks.index
+        plain = self.ranks.of_rank_0(lambda: _forward_of(computed))
+        judge = Judge(self._step, self.ranks.rank)
+        seen = {micro: s for (rank, micro), s in plain["seen"].items() if rank == index}
+        if len(now.passes) == len(seen):
+            for micro, mine in enumerate(now.passes):
+                judge.equal("random stream", f"after micro-batch {micro}", mine.random, seen[micro].random)
+                for name, dtype in seen[micro].dtypes.items():
+                    if name in mine.dtypes:
+                        judge.equal("dtype", f"the output of {name or 'the model'}", mine.dtypes[name], dtype)
+        losses = [loss for (rank, _), loss in sorted(plain["losses"].items()) if rank == index]
+        judge.losses(now.losses, losses, list(plain["losses"].values()), plain["noise"])
+        self._settle(judge, computed)
+
+    def _gradients(self, computed: Computed | None) -> None:
+        """Gradients before and after clipping, each on its own."""
+        now = self._now
+        plain = self.ranks.of_rank_0(lambda: _gradients_of(computed, self.expected))
+        overflows = (plain["largest"] * now.scale > 512 and now.scale > 1) or not plain["finite"]
+        self._may_skip = overflows and now.updates == 0
+        if self._may_skip:
+            return
+        judge = Judge(self._step, self.ranks.rank)
+        judge.gradients("gradient", now.unclipped, plain["mean"], plain["allowed"])
+        self._settle(judge, computed)
+        clip = plain["clip"] if self.system.clipped else 1.0
+        expected = {name: clip * grad for name, grad in plain["mean"].items()}
+        allowed = {name: clip * limit + 1e-5 * clip * plain["sizes"][name] for name, limit in plain["allowed"].items()}
+        if now.updates:
+            judge.gradients("clipped gradient" if clip != 1.0 else "gradient", now.gradients, expected, allowed)
+        self._settle(judge, computed)
+
+    def _numbers(self, computed: Computed | None) -> None:
+        """The number of updates, and the learning rates."""
+        judge, reference, now = Judge(self._step, self.ranks.rank), self._reference, self._now
+        rates = self.ranks.of_rank_0(lambda: reference.oracle.lr() if reference is not None else [])
+        judge.equal("number of updates", "the optimizer", now.updates, 0 if self._may_skip else 1)
+        if now.updates:
+            judge.rates(now.rates, rates)
+        self._settle(judge, computed)
+
+    def _parameters(self, computed: Computed | None) -> None:
+        """The change of each parameter, and buffers."""
+        now = self._now
+        plain = self.ranks.of_rank_0(self._update_plainly)
+        judge = Judge(self._step, self.ranks.rank)
+        for name, value in plain["after"].items():
+            if name in now.after:
+                judge.parameter(name, now.before[name], now.after[name], value, plain["trained"])
+        own = self.ranks.of_rank_0(lambda: {} if computed is None else computed.buffers).get(self.ranks.index, {})
+        for name, buffer in now.buffers.items():
+            if name in own:
+                judge.buffer(name, buffer, own[name], plain["noise"])
+        self._settle(judge, computed)
+
+    def _update_plainly(self) -> dict[str, Any]:
+        """Rank 0: step the oracle with the system's own gradients."""
+        reference = self._reference
+        if reference is None:
+            return {}
+        oracle = reference.oracle
+        self._kept = oracle.twin()
+        if not self._may_skip:
+            oracle.grads = {
+                name: self._now.gradients.get(name, torch.zeros_like(master)).to(master.dtype)
+                for name, master in oracle.masters.items()
+            }
+            oracle.update()
+        values = {name: p.detach().clone() for name, p in oracle.params.items()}
+        return {"after": values, "trained": set(oracle.masters), "noise": 16 * 2.0**-24}
+
+    def _settle(self, judge: Judge, computed: Computed | None) -> None:
+        """All ranks exchange what differs, and stop together at the first point with a difference."""
+        told = self.ranks.gather((judge.compared, judge.differences, judge.worst))
+        for kind, count in told[0][0].items():
+            self.receipt.compared[kind] = self.receipt.compared.get(kind, 0) + count
+        for _, _, closest in told:
+            for kind, share in closest.items():
+                self.receipt.closest[kind] = max(self.receipt.closest.get(kind, 0.0), share)
+        found = [difference for _, differences, _ in told for difference in differences]
+        if not found:
+            return
+        observed = self.ranks.gather(self._now)
+        parts = (self._reference, computed, found, self._kept, self._previous)
+        case = Case(self.expected, self.ranks.count, self._indices(), observed, *parts)
+        self.receipt.fault = self.ranks.of_rank_0(lambda: explain(case))
+        raise WrongStepError(self.receipt)
+
+
+def _forward_of(computed: Computed | None) -> dict[str, Any]:
+    if computed is None:
+        return {}
+    return {"seen": computed.seen, "losses": computed.losses, "noise": computed.loss_noise}
+
+
+def _gradients_of(computed: Computed | None, expected: Expected) -> dict[str, Any]:
+    """The right gradients, and how much a system's may differ: by rounding that was measured, and by that of sums over
+    ranks and micro-batches.
+    """
+    if computed is None:
+        return {}
+    mean = computed.mean()
+    sums = 2 * rounding(expected.reduce) * (1 + math.log2(len(computed.samples)))
+    sizes = {name: max(magnitude(grad), computed.terms(name)) for name, grad in mean.items()}
+    largest = max(sizes.values(), default=0.0)
+    relative = {name: TIMES_NOISE * computed.noise[name] + sums for name in mean}
+    # A gradient that is tiny beside the others has the rounding error of what they were computed from.
+    allowed = {name: relative[name] * max(sizes[name], 1e-3 * largest) for name in mean}
+    norm = math.sqrt(sum(float(grad.square().sum()) for grad in mean.values()))
+    clip = min(1.0, expected.max_norm / (norm + 1e-6)) if expected.max_norm > 0 else 1.0
+    finite = math.isfinite(norm)
+    return {"mean": mean, "allowed": allowed, "sizes": sizes, "largest": largest, "clip": clip, "finite": finite}
+
+
+def audit(
+    step: Step,
+    model: Any,
+    *,
+    expected: Expected,
+    batches: Callable[[int], Any],
+    optimizer: Any = None,
+    scaler: Any = None,
+    system: System | None = None,
+    steps: int = 3,
+    data_ranks: tuple[int, int] | None = None,
+    save: Callable[[str], None] | None = None,
+    load: Callable[[str], None] | None = None,
+    seed: int = 1234,
+    raise_error: bool = True,
+) -> Receipt:
+    """Train a few updates with `step`, and compare each with plain torch. Every rank must call it.
+
+    Rank 0 needs memory for two copies of the plain model, one of them in float64 with optimizer states, and for the
+    gradients of each sample of an update.
+
+    Args:
+        step: (this rank's micro-batches) -> one update of the system. It may return the losses: one a micro-batch, or
+            their mean.
+        model: the model as it is trained: wrapped, sharded, or an engine.
+        expected: what an update should compute.
+        batches: (number) -> a micro-batch. Numbers count updates, then micro-batches, then data-parallel ranks.
+        optimizer, scaler: the torch optimizer and `GradScaler`; engines have their own.
+        system: an adapter for a system that is not known (`dsx_verify.System`).
+        steps: updates to compare.
+        data_ranks: (index, number) of this rank among ranks with different samples; None: all have different ones.
+        save, load: write and read a checkpoint in a folder. With both, the last update is repeated from a checkpoint.
+        seed: of random numbers in forward passes.
+        raise_error: raise if something differs; False: only report it.
+
+    Returns:
+        The receipt, the same on all ranks.
+
+    Raises:
+        WrongStepError: something differs. The message names the tensor, step and kind, with evidence.
+        AuditError: the audit cannot be made as asked.
+    """
+    if steps < 1:
+        raise AuditError(f"steps: got {steps}, expected at least 1")
+    ranks = Ranks(data_ranks)
+    receipt = Receipt(ranks.size, type(model).__name__)
+    try:
+        running = Audit(system or adapter_for(model, optimizer, scaler), expected, batches, ranks, receipt, seed)
+        running.start()
+        for _ in range(steps):
+            running.run(step)
+        if save is not None and load is not None:
+            running.reload(step, save, load)
+    except WrongStepError:
+        if raise_error:
+            raise
+    finally:
+        ranks.close()
+    return receipt

@@ -1,0 +1,82 @@
+"""What hooks see of a forward pass: dtypes and short sums of each module's output, and the random state at the end.
+
+An audit compares them with those of plain torch, to name the first module that computes something else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from .system import plain_name
+
+__all__ = ["Seen", "watch_forward"]
+
+
+@dataclass
+class Seen:
+    """One forward pass, in the order in which modules ended.
+
+    Attributes:
+        outputs: by module: shape, sum and sum of magnitudes of its first output.
+        dtypes: by module with matrix weights: dtype of its output.
+        random: stands for the state of the host's generator after the pass.
+        passes: how often the outermost module ran.
+    """
+
+    outputs: dict[str, tuple[tuple[int, ...], float, float]] = field(default_factory=dict)
+    dtypes: dict[str, str] = field(default_factory=dict)
+    random: str = ""
+    passes: int = 0
+
+
+@contextlib.contextmanager
+def watch_forward(module: nn.Module, begin: Callable[[], Seen] | None = None, prefix: str = "") -> Iterator[Seen]:
+    """Hooks on a module and all modules inside.
+
+    Args:
+        begin: called when the outermost module begins in training; returns where to note. None: one object for all.
+        prefix: a first part of names that only a wrapper adds.
+    """
+    seen = [Seen()]
+
+    def starts(*_: Any) -> None:
+        if begin is not None and module.training:
+            seen[0] = begin()
+
+    def ends(*_: Any) -> None:
+        seen[0].passes += 1
+        seen[0].random = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:12]
+
+    hooks = [module.register_forward_pre_hook(starts, prepend=True)]
+    for name, part in module.named_modules():
+        own = plain_name(name, prefix)
+        hooks.append(part.register_forward_hook(_noting(own, part, seen)))
+    hooks.append(module.register_forward_hook(ends))
+    try:
+        yield seen[0]
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _noting(name: str, part: nn.Module, seen: list[Seen]) -> Callable[..., None]:
+    weight = getattr(part, "weight", None)
+    multiplies = isinstance(weight, torch.Tensor) and not isinstance(part, (nn.Embedding, nn.LayerNorm))
+
+    def note(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        tensor = output[0] if isinstance(output, (tuple, list)) and output else output
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+            return
+        value = getattr(tensor, "to_local", lambda: tensor)().detach().double()
+        seen[0].outputs.setdefault(name, (tuple(value.shape), float(value.sum()), float(value.abs().sum())))
+        if multiplies:
+            seen[0].dtypes.setdefault(name, str(tensor.dtype))
+
+    return note
