@@ -277,7 +277,7 @@ class DsxNativeHook(BuildHookInterface):
         if compiler is None:
             text = (
                 f"no C++ compiler found (tried {', '.join(tried)}); install g++ or clang++ (or set CXX), "
-                "or set DSX_BUILD_NATIVE=0 to build without native code [DSX602] docs: errors#dsx602"
+                "or set DSX_BUILD_NATIVE=0 to build without native code [DSX602] docs: dsx explain DSX602"
             )
             if wanted == "1":
                 raise NativeBuildError(text)

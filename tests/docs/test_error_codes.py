@@ -124,7 +124,7 @@ def test_the_example_gives_it(code, tmp_path, monkeypatch):
         Path("train.py").touch()
         text = said_by(source, fails=not is_warning(code))
     assert f"[{code}]" in text
-    assert f"errors#{code.lower()}" in text
+    assert "docs: dsx explain " in text
     assert message.strip() in text
 
 

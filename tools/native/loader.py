@@ -96,7 +96,7 @@ class NativeLoader:
             module.isa()
         except ValueError as error:
             reason = f"DSX_ISA={os.environ.get('DSX_ISA')!r}: {error}"
-            text = f"{self.project} runs without native code: {reason} [DSX653] docs: errors#dsx653"
+            text = f"{self.project} runs without native code: {reason} [DSX653] docs: dsx explain DSX653"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
             return reason
         return ""

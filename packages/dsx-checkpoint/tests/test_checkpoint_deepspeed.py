@@ -103,7 +103,7 @@ def test_what_is_damaged_is_a_named_error_and_nothing_is_written(tmp_path, damag
     else:
         torch.save({}, folder / "zero_pp_rank_0_mp_rank_00_model_states.pt")
     assert main(["import", str(tmp_path / "ds"), str(tmp_path / "dsx")]) == 1
-    assert "dsx checkpoint import: " in capsys.readouterr().err
+    assert "dsx-checkpoint import: " in capsys.readouterr().err
     assert not (tmp_path / "dsx").exists() or not any(p.is_dir() for p in (tmp_path / "dsx").iterdir())
 
 

@@ -124,4 +124,4 @@ def test_gradients_that_are_averaged_already_get_one_warning(kind, count):
     first, second = run_ranks(warnings, 2, kind)
     assert len(first) == count and second == []
     if count:
-        assert "DistributedDataParallel has averaged them" in first[0] and "errors#dsx253" in first[0]
+        assert "DistributedDataParallel has averaged them" in first[0] and "dsx explain DSX253" in first[0]

@@ -15,8 +15,8 @@ def test_the_code_stands_once_at_the_end() -> None:
     class Lost(CodedError):
         code = "DSX206"
 
-    assert str(Lost("rank 1 is gone")) == "rank 1 is gone [DSX206] docs: errors#dsx206"
-    assert str(Lost(str(Lost("rank 1 is gone")))) == "rank 1 is gone [DSX206] docs: errors#dsx206"
+    assert str(Lost("rank 1 is gone")) == "rank 1 is gone [DSX206] docs: dsx explain DSX206"
+    assert str(Lost(str(Lost("rank 1 is gone")))) == "rank 1 is gone [DSX206] docs: dsx explain DSX206"
     assert str(CodedError("plain")) == "plain"
     assert str(CodedError("plain", code="DSX901")) == with_code("plain", "DSX901")
 

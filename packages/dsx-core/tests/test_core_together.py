@@ -106,7 +106,7 @@ def test_differing_facts_are_named_with_their_ranks() -> None:
     found, _ = on_ranks(4, lambda ranks: ranks.agree("shard()", facts[ranks.rank]))
     assert {str(error) for error in found} == {
         "shard(): the ranks differ in lr (rank 0, 2: 0.1; rank 1: 0.2; rank 3: nothing). "
-        "All ranks have to call it with equal arguments [DSX301] docs: errors#dsx301"
+        "All ranks have to call it with equal arguments [DSX301] docs: dsx explain DSX301"
     }
     assert all(isinstance(error, RanksDifferError) for error in found)
 

@@ -121,4 +121,4 @@ def test_show_bigbird_draws_random_blocks_by_the_seed(tmp_path):
 )
 def test_show_explains_mistakes(arguments, capsys):
     assert main(arguments) == 2
-    assert capsys.readouterr().err.startswith("error: ")
+    assert capsys.readouterr().err.startswith("python -m dsx_sparse_attn: ")

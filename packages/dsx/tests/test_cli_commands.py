@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from dsx import __version__
-from dsx.cli import COMMANDS, main
+from dsx.cli import TASKS, main
+from dsx_core.commands import installed_commands
 from dsx_launch.remote_shell import main as remote_shell
 from dsx_launch.remote_shell import remote_text
 
@@ -17,7 +18,11 @@ from dsx_launch.remote_shell import remote_text
 def test_help_and_version(capsys):
     assert main(["--help"]) == 0
     said = capsys.readouterr().out
-    assert all(f"  {name}" in said for name in COMMANDS)
+    listed = [row.split()[0] for row in said.splitlines() if row.startswith("  ")]
+    assert sorted(listed) == sorted(installed_commands()), "every command once"
+    assert all(len(row.split()) > 2 for row in said.splitlines() if row.startswith("  ")), "with its meaning"
+    assert {"plan", "pipe", "data", "compress", "nvme", "sparse", "launch", "explain"} <= set(listed)
+    assert "other commands:" not in said and set(listed) <= {name for names in TASKS.values() for name in names}
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"dsx {__version__}\n"
     assert main([]) == 2
@@ -45,7 +50,7 @@ def test_autotune_says_that_it_searches(capsys):
     assert "Search for the configuration" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("word", ["DSX104", "dsx104", "104", "[DSX104]", "errors#dsx104"])
+@pytest.mark.parametrize("word", ["DSX104", "dsx104", "104", "[DSX104]", "errors#dsx104", "reference/errors.md#dsx104"])
 def test_explain_says_what_a_code_means_however_it_was_copied(word, capsys):
     assert main(["explain", word]) == 0
     said = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""`dsx checkpoint`: inspect checkpoints, and import and export them, without training.
+"""`dsx checkpoint`: inspect, verify, compare, import and export checkpoints, without training.
 
 dsx checkpoint inspect ckpt                          what it is; --tensors PATTERN lists tensors, --json for programs
 dsx checkpoint verify ckpt                           every byte of the latest checkpoint, or of a node's part
@@ -24,34 +24,44 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from dsx_core import CommandParser, run_program
+from dsx_core.progress import Progress
+
+from ._version import __version__
 from .errors import CheckpointError
 
 _MAX_LISTED = 50  # differences, unless all are asked for
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None, *, prog: str = "dsx-checkpoint") -> int:
     """Run `dsx checkpoint`. Returns the exit code."""
-    given = _parser().parse_args(list(argv))
+    return run_program(lambda: _run(argv, prog))
+
+
+def _run(argv: Sequence[str] | None, prog: str) -> int:
+    given = _parser(prog).parse_args(argv)
     try:
         return given.run(given)
     except (CheckpointError, OSError) as error:
-        sys.stderr.write(f"dsx checkpoint {given.command}: {error}\n")
+        sys.stderr.write(f"{prog} {given.command}: {error}\n")
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dsx checkpoint", description="look at checkpoints, and convert them")
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog=prog, description="look at checkpoints, and convert them", version=f"dsx-checkpoint {__version__}"
+    )
     commands = parser.add_subparsers(dest="command", required=True)
 
     def command(name: str, run: Callable[[Any], int], text: str) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=text, description=text)
         made.set_defaults(run=run)
         made.add_argument("folder", help="the folder that save_checkpoint was given")
+        made.add_argument("--json", action="store_true", help="print JSON")
         return made
 
     inspect = command("inspect", _inspect, "say what a checkpoint holds, from its index alone")
     inspect.add_argument("--tensors", nargs="?", const="", metavar="PATTERN", help="list tensors (regular expression)")
-    inspect.add_argument("--json", action="store_true", help="print JSON")
     verify = command("verify", _verify, "read every byte of a checkpoint and compare it with what was saved")
     diff = command("diff", _diff, "say in what two checkpoints differ, from their indexes alone")
     diff.add_argument("other", nargs="?", help="the other folder; without it the same one, with --tag2")
@@ -89,12 +99,11 @@ def _inspect(given: Any) -> int:
     root = Path(given.folder)
     folder, index = open_index(root, given.tag)
     if given.tensors is not None:
-        sys.stdout.writelines(f"{line}\n" for line in tensor_lines(index, given.tensors))
-        return 0
+        lines = list(tensor_lines(index, given.tensors))
+        return _answer(given, "".join(f"{line}\n" for line in lines), {"tensors": lines})
     found = summary(folder, index)
     if given.json:
-        sys.stdout.write(json.dumps(found, indent=1) + "\n")
-        return 0
+        return _answer(given, "", found)
     sys.stdout.write(_text_of(found))
     if folder.parent == root:
         sys.stdout.write("checkpoints in this folder, the youngest first:\n")
@@ -136,20 +145,22 @@ def _verify(given: Any) -> int:
     folder, index = open_index(Path(given.folder), given.tag)
     part = read_part(folder)
     if part is not None and not part.covers(index):
-        with Bar("verify") as bar:
-            done = verify_part(folder, index, part.spans, bar.show)
-        sys.stdout.write(
+        with _bar("verify") as bar:
+            done = verify_part(folder, index, part.spans, bar.reach)
+        text = (
             f"{folder}: ok, as far as one node can say: {done / 1e6:,.1f} MB of the {part.spans.nbytes / 1e6:,.1f} MB"
             f" that node {part.node} of {part.nodes} has; the rest shares chunks with other nodes\n"
         )
-        return 0
-    with Bar("verify") as bar:
-        verified = verify_all(folder, index, bar.show)
+        return _answer(given, text, {"checkpoint": str(folder), "ok": True, "bytes": done, "node": part.node})
+    with _bar("verify") as bar:
+        verified = verify_all(folder, index, bar.reach)
     size = f"{verified.nbytes / 1e6:,.1f} MB"
-    sys.stdout.write(f"{verified.folder}: ok, {verified.tensors} tensors in {verified.files} files, {size}\n")
+    text = f"{verified.folder}: ok, {verified.tensors} tensors in {verified.files} files, {size}\n"
     if verified.foreign:
-        sys.stdout.write(f"not written by dsx and not looked at: {', '.join(verified.foreign)}\n")
-    return 0
+        text += f"not written by dsx and not looked at: {', '.join(verified.foreign)}\n"
+    facts = {"tensors": verified.tensors, "files": verified.files, "bytes": verified.nbytes}
+    found = {"checkpoint": str(verified.folder), "ok": True, **facts, "foreign": list(verified.foreign)}
+    return _answer(given, text, found)
 
 
 def _diff(given: Any) -> int:
@@ -160,6 +171,10 @@ def _diff(given: Any) -> int:
     _, first = open_index(Path(given.folder), given.tag)
     _, second = open_index(Path(given.other or given.folder), given.tag2)
     found = differences(first, second)
+    if given.json:
+        every = [str(difference) for difference in found]
+        _answer(given, "", {"differences": every})
+        return 1 if every else 0
     shown = list(found if given.all else itertools.islice(found, _MAX_LISTED))
     sys.stdout.writelines(f"{difference}\n" for difference in shown)
     left = sum(1 for _ in found)
@@ -174,13 +189,12 @@ def _export(given: Any) -> int:
     from .exporting import export
     from .foreign.recognising import source_of
 
-    with Bar("export") as bar:
+    with _bar("export") as bar:
         written = export(
             source_of(*_root_and_tag(given)), given.target, to=given.to, dtype=given.dtype, only=given.only,
-            max_shard_size=given.max_shard_size, optimizer=given.optimizer_states, progress=bar.show,
+            max_shard_size=given.max_shard_size, optimizer=given.optimizer_states, progress=bar.reach,
         )  # fmt: skip
-    sys.stdout.write(f"{written}: written\n")
-    return 0
+    return _answer(given, f"{written}: written\n", {"written": str(written)})
 
 
 def _import(given: Any) -> int:
@@ -194,23 +208,24 @@ def _import(given: Any) -> int:
         source, tag = source_of(root, tag), open_index(root, tag)[0].name
     else:
         source = read_foreign(root, tag)
-    with Bar(given.command) as bar:
-        written = write_source(source, given.target, given.new_tag or tag or "imported", progress=bar.show)
+    with _bar(given.command) as bar:
+        written = write_source(source, given.target, given.new_tag or tag or "imported", progress=bar.reach)
     states = "with optimizer states" if source.states else "weights alone"
-    sys.stdout.write(f"{written}: {source.kind}, {len(source.parameters)} parameters, {states}\n")
+    text = f"{written}: {source.kind}, {len(source.parameters)} parameters, {states}\n"
     if source.engine is None:
-        sys.stdout.write("it has no training state: load it with load_module_only=True\n")
-    return 0
+        text += "it has no training state: load it with load_module_only=True\n"
+    facts = {"parameters": len(source.parameters), "optimizer_states": bool(source.states)}
+    found = {"written": str(written), "kind": source.kind, **facts, "training_state": source.engine is not None}
+    return _answer(given, text, found)
 
 
 def _join(given: Any) -> int:
     from .nodes.joining import join
 
     *folders, target = map(Path, (given.folder, *given.others))
-    with Bar("join") as bar:
-        written = join(folders, target, given.tag, bar.show)
-    sys.stdout.write(f"{written}: written and verified\n")
-    return 0
+    with _bar("join") as bar:
+        written = join(folders, target, given.tag, bar.reach)
+    return _answer(given, f"{written}: written and verified\n", {"written": str(written), "ok": True})
 
 
 def _prune(given: Any) -> int:
@@ -228,7 +243,13 @@ def _prune(given: Any) -> int:
             found = keeping.remove_others(root / newest)
             keeping.wait()
     what = "would be removed" if given.dry_run else "removed"
-    sys.stdout.write(f"{what}: {', '.join(found) or 'none'}\n")
+    text = f"{what}: {', '.join(found) or 'none'}\n"
+    return _answer(given, text, {"removed": list(found), "dry_run": bool(given.dry_run)})
+
+
+def _answer(given: Any, text: str, facts: dict[str, Any]) -> int:
+    """Print the text, or with --json the facts. Returns 0."""
+    sys.stdout.write(json.dumps(facts, indent=1) + "\n" if given.json else text)
     return 0
 
 
@@ -240,27 +261,6 @@ def _root_and_tag(given: Any) -> tuple[Path, str | None]:
     return path, given.tag
 
 
-class Bar:
-    """Progress on stderr, if that is a terminal."""
-
-    def __init__(self, doing: str) -> None:
-        self._doing, self._percent = doing, -1
-        self._on = sys.stderr.isatty()
-
-    def __enter__(self) -> Bar:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self._on and self._percent >= 0:
-            sys.stderr.write("\n")
-
-    def show(self, done: int, total: int) -> None:
-        """Show that `done` of `total` bytes are done."""
-        percent = 100 * done // max(1, total)
-        if self._on and percent != self._percent:
-            self._percent = percent
-            filled = "#" * (percent // 4)
-            sys.stderr.write(
-                f"\r{self._doing} [{filled:25}] {percent:3d} %  {done / 1e9:,.2f} of {total / 1e9:,.2f} GB"
-            )
-            sys.stderr.flush()
+def _bar(doing: str) -> Progress:
+    """Progress in bytes, if standard error is a terminal."""
+    return Progress(0, doing, unit="bytes", shown=sys.stderr.isatty())

@@ -26,7 +26,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from dsx_core import CommandParser
 
+from ._version import __version__
 from .benchmark_plot import has_floor, plot
 from .errors import CommArgumentError
 
@@ -209,9 +211,12 @@ def table(rows: Sequence[Row]) -> str:
 # - running it
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="dsx bench comm", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog=prog,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        version=f"dsx-comm {__version__}",
     )
     parser.add_argument("--ranks", type=int, default=2, help="processes to start (ignored under a launcher)")
     parser.add_argument("--sizes", default="1K,64K,1M,16M", help="bytes of the larger side, comma-separated")
@@ -224,7 +229,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--seconds", type=float, default=5.0, help="stop repeating an operation after this (5 rounds at least)"
     )
-    parser.add_argument("--json", help="write the rows to this file")
+    parser.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="write the rows to this file (alone: print them)"
+    )
     parser.add_argument("--plot", help="write a picture (SVG) to this file")
     return parser
 
@@ -263,13 +270,13 @@ def _started_here(options: argparse.Namespace) -> list[Row]:
             return [Row(**r) for r in json.load(f)]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, prog: str = "dsx bench comm") -> int:
     """Entry point; returns the exit code."""
-    options = _parser().parse_args(argv)
+    options = _parser(prog).parse_args(argv)
     try:
         _check(options)
     except CommArgumentError as error:
-        sys.stderr.write(f"dsx bench comm: {error}\n")
+        sys.stderr.write(f"{prog}: {error}\n")
         return 2
     if "RANK" in os.environ:
         from .init import init_distributed
@@ -282,10 +289,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = _started_here(options)
     calls = "one call" if options.calls == 1 else f"{options.calls} calls"
     how = f"{options.dtype}, medians of up to {options.repeats} samples of {calls}"
-    sys.stdout.write(f"{rows[0].ranks} ranks, {how}\n{table(rows)}\n")
-    if options.json:
+    as_json = json.dumps([asdict(r) for r in rows], indent=1) + "\n"
+    sys.stdout.write(as_json if options.json == "-" else f"{rows[0].ranks} ranks, {how}\n{table(rows)}\n")
+    if options.json not in (None, "-"):
         with open(options.json, "w") as f:
-            json.dump([asdict(r) for r in rows], f, indent=1)
+            f.write(as_json)
     if options.plot:
         with open(options.plot, "w", encoding="utf-8") as f:
             f.write(plot(rows, how))

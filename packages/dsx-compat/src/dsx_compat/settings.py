@@ -66,7 +66,7 @@ def client_config(config: Any) -> Any:
     if dropped:
         warnings.warn(
             f"deepspeed.initialize: these keys of the configuration have no effect and are left out:"
-            f" {', '.join(dropped)} [DSX159] docs: errors#dsx159",
+            f" {', '.join(dropped)} [DSX159] docs: dsx explain DSX159",
             CompatWarning,
             stacklevel=3,
         )

@@ -1,10 +1,11 @@
-"""`dsx-compress report FILE` shows the contents of a file of `export_model`."""
+"""`dsx-compress`: show what a file of compressed weights holds."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
+
+from dsx_core import CommandParser, run_program
 
 from ._version import __version__
 
@@ -13,8 +14,11 @@ __all__ = ["main"]
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "dsx-compress") -> int:
     """Run the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog=prog, description="Compressed models on disk.")
-    parser.add_argument("-V", "--version", action="version", version=f"dsx-compress {__version__}")
+    return run_program(lambda: _run(arguments, prog))
+
+
+def _run(arguments: Sequence[str] | None, prog: str) -> int:
+    parser = CommandParser(prog=prog, description="Compressed models on disk.", version=f"dsx-compress {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     report = commands.add_parser("report", help="print what was compressed, by how much and with what error")
     report.add_argument("file", help="a safetensors file that export_model wrote")

@@ -94,7 +94,7 @@ def finish_schedule(model: nn.Module) -> None:
     if early:
         logger.warning(
             "clean-up before the end of the schedule: %d tensors (%s ...) go to fewer bits than they were trained with"
-            " [DSX158] docs: errors#dsx158",
+            " [DSX158] docs: dsx explain DSX158",
             len(early), early[0],
         )  # fmt: skip
 

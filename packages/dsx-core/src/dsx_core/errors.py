@@ -23,7 +23,7 @@ def with_code(text: str, code: str) -> str:
     """The text of an error or a warning with its stable code. A text that has the code already is left alone: it may
     come from an error of another rank.
     """
-    return text if f"[{code}]" in text else f"{text} [{code}] docs: errors#{code.lower()}"
+    return text if f"[{code}]" in text else f"{text} [{code}] docs: dsx explain {code}"
 
 
 class CodedError(Exception):

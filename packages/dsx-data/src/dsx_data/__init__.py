@@ -12,6 +12,8 @@ samples by difficulty), `batching` (token budgets, packing), `loader` (all of th
 and layer dropping). `dsx_data.config` has the sections of a configuration file; `dsx-data` is the command line.
 """
 
+from dsx_core.progress import Progress
+
 from ._version import __version__
 from .analysis import (
     DataAnalyzer,
@@ -36,7 +38,6 @@ from .loader import (
     epoch_order,
     rank_share,
 )
-from .progress import Progress
 from .routing import (
     LayerDrop,
     ProgressiveLayerDrop,

@@ -1,15 +1,19 @@
-"""The command `dsx-data`: analyse a dataset, draw its difficulties, show and convert index files, print schedules."""
+"""`dsx-data`: analyse datasets for curricula and token budgets. It also draws difficulties, shows and converts index
+files and prints schedules.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from dsx_core import end_with_reader
+from dsx_core import CommandParser, run_program
+from dsx_core.progress import Progress
 
 from . import sources
 from ._version import __version__
@@ -17,7 +21,6 @@ from .analysis import DataAnalyzer, SequenceLength, VocabularyCounts, Vocabulary
 from .curriculum import CurriculumScheduler
 from .errors import DataArgumentError, DataError
 from .index import IndexFile, IndexWriter, MMapIndexedDatasetBuilder, open_index
-from .progress import Progress
 from .sources import open_dataset
 
 __all__ = ["main"]
@@ -25,7 +28,7 @@ __all__ = ["main"]
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "dsx-data") -> int:
     """Run the command. Returns its exit status: 0, or 2 after an error, whose text is on standard error."""
-    return end_with_reader(lambda: _run_command(arguments, prog))
+    return run_program(lambda: _run_command(arguments, prog))
 
 
 def _run_command(arguments: Sequence[str] | None, prog: str) -> int:
@@ -39,22 +42,28 @@ def _run_command(arguments: Sequence[str] | None, prog: str) -> int:
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=prog, description="Analyses datasets for curricula and token budgets.")
-    parser.add_argument("-V", "--version", action="version", version=f"dsx-data {__version__}")
+    parser = CommandParser(
+        prog=prog,
+        description="Analyses datasets for curricula and token budgets.",
+        version=f"dsx-data {__version__}",
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     _add_analyze(commands)
     picture = commands.add_parser("picture", help="draw the difficulties of a metric as SVG")
     picture.add_argument("index", help="index METRIC_sample_to_metric of an analysis")
     picture.add_argument("-o", "--output", required=True, help="SVG file to write")
     picture.add_argument("--bins", type=int, default=60, help="bars of the histogram")
+    picture.add_argument("--json", action="store_true", help="print JSON: the file that was written")
     picture.set_defaults(run=_picture)
     info = commands.add_parser("info", help="print what an index holds")
     info.add_argument("index", help="index file, or prefix of an indexed dataset")
     info.add_argument("--verify", action="store_true", help="read everything and compare the checksums")
+    info.add_argument("--json", action="store_true", help="print JSON")
     info.set_defaults(run=_info)
     convert = commands.add_parser("convert", help="write an index in the other format")
     convert.add_argument("source", help="index file, or prefix of an indexed dataset")
     convert.add_argument("target", help="FILE.dsxi to write, or a prefix: then PREFIX.idx and PREFIX.bin")
+    convert.add_argument("--json", action="store_true", help="print JSON: the files that were written")
     convert.set_defaults(run=_convert)
     schedule = commands.add_parser("schedule", help="print a difficulty schedule")
     schedule.add_argument("type", choices=("fixed_linear", "fixed_root"))
@@ -63,6 +72,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     schedule.add_argument("--steps", type=int, required=True, help="steps from one to the other")
     schedule.add_argument("--difficulty-step", type=int, default=8, help="difficulty is a multiple of this")
     schedule.add_argument("--root-degree", type=int, default=2, help="degree of the root (fixed_root)")
+    schedule.add_argument("--json", action="store_true", help="print JSON")
     schedule.set_defaults(run=_schedule)
     return parser
 
@@ -84,6 +94,7 @@ def _add_analyze(commands: Any) -> None:
     analyze.add_argument("--format", choices=("dsx", "megatron"), default="dsx", help="format of the results")
     analyze.add_argument("--no-picture", action="store_true", help="draw nothing")
     analyze.add_argument("--quiet", action="store_true", help="no progress bar")
+    analyze.add_argument("--json", action="store_true", help="print the summary of each metric as JSON, a line each")
     analyze.set_defaults(run=_analyze)
 
 
@@ -136,7 +147,11 @@ def _report(options: argparse.Namespace, name: str) -> None:
     path = Path(options.output, name, f"{name}_sample_to_metric")
     values = np.asarray(open_index(path).values)
     low, median, high = np.percentile(values, [0, 50, 100])
-    sys.stdout.write(f"{name}: {values.size} samples, from {low:g} to {high:g}, median {median:g}; {path.parent}\n")
+    text = f"{name}: {values.size} samples, from {low:g} to {high:g}, median {median:g}; {path.parent}"
+    if options.json:
+        numbers = {"samples": int(values.size), "least": float(low), "median": float(median), "most": float(high)}
+        text = json.dumps({"metric": name, **numbers, "folder": str(path.parent)})
+    sys.stdout.write(f"{text}\n")
     if not options.no_picture:
         path.with_name(f"{name}.svg").write_text(difficulty_picture(values, title=name))
 
@@ -145,6 +160,12 @@ def _picture(options: argparse.Namespace) -> None:
     values = np.asarray(open_index(options.index).values)
     name = Path(options.index).stem.removesuffix("_sample_to_metric")
     Path(options.output).write_text(difficulty_picture(values, title=name, bins=options.bins))
+    _say_written(options, options.output)
+
+
+def _say_written(options: argparse.Namespace, *files: str) -> None:
+    if options.json:
+        sys.stdout.write(json.dumps({"written": list(files)}) + "\n")
 
 
 def _info(options: argparse.Namespace) -> None:
@@ -152,15 +173,20 @@ def _info(options: argparse.Namespace) -> None:
     sizes = index.sizes
     longest = int(sizes.max()) if len(index) else 0
     kind = "index file" if isinstance(index, IndexFile) else "indexed dataset (Megatron)"
-    sys.stdout.write(f"{kind}: {len(index)} rows of {index.dtype}, {int(sizes.sum())} values, longest row {longest}\n")
-    if isinstance(index, IndexFile):
-        if index.facts:
-            sys.stdout.write(f"facts: {index.facts}\n")
-        if options.verify:
-            index.verify()
-            sys.stdout.write("checksums fit\n")
-    elif options.verify:
-        raise DataArgumentError("--verify: an indexed dataset of Megatron has no checksums; its sizes were checked")
+    facts = dict(index.facts) if isinstance(index, IndexFile) else {}
+    if not options.json:
+        values = f"{int(sizes.sum())} values, longest row {longest}"
+        sys.stdout.write(f"{kind}: {len(index)} rows of {index.dtype}, {values}\n")
+        sys.stdout.write(f"facts: {facts}\n" if facts else "")
+    if options.verify:
+        if not isinstance(index, IndexFile):
+            raise DataArgumentError("--verify: an indexed dataset of Megatron has no checksums; its sizes were checked")
+        index.verify()
+        sys.stdout.write("" if options.json else "checksums fit\n")
+    if options.json:
+        found = {"kind": kind, "rows": len(index), "dtype": str(index.dtype), "values": int(sizes.sum())}
+        found |= {"longest_row": longest, "facts": facts, "verified": bool(options.verify)}
+        sys.stdout.write(json.dumps(found, default=str) + "\n")
 
 
 def _convert(options: argparse.Namespace) -> None:
@@ -177,10 +203,12 @@ def _convert(options: argparse.Namespace) -> None:
             bar.add(last - first)
     if own:
         writer.finish()
+        _say_written(options, options.target)
         return
     for document in getattr(source, "doc_idx", np.arange(len(source) + 1))[1:]:
         writer.add_document_end(int(document))
     writer.finalize(f"{options.target}.idx")
+    _say_written(options, f"{options.target}.idx", f"{options.target}.bin")
 
 
 def _schedule(options: argparse.Namespace) -> None:
@@ -194,9 +222,11 @@ def _schedule(options: argparse.Namespace) -> None:
         "schedule_config": numbers,
     }  # fmt: skip
     scheduler = CurriculumScheduler(config, name="schedule")
-    before = None
+    before, changes = None, {}
     for step in range(1, options.steps + 1):
         now = scheduler.update_difficulty(step)
         if now != before:
-            sys.stdout.write(f"step {step}: {now}\n")
+            changes[step] = now
         before = now
+    lines = "".join(f"step {step}: {now}\n" for step, now in changes.items())
+    sys.stdout.write(json.dumps(changes) + "\n" if options.json else lines)

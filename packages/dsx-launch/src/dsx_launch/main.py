@@ -1,5 +1,6 @@
-"""``dsx launch``: reads options, makes a plan, runs it. Exit codes: 0; that of the failed rank; 2 for a mistake in the
-command; 1 if hosts cannot be reached.
+"""``dsx launch``: start a program on every device of one or many machines.
+
+Exit codes: 0; that of the failed rank; 2 for a mistake in the command; 1 if hosts cannot be reached.
 """
 
 from __future__ import annotations

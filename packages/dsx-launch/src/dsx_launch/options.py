@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import NoReturn
 
-from dsx_core import nearest
+from dsx_core import CommandParser
 
+from ._version import __version__
 from .errors import ResourceError
 
 _NAMES_ELSEWHERE = {
@@ -304,26 +304,12 @@ _AUTOTUNE = (
 )
 
 
-class _Parser(argparse.ArgumentParser):
-    """Names the option that was meant, where one is unknown."""
+class _Parser(CommandParser):
+    """Also knows the names that other launchers give to our options."""
 
-    def error(self, message: str) -> NoReturn:
-        """Print the usage and the message, and end with 2."""
-        unknown = message.removeprefix("unrecognized arguments: ")
-        if unknown != message:
-            message += "".join(f"; {word}: use {meant}" for word in unknown.split() if (meant := self._meant(word)))
-        super().error(message)
-
-    def _meant(self, word: str) -> str:
+    def meant(self, word: str) -> str:
         """What to use instead of an unknown option; empty if nothing is like it."""
-        if not word.startswith("--"):
-            return ""
-        name = word[2:].partition("=")[0].replace("_", "-")
-        if name in _NAMES_ELSEWHERE:
-            return _NAMES_ELSEWHERE[name]
-        options = [option for option in reversed(self._option_string_actions) if option.startswith("--")]
-        known = {option[2:].replace("_", "-"): option for option in options}
-        return " or ".join(known[near] for near in nearest(name, known))
+        return _NAMES_ELSEWHERE.get(word[2:].partition("=")[0].replace("_", "-"), "") or super().meant(word)
 
 
 def parse(argv: Sequence[str], *, prog: str = "dsx launch") -> LaunchOptions:
@@ -333,6 +319,7 @@ def parse(argv: Sequence[str], *, prog: str = "dsx launch") -> LaunchOptions:
         allow_abbrev=False,
         description=_AUTOTUNE if prog == "dsx autotune" else _LAUNCH,
         usage=f"{prog} [options] script [script arguments]",
+        version=f"dsx-launch {__version__}",
     )
     add_arguments(parser)
     return options_from(parser.parse_args(argv))

@@ -1,4 +1,5 @@
-"""``dsx ssh``: runs one command on all hosts of a hostfile, 64 at the same time; each output line begins with its host.
+"""``dsx ssh``: run one command on every host of a hostfile. At most 64 run at the same time; each output line begins
+with its host.
 
 Every word of the command is quoted, so that it arrives on the hosts as it was typed. To use the syntax of the remote
 shell (pipes, variables), pass the command as one word: ``dsx ssh -f hosts 'ps aux | grep train'``.
@@ -13,6 +14,9 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from dsx_core import CommandParser
+
+from ._version import __version__
 from .errors import ResourceError
 from .failures import shell_code
 from .options import DEFAULT_HOSTFILE
@@ -25,9 +29,12 @@ def remote_text(words: Sequence[str]) -> str:
     return words[0] if len(words) == 1 else shlex.join(words)
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog="dsx ssh", allow_abbrev=False, description="Run one command on every host of a hostfile."
+def parser(prog: str = "dsx ssh") -> argparse.ArgumentParser:
+    made = CommandParser(
+        prog=prog,
+        allow_abbrev=False,
+        description="Run one command on every host of a hostfile.",
+        version=f"dsx-launch {__version__}",
     )
     made.add_argument(
         "-f", "-H", "--hostfile", default=DEFAULT_HOSTFILE, help="lines 'host slots=N' (default: %(default)s)"
@@ -43,14 +50,14 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, prog: str = "dsx ssh") -> int:
     """Run the command line; returns 0 if the command succeeded on every host, otherwise its largest exit code."""
-    args = parser().parse_args(argv)
+    args = parser(prog).parse_args(argv)
     words = args.words[1:] if args.words[0] == "--" and len(args.words) > 1 else args.words
     try:
         hosts = list(apply_filters(read_hostfile(args.hostfile), include=args.include, exclude=args.exclude))
     except ResourceError as error:
-        sys.stderr.write(f"dsx ssh: {error}\n")
+        sys.stderr.write(f"{prog}: {error}\n")
         return 2
     start = client(tuple(shlex.split(args.ssh_args)), args.ssh_port)
     commands = {host: (*start, host, remote_text(words)) for host in hosts}

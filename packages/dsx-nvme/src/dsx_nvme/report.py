@@ -4,13 +4,13 @@ accessed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from dsx_core import CommandParser
 
 from . import cufile, files, native
 from ._version import __version__
@@ -39,16 +39,16 @@ def text(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, prog: str = "dsx-nvme explain") -> int:
     """Print the report; returns 1 if a path cannot be opened."""
-    parser = argparse.ArgumentParser(prog="dsx-nvme explain", description=__doc__)
+    parser = CommandParser(prog=prog, description=__doc__)
     parser.add_argument("paths", nargs="*", help="folders or files")
     parser.add_argument("--json", action="store_true", help="for machines")
     args = parser.parse_args(argv)
     try:
         reached = {path: files.access(path) for path in args.paths}
     except OSError as error:
-        sys.stderr.write(f"dsx-nvme explain: {error}\n")
+        sys.stderr.write(f"{prog}: {error}\n")
         return 1
     found = status()
     if args.json:

@@ -1,9 +1,11 @@
-"""`python -m dsx_ops`: what is built, which instruction set is in use, what is missing and why."""
+"""`dsx ops`: report which optimizer kernels are built, which instruction set is in use, and what is missing."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
+from collections.abc import Sequence
 
 from . import __version__, native_status
 
@@ -25,9 +27,12 @@ def report() -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None, *, prog: str = "python -m dsx_ops") -> int:
     """Print the report; `--json` for machines."""
-    print(json.dumps(native_status(), indent=1) if "--json" in sys.argv[1:] else report())
+    parser = argparse.ArgumentParser(prog=prog, description="Report what is built, and what is missing and why.")
+    parser.add_argument("-V", "--version", action="version", version=f"dsx-ops {__version__}")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    print(json.dumps(native_status(), indent=1) if parser.parse_args(argv).json else report())
     return 0
 
 

@@ -50,4 +50,4 @@ def warn_slow(numel: int, what: str) -> None:
     if numel >= WARN_ABOVE:
         reason = _loader.reason or "no kernel for this combination of dtypes"
         text = f"{what}: {numel} elements over the slow PyTorch path; {reason}"
-        _loader.warn_once(f"{text} [{SLOW}] docs: errors#{SLOW.lower()}")
+        _loader.warn_once(f"{text} [{SLOW}] docs: dsx explain {SLOW}")

@@ -1,4 +1,4 @@
-"""`dsx-pipe show` prints, checks and draws schedules; `dsx-pipe plan` chooses one from measured layer costs.
+"""`dsx-pipe`: show, draw and choose pipeline schedules.
 
 dsx-pipe show zb-h1 --ranks 4 --micro-batches 8 --out zb.svg
 dsx-pipe show --file own.txt --text
@@ -9,11 +9,12 @@ dsx-pipe plan --costs layers.json --ranks 4 --batch 64 --memory 16G
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dsx_core import end_with_reader
+from dsx_core import CommandParser, run_program
 
 from ._version import __version__
 from .errors import PipelineError, ScheduleError
@@ -37,7 +38,7 @@ _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "dsx-pipe") -> int:
     """Run the command line. Return 0, or 2 after one line on stderr if something was wrong."""
-    return end_with_reader(lambda: _run(argv, prog))
+    return run_program(lambda: _run(argv, prog))
 
 
 def _run(argv: Sequence[str] | None, prog: str) -> int:
@@ -50,8 +51,9 @@ def _run(argv: Sequence[str] | None, prog: str) -> int:
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=prog, description="Pipeline schedules: show and plan them.")
-    parser.add_argument("-V", "--version", action="version", version=f"dsx-pipe {__version__}")
+    parser = CommandParser(
+        prog=prog, description="Pipeline schedules: show and plan them.", version=f"dsx-pipe {__version__}"
+    )
     commands = parser.add_subparsers(required=True)
 
     show = commands.add_parser("show", help="print, check and draw a schedule or a measured step")
@@ -66,6 +68,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     show.add_argument("--weight-share", type=float, default=0.5, help="share of the backward that is for the weights")
     show.add_argument("--communication", action="store_true", help="write sends and receives out")
     show.add_argument("--text", action="store_true", help="print the schedule itself")
+    show.add_argument("--json", action="store_true", help="print JSON: length, bubble and kept activations")
     show.add_argument("--out", help="write a chart to this .svg or .png file")
     show.set_defaults(run=_show)
 
@@ -76,6 +79,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     plan.add_argument("--memory", help="bytes a rank may use; 16G, 800M")
     plan.add_argument("--latency", type=float, default=0.0, help="seconds of a message between two ranks")
     plan.add_argument("--top", type=int, default=5, help="candidates to list")
+    plan.add_argument("--json", action="store_true", help="print the candidates as JSON")
     plan.add_argument("--save", help="write the chosen schedule to this text file")
     plan.set_defaults(run=_plan)
     return parser
@@ -85,22 +89,30 @@ def _show(arguments: argparse.Namespace) -> int:
     given = [x for x in (arguments.name, arguments.file, arguments.timeline) if x]
     if len(given) != 1:
         raise ScheduleError(f"got {len(given)} of NAME, --file and --timeline, expected one of them")
+    if arguments.json and arguments.text:
+        raise ScheduleError("got --json and --text, expected one of them")
     if arguments.timeline and (arguments.text or arguments.communication):
         raise ScheduleError(
             "--timeline: got --text or --communication, but a measured step has no schedule to print; leave them out"
         )
     if arguments.timeline:
-        timeline = load_timeline(arguments.timeline)
+        timeline, kept = load_timeline(arguments.timeline), None
     else:
-        timeline = _simulate_schedule(arguments)
-    share = f"{timeline.bubble_share:.1%}"
-    _print_line(f"{timeline.name}: {timeline.ranks} ranks, step {timeline.length:.6g}, bubble {share}")
+        timeline, kept = _simulate_schedule(arguments)
+    if arguments.json:
+        facts = {"name": timeline.name, "ranks": timeline.ranks, "step": timeline.length}
+        _print_line(json.dumps({**facts, "bubble_share": timeline.bubble_share, "kept_activations": kept}))
+    else:
+        if kept is not None:
+            _print_line(f"activations kept per rank: {' '.join(map(str, kept))}")
+        share = f"{timeline.bubble_share:.1%}"
+        _print_line(f"{timeline.name}: {timeline.ranks} ranks, step {timeline.length:.6g}, bubble {share}")
     if arguments.out:
         save_chart(timeline, arguments.out)
     return 0
 
 
-def _simulate_schedule(arguments: argparse.Namespace) -> Timeline:
+def _simulate_schedule(arguments: argparse.Namespace) -> tuple[Timeline, list[int]]:
     if arguments.file:
         schedule = Schedule.parse(Path(arguments.file).read_text())
     else:
@@ -111,11 +123,10 @@ def _simulate_schedule(arguments: argparse.Namespace) -> Timeline:
         check(schedule)
     if arguments.text:
         sys.stdout.write(str(schedule))
-    _print_line(f"activations kept per rank: {' '.join(map(str, live_activations(schedule)))}")
     share = schedule.ranks / schedule.stages
     weight = arguments.backward * arguments.weight_share
     times = StageTimes(share * arguments.forward, share * (arguments.backward - weight), share * weight)
-    return simulate(schedule, (times,) * schedule.stages)
+    return simulate(schedule, (times,) * schedule.stages), list(live_activations(schedule))
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -123,6 +134,11 @@ def _plan(arguments: argparse.Namespace) -> int:
         load_costs(arguments.costs), arguments.ranks, arguments.batch,
         memory=_parse_bytes(arguments.memory), latency=arguments.latency,
     )  # fmt: skip
+    if arguments.save:
+        Path(arguments.save).write_text(str(found[0].build(arguments.ranks)))
+    if arguments.json:
+        _print_line(json.dumps([vars(c) for c in found[: arguments.top]], indent=2))
+        return 0
     rows = [("schedule", "chunks", "micro", "seconds", "bubble", "MiB/rank", "stages begin at")]
     for c in found[: arguments.top]:
         most, starts = max(c.bytes_per_rank) / (1 << 20), " ".join(map(str, c.parts[:-1]))
@@ -130,8 +146,6 @@ def _plan(arguments: argparse.Namespace) -> int:
         rows.append((c.schedule, *numbers, starts))
     for name, *numbers, starts in rows:
         _print_line(f"{name:<12} {' '.join(f'{n:>9}' for n in numbers)}  {starts}")
-    if arguments.save:
-        Path(arguments.save).write_text(str(found[0].build(arguments.ranks)))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""``dsx plan``: what a job needs and how fast it is, on the command line.
+"""``dsx plan``: memory, messages and time of a job before it runs.
 
 dsx plan MODEL --config dsx.json --gpus 64 --machine H100-SXM
 dsx plan MODEL --config dsx.json --gpus 64 --search
@@ -14,31 +14,40 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dsx_core import CodedError, CommandParser, run_program
+from dsx_core.progress import Progress
+
+from ._version import __version__
+
 __all__ = ["main"]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, prog: str = "dsx-plan") -> int:
     """Run the command. Returns 0 where the plan fits, 1 for a mistake, 3 where it does not fit."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["calibrate"]:
-        return _calibrate(words[1:])
-    if words[:1] == ["machines"]:
-        return _machines()
-    args = _parser().parse_args(words)
-    from dsx_core import CodedError  # lazy import: `--help` needs none of it
+    return run_program(lambda: _run(words, prog))
 
+
+def _run(words: list[str], prog: str) -> int:
+    if words[:1] == ["calibrate"]:
+        return _calibrate(words[1:], f"{prog} calibrate")
+    if words[:1] == ["machines"]:
+        return _machines(words[1:], f"{prog} machines")
+    args = _parser(prog).parse_args(words)
     try:
         return _plan(args)
     except (CodedError, OSError, ValueError) as error:
-        sys.stderr.write(f"dsx plan: {error}\n")
+        sys.stderr.write(f"{prog}: {error}\n")
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="dsx plan",
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog=prog,
+        version=f"dsx-plan {__version__}",
         description="Memory, messages and time of a training job, before it runs. No device is needed.",
-        epilog="dsx plan calibrate measures this machine; dsx plan machines prints the table of devices.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="commands:\n  calibrate  measure this machine\n  machines   print the table of devices\n",
     )
     parser.add_argument("model", help="file.py:function, package.module:function, or a folder with a config.json")
     parser.add_argument("-c", "--config", required=True, metavar="FILE", help="the configuration of dsx.initialize")
@@ -60,7 +69,9 @@ def _parser() -> argparse.ArgumentParser:
         "--vary", action="append", default=[], metavar="PATH=JSON", help="a list of values to search, as "
         "zero_optimization.stage=[1,2,3]; may be given several times",
     )  # fmt: skip
-    parser.add_argument("--json", metavar="FILE", help="write the plan as JSON (- for the terminal)")
+    parser.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="write the plan as JSON (alone or with -: print it)"
+    )
     parser.add_argument("--html", metavar="FILE", help="write a page with a timeline and memory over time")
     return parser
 
@@ -78,17 +89,19 @@ def _plan(args: argparse.Namespace) -> int:
     }  # fmt: skip
     space = _space(args, common["machine"])
     if space:
-        say = sys.stderr.write if sys.stderr.isatty() else lambda text: None
-        found = search(
-            args.model, args.config, space, prune=args.search and not args.vary,
-            report=lambda text: say(f"planning {text}\n"), **common,
-        )  # fmt: skip
+        with Progress(0, "planning", unit="configurations", shown=sys.stderr.isatty()) as bar:
+            found = search(
+                args.model, args.config, space, prune=args.search and not args.vary, progress=bar.reach, **common
+            )
         if args.json != "-":
             sys.stdout.write(describe_search(found[:20], [key for key, values in space.items() if len(values) > 1]))
             sys.stdout.write(describe_skipped([(one.values, one.reason) for one in found.skipped]))
         best = found[0]
     else:
-        best = plan(args.model, args.config, recompute=args.recompute, **common)
+        with Progress(1, "planning", unit="configurations", shown=sys.stderr.isatty()) as bar:
+            bar.add(0)
+            best = plan(args.model, args.config, recompute=args.recompute, **common)
+            bar.add(1)
         if args.json != "-":
             sys.stdout.write(describe_plan(best))
     if args.json == "-":
@@ -143,32 +156,44 @@ def _space(args: argparse.Namespace, machine: Any) -> dict[str, list[Any]]:
     return space
 
 
-def _calibrate(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="dsx plan calibrate", description="Measure this machine for plans.")
+def _calibrate(words: Sequence[str], prog: str) -> int:
+    parser = CommandParser(prog=prog, description="Measure this machine for plans.")
+    parser.add_argument("--json", action="store_true", help="print the measured machine as JSON, and nothing else")
     parser.add_argument("-o", "--output", default="machine.json", metavar="FILE", help="where to (machine.json)")
     parser.add_argument("--no-links", action="store_true", help="do not start two processes to measure messages")
     args = parser.parse_args(words)
-    from dsx_core import CodedError
-
     from .calibrate import calibrate
 
     folder = Path(args.output).resolve().parent
     if not folder.is_dir():  # said before a minute of measuring, not after it
-        sys.stderr.write(f"dsx plan calibrate: --output {args.output}: {folder} is no folder; make it first\n")
+        sys.stderr.write(f"{prog}: --output {args.output}: {folder} is no folder; make it first\n")
         return 1
     try:
-        found = calibrate(links=not args.no_links, report=lambda text: sys.stdout.write(f"measuring {text}\n"))
+        say = sys.stderr.write if args.json else sys.stdout.write
+        found = calibrate(links=not args.no_links, report=lambda text: say(f"measuring {text}\n"))
         found.save(args.output)
     except (CodedError, OSError) as error:
-        sys.stderr.write(f"dsx plan calibrate: {error}\n")
+        sys.stderr.write(f"{prog}: {error}\n")
         return 1
+    if args.json:
+        sys.stdout.write(Path(args.output).read_text(encoding="utf-8"))
+        return 0
     constants = ", ".join(f"{name} {value:.3g}" for name, value in vars(found.constants).items())
     sys.stdout.write(f"{found.name}: {constants}\nwritten to {args.output}; use it with --machine {args.output}\n")
     return 0
 
 
-def _machines() -> int:
+def _machines(words: Sequence[str], prog: str) -> int:
+    parser = CommandParser(prog=prog, description="Print the table of devices and networks.")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    as_json = parser.parse_args(words).json
     from .devices import DEVICES, NETWORKS
+
+    if as_json:
+        table = {"devices": DEVICES, "networks": NETWORKS}
+        found = {kind: {name: vars(one) for name, one in sorted(rows.items())} for kind, rows in table.items()}
+        sys.stdout.write(json.dumps(found, indent=1, default=dict) + "\n")
+        return 0
 
     for name, device in sorted(DEVICES.items()):
         rates = ", ".join(f"{dtype} {rate:g}" for dtype, rate in device.teraflops.items())

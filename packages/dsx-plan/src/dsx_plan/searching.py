@@ -72,6 +72,7 @@ def search(
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
     prune: bool = False,
     report: Callable[[str], object] = lambda text: None,
+    progress: Callable[[int, int], object] = lambda done, total: None,
     engine: EngineToPlan | None = None,
 ) -> Plans:
     """Plan every combination of values, and sort: what fits first, then most tokens per second.
@@ -81,6 +82,7 @@ def search(
             `recompute` stands for `plan`'s argument. A value None takes the key away.
         prune: leave out points that cannot be better than others (see the module's text).
         report: hears which point is planned.
+        progress: hears how many of how many points are done, before each point and at the end.
         others: as for `plan`.
 
     Returns:
@@ -100,6 +102,7 @@ def search(
     past = _Past(prune, asked.engine.config_error)
     points = [dict(zip(space, values)) for values in itertools.product(*space.values())]
     for number, point in enumerate(points):
+        progress(number, len(points))
         reason = past.verdict(point)
         if not reason:
             report(f"{number + 1} of {len(points)}: {_shown(point)}")
@@ -115,6 +118,7 @@ def search(
                 reason = str(error)
                 past.failed(point, error)
         skipped.append(Skipped(point, reason))
+    progress(len(points), len(points))
     if not found:
         last = skipped[-1]
         raise PlanError(

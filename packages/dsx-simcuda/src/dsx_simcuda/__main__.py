@@ -1,12 +1,14 @@
-"""`python -m dsx_simcuda [options] train.py [arguments]`: a program, and all it starts, on the simulated device."""
+"""`dsx simcuda`: run a program, and all that it starts, on a simulated CUDA device."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from ._version import __version__
 from .building import build, refuse_real_gpu
 from .errors import SimcudaError
 from .options import MODES, VARIABLES, Options
@@ -14,15 +16,16 @@ from .options import MODES, VARIABLES, Options
 SITE = Path(__file__).resolve().parent / "site"
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m dsx_simcuda",
-        usage="python -m dsx_simcuda [options] train.py [arguments]   (or -m MODULE, or -c CODE)",
+        prog=prog,
+        usage=f"{prog} [options] train.py [arguments]   (or -m MODULE, or -c CODE)",
         description="Run a PyTorch program on a CUDA device in software.",
         epilog="Processes that the program starts run on it too: `python -m dsx_simcuda -m torch.distributed.run"
         " --nproc-per-node 2 train.py`. Each has devices of its own. Exit status 86: the program was right but for its"
         " reports.",
     )
+    parser.add_argument("-V", "--version", action="version", version=f"dsx-simcuda {__version__}")
     parser.add_argument("--mode", choices=MODES, help="when streams run (default: random)")
     parser.add_argument("--seed", type=int, help="the seed of the random delays (default: 0)")
     parser.add_argument("--devices", type=int, help="devices per process (default: 1, under torchrun LOCAL_WORLD_SIZE)")
@@ -34,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-FLAGS = ("--one-collective", "--build", "-h", "--help")  # options without a value
+FLAGS = ("--one-collective", "--build", "-h", "--help", "-V", "--version")  # options without a value
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -63,10 +66,10 @@ def environment(options: argparse.Namespace) -> dict[str, str]:
     return variables
 
 
-def main(arguments: list[str]) -> int:
+def main(argv: Sequence[str] | None = None, *, prog: str = "python -m dsx_simcuda") -> int:
     """Checks and builds here, once and with a message, then becomes the program."""
-    own, program = _split(arguments)
-    options = _parser().parse_args(own)
+    own, program = _split(list(sys.argv[1:] if argv is None else argv))
+    options = _parser(prog).parse_args(own)
     try:
         Options.from_environment(**{n: getattr(options, n) for n in VARIABLES if hasattr(options, n)})
         refuse_real_gpu()
@@ -78,9 +81,9 @@ def main(arguments: list[str]) -> int:
         print(folder)
         return 0
     if not program:
-        _parser().error("which program? For example: python -m dsx_simcuda train.py")
+        _parser(prog).error(f"which program? For example: {prog} train.py")
     os.execve(sys.executable, [sys.executable, *program], environment(options))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

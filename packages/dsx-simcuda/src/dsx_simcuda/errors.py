@@ -12,7 +12,7 @@ class SimcudaError(RuntimeError):
 
     def __str__(self) -> str:
         text = super().__str__()
-        return f"{text} [{self.code}] docs: errors#{self.code.lower()}" if self.code else text
+        return f"{text} [{self.code}] docs: dsx explain {self.code}" if self.code else text
 
 
 class ImportedTooLate(SimcudaError):

@@ -1,4 +1,6 @@
-"""`python -m dsx_sparse_attn` reports which implementations run on this machine; `show` draws a layout.
+"""`dsx sparse`: draw layouts of block-sparse attention, and report which kernels run here.
+
+It is also `python -m dsx_sparse_attn`:
 
 python -m dsx_sparse_attn                                  the report (--json for machines)
 python -m dsx_sparse_attn show bigbird --seq 2048 --block 64 --out layout.svg
@@ -12,6 +14,7 @@ import argparse
 import json
 import random
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,14 +77,18 @@ def show(arguments: argparse.Namespace) -> str:
     layout = pattern.make_layout(arguments.seq)
     path = layout.plot(arguments.out, cell=arguments.cell)
     _, blocks, _ = layout.shape
+    if arguments.show_json:
+        found = {"mode": config.mode, "heads": arguments.heads, "blocks": int(blocks), "block": layout.block}
+        return json.dumps({**found, "density": float(layout.density), "seed": arguments.seed, "written": str(path)})
     return (
         f"{config.mode}: {arguments.heads} heads of {blocks} x {blocks} blocks of {layout.block}, "
         f"density {100 * layout.density:.2f} % (seed {arguments.seed}); wrote {path}"
     )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m dsx_sparse_attn", description="Report, or draw a layout.")
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=prog, description="Report, or draw a layout.")
+    parser.add_argument("-V", "--version", action="version", version=f"dsx-sparse-attn {__version__}")
     parser.add_argument("--json", action="store_true", help="the report for machines")
     commands = parser.add_subparsers(dest="command")
     drawing = commands.add_parser("show", help="draw a layout into a PNG or SVG file")
@@ -93,20 +100,21 @@ def _parser() -> argparse.ArgumentParser:
     drawing.add_argument("--block", type=int, help="block size")
     drawing.add_argument("--seed", type=int, default=0, help="seed of random blocks (default 0)")
     drawing.add_argument("--cell", type=int, help="pixels per block")
+    drawing.add_argument("--json", action="store_true", dest="show_json", help="print JSON")
     drawing.add_argument("--out", default="layout.svg", help="file to write, .svg or .png (default layout.svg)")
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, prog: str = "python -m dsx_sparse_attn") -> int:
     """Entry point."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parser(prog).parse_args(argv)
     if arguments.command != "show":
         print(json.dumps({**native_status(), "backends": backend_status()}, indent=1) if arguments.json else report())
         return 0
     try:
         print(show(arguments))
     except (LayoutError, OSError, json.JSONDecodeError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"{prog}: {error}", file=sys.stderr)
         return 2
     return 0
 

@@ -104,7 +104,7 @@ class SparseAttentionConfig(BaseModel):
         unread = self.unread()
         if not unread:
             return ""
-        return f"sparse_attention: mode {self.mode} does not read {', '.join(unread)} [DSX157] docs: errors#dsx157"
+        return f"sparse_attention: mode {self.mode} does not read {', '.join(unread)} [DSX157] docs: dsx explain DSX157"
 
     def sparsity_config(self, num_heads: int, *, defaults: Literal["section", "class"] = "section") -> SparsityConfig:
         """The sparsity config of this mode for `num_heads` heads.

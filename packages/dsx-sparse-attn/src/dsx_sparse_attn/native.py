@@ -29,7 +29,7 @@ def warn_slow(work: float) -> None:
     if work >= WARN_ABOVE and _loader.reason:
         _loader.warn_once(
             f"block-sparse attention runs over plain PyTorch, which is several times slower; {_loader.reason}"
-            " [DSX654] docs: errors#dsx654"
+            " [DSX654] docs: dsx explain DSX654"
         )
 
 

@@ -1,4 +1,4 @@
-"""``dsx doctor``: reports what this machine and this installation offer, what is missing, and what to do about it.
+"""``dsx doctor``: report what this machine and installation offer, what is missing, and what to do about it.
 
 Each probe answers one question. A probe that fails is reported as a finding, and the other probes still run. Nothing is
 changed or compiled; the only programs started are compilers, for their versions. The exit code is 0 if a training run
@@ -9,7 +9,6 @@ Left out: benchmarks, and checks of other hosts.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -20,6 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 
+from dsx_core import CommandParser
+
+from ._version import __version__
 from .errors import in_checkout
 from .siblings import needed_siblings
 
@@ -358,10 +360,12 @@ def render(findings: Sequence[Finding]) -> None:
     console.print(Text(f"\n{counts[BROKEN]} broken, {counts[WARNING]} warning(s)"))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, prog: str = "dsx doctor") -> int:
     """Run the command line. Returns 0, or 1 if something that a training run needs is broken."""
-    parser = argparse.ArgumentParser(
-        prog="dsx doctor", description="Report what this machine and installation offer, and what is missing."
+    parser = CommandParser(
+        prog=prog,
+        version=f"dsx {__version__}",
+        description="Report what this machine and installation offer, and what is missing.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     args = parser.parse_args(argv)

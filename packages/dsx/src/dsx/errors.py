@@ -114,7 +114,7 @@ class DsxConfigError(DsxError, ValueError):
         title = "1 problem" if count == 1 else f"{count} problems"
         body = "\n".join("  " + str(problem).replace("\n", "\n  ") for problem in self.problems)
         codes = sorted({problem.code for problem in self.problems if problem.code})
-        pages = f"\n  docs: {', '.join(f'errors#{code.lower()}' for code in codes)}" if codes else ""
+        pages = f"\n  docs: dsx explain {' '.join(codes)}" if codes else ""
         return f"{title} in the configuration ({self.source})\n{body}{pages}"
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -23,9 +23,9 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from dsx_core.progress import Progress
 
 from ..errors import AnalysisError, DataArgumentError, DataError
-from ..progress import Progress
 from .mapping import ACCUMULATE, SINGLE, Chunks, Metric, Reader, map_chunks, mark_of
 from .reduction import reduce_metric
 from .sharing import map_and_reduce

@@ -15,6 +15,7 @@ from multiprocessing import connection
 from typing import Any
 
 import torch
+from dsx_core import CommandParser
 from dsx_core.device import Device
 
 from ..errors import NvmeError, OptionError
@@ -32,7 +33,7 @@ PERCENTILES = (50, 90, 99, 100)
 
 def parser(prog: str = PROGRAM) -> argparse.ArgumentParser:
     """The options."""
-    p = argparse.ArgumentParser(prog=prog, description=__doc__)
+    p = CommandParser(prog=prog, description=__doc__)
     where = p.add_mutually_exclusive_group(required=True)
     where.add_argument("--folder", help="where the files go")
     where.add_argument(
@@ -60,7 +61,7 @@ def parser(prog: str = PROGRAM) -> argparse.ArgumentParser:
     p.add_argument("--warmup_loops", type=int, choices=range(1000), metavar="N", default=1)
     p.add_argument("--include_warmup_time", action="store_true")
     p.add_argument("--different_file_each_iteration", action="store_true")
-    p.add_argument("--json", help="write the result to this file")
+    p.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write the result there (alone: print it)")
     p.add_argument("--picture", help="write an SVG to this file")
     return p
 
@@ -73,8 +74,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str = PROGRAM) -> int:
     except (OptionError, NvmeError, OSError, ValueError) as error:
         sys.stderr.write(f"{prog}: {error}\n")
         return 1
-    sys.stdout.write(_text(result))
-    if args.json:
+    sys.stdout.write(json.dumps(result) + "\n" if args.json == "-" else _text(result))
+    if args.json not in (None, "-"):
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump(result, file, indent=1)
     if args.picture:

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from dsx_core import CommandParser
+
 from ..config import AioConfig
 from ..errors import NvmeError, OptionError
 from . import search
@@ -24,7 +26,7 @@ SHOWN = 8
 
 def parser(prog: str = PROGRAM) -> argparse.ArgumentParser:
     """The options."""
-    p = argparse.ArgumentParser(prog=prog, description=__doc__)
+    p = CommandParser(prog=prog, description=__doc__)
     p.add_argument(
         "--nvme_dir", nargs="+", required=True, help="folders on the drives to tune for; several are used at once"
     )
@@ -43,6 +45,7 @@ def parser(prog: str = PROGRAM) -> argparse.ArgumentParser:
     p.add_argument("--seconds", type=float, default=BUDGET, help=f"time for the search ({BUDGET:.0f})")
     p.add_argument("--exhaustive", action="store_true", help="also try every setting, and compare")
     p.add_argument("--config", help="JSON configuration whose aio section is the starting point")
+    p.add_argument("--json", action="store_true", help="print the result as JSON, and nothing else")
     p.add_argument("--update", action="store_true", help="write the result into --config")
     return p
 
@@ -63,12 +66,15 @@ def _run(args: argparse.Namespace) -> int:
         raise OptionError("--no_read and --no_write together leave nothing to measure")
     if args.seconds <= 0:
         raise OptionError(f"--seconds {args.seconds}: expected more than 0")
+    if args.json and (args.exhaustive or args.verbose):
+        raise OptionError("--json prints one result: leave --exhaustive and --verbose out")
     if args.update and not args.config:
         raise OptionError("--update needs --config")
     config = _load(args.config)
     space = read_space(args.sweep_config) if args.sweep_config else DEFAULT
     device = "cuda" if args.gpu or args.gds else "cpu"
-    sys.stdout.write(f"Tuning on {args.nvme_dir}\n")
+    if not args.json:
+        sys.stdout.write(f"Tuning on {args.nvme_dir}\n")
     with Target(args.nvme_dir, args.io_size, device, args.gds, args.flush_page_cache) as target:
         start = _start(config)
         share = _calibrate(target, start, directions, args.seconds, args.loops)
@@ -128,16 +134,19 @@ def _median(values: Sequence[float]) -> float:
 
 def _report(args: argparse.Namespace, found: Found, directions: list[str]) -> None:
     ranked = sorted(found.trials, key=found.score, reverse=True)
-    bars = [(s.name, found.score(s)) for s in ranked[:SHOWN]]
-    sys.stdout.write(text_bars(bars, f"GB/s ({' + '.join(directions)})") + "\n")
-    best = ", ".join(f"{d} = {found.speeds[d]:.2f}" for d in directions)
-    sys.stdout.write(f"Best performance (GB/sec): {best}\n")
-    sys.stdout.write(json.dumps({"aio": found.best.section()}, indent=2) + "\n")
     os.makedirs(args.log_dir, exist_ok=True)
     trials = [{"aio": s.section(), "gbps": [dict(t) for t in found.trials[s]]} for s in ranked]
     result = {"aio": found.best.section(), "gbps": found.speeds, "seconds": found.seconds, "trials": trials}
     with open(os.path.join(args.log_dir, "tune.json"), "w", encoding="utf-8") as file:
         json.dump(result, file, indent=1)
+    if args.json:
+        sys.stdout.write(json.dumps(result, indent=2) + "\n")
+    else:
+        bars = [(s.name, found.score(s)) for s in ranked[:SHOWN]]
+        sys.stdout.write(text_bars(bars, f"GB/s ({' + '.join(directions)})") + "\n")
+        best = ", ".join(f"{d} = {found.speeds[d]:.2f}" for d in directions)
+        sys.stdout.write(f"Best performance (GB/sec): {best}\n")
+        sys.stdout.write(json.dumps({"aio": found.best.section()}, indent=2) + "\n")
     groups = [(s.name, [(d, _median([t[d] for t in found.trials[s]])) for d in directions]) for s in ranked[:24]]
     with open(os.path.join(args.log_dir, "tune.svg"), "w", encoding="utf-8") as file:
         file.write(svg_bars(f"dsx-nvme tune: {', '.join(args.nvme_dir)}", groups, "GB/s"))

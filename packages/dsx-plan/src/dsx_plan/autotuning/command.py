@@ -1,4 +1,4 @@
-"""``dsx autotune``: the same as ``dsx launch --autotuning tune``."""
+"""``dsx autotune``: search for a good configuration by trials, as ``dsx launch --autotuning tune`` does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dsx_launch.main import main as launch
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, prog: str = "dsx autotune") -> int:
     """Search. Takes the options of ``dsx launch``, the script and its arguments."""
     words = sys.argv[1:] if argv is None else argv
-    return launch(["--autotuning", "tune", *words], prog="dsx autotune")
+    return launch(["--autotuning", "tune", *words], prog=prog)

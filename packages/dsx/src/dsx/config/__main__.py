@@ -2,11 +2,9 @@
 
 import sys
 
-from dsx_core import end_with_reader
-
 from .cli import main
 
 __all__ = ["main"]
 
 if __name__ == "__main__":
-    sys.exit(end_with_reader(main))
+    sys.exit(main())

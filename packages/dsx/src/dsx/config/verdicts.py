@@ -1,15 +1,14 @@
-"""The effect of each key of a configuration that was written for DeepSpeed: `dsx config check`.
+"""The effect of each key of a configuration: `dsx config check`.
 
-Each value of the document gets one of six words:
+Each value of the document gets one of four words:
 
-* `as DeepSpeed`: it has the same effect as in DeepSpeed;
-* `better`: it has the same effect and more; the text says what;
-* `differs`: it has another effect; the text says which;
+* `used`: it has the effect that docs/config.md describes; the text says what people who know DeepSpeed may not expect;
 * `auto`: the decision is left to dsx, or to the program that completes the document;
 * `no effect`: it is accepted, and the text says why nothing depends on it;
 * `refused`: training does not start; the text says why, and what to do.
 
-The result depends only on the document, not on other ranks or a device.
+`Verdict.deepspeed` says how the effect of a used value compares with DeepSpeed's. The result depends only on the
+document, not on other ranks or a device.
 """
 
 from __future__ import annotations
@@ -57,8 +56,13 @@ DIFFERS: dict[str, str] = {
     "steps_per_print": "10 unless it is set, as documented; DeepSpeed prints nothing then",
 }
 
-_TABLES = (("as DeepSpeed", OLD_NAMES), ("no effect", MEANINGLESS), ("differs", DIFFERS), ("better", BETTER))
-_Tables = Sequence[tuple[str, Mapping[str, str]]]
+_TABLES = (
+    ("used", "same", OLD_NAMES),
+    ("no effect", "", MEANINGLESS),
+    ("used", "differs", DIFFERS),
+    ("used", "better", BETTER),
+)
+_Tables = Sequence[tuple[str, str, Mapping[str, str]]]
 
 
 @dataclass(frozen=True)
@@ -68,14 +72,16 @@ class Verdict:
     Attributes:
         path: dotted path, as the document spells it; empty for the document as a whole.
         value: the value in the document.
-        word: one of the six words of the module's text.
+        word: one of the four words of the module's text.
         text: why, or what to do; may be empty.
+        deepspeed: `same`, `better` or `differs` for a value that is used; empty otherwise.
     """
 
     path: str
     value: Any
     word: str
     text: str = ""
+    deepspeed: str = ""
 
 
 def verdicts(source: Any, *, world_size: int = 1) -> list[Verdict]:
@@ -94,7 +100,7 @@ def verdicts(source: Any, *, world_size: int = 1) -> list[Verdict]:
         problems: list[Problem] = []
     except DsxConfigError as error:
         problems = list(error.problems)
-    tables = (("no effect", no_effect(root_model(sections_for(document.data)))), *_TABLES)
+    tables = (("no effect", "", no_effect(root_model(sections_for(document.data)))), *_TABLES)
     found, named = [], set()
     for path, value in leaves(document.data):
         if not path:
@@ -132,11 +138,11 @@ def _accepted(path: str, value: Any, tables: _Tables) -> Verdict:
         return Verdict(path, value, "no effect", "it tells an editor where the schema is")
     if value == "auto" and documented not in MEANS_AUTO:
         return Verdict(path, value, "auto", "decided by dsx, or by the program that fills it in")
-    for word, table in tables:
+    for word, compared, table in tables:
         text = _lookup(table, documented)
         if text:
-            return Verdict(path, value, word, text)
-    return Verdict(path, value, "as DeepSpeed")
+            return Verdict(path, value, word, text, compared)
+    return Verdict(path, value, "used", deepspeed="same")
 
 
 def _lookup(table: Mapping[str, str], path: str) -> str:

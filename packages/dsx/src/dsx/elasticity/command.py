@@ -1,23 +1,26 @@
-"""``dsx elastic`` (and ``ds_elastic``): the batch of a configuration with elasticity, and the numbers of devices; or
-the store in which the hosts of an elastic job meet.
+"""``dsx elastic``: choose batch sizes for a number of devices that changes. It also holds the store in which the hosts
+of an elastic job meet.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
 
+from dsx_core import CommandParser
+
+from .._version import __version__
 from .api import ElasticityError, compute_elastic_config
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, prog: str = "dsx elastic") -> int:
     """Print the section and what follows from it. Returns 1 where nothing does."""
-    parser = argparse.ArgumentParser(
-        prog="dsx elastic",
+    parser = CommandParser(
+        prog=prog,
+        version=f"dsx {__version__}",
         description="Batch sizes for any number of devices; or a meeting point for hosts that come and go.",
     )
     parser.add_argument("-c", "--config", metavar="FILE", help="a configuration with elasticity")
@@ -35,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         default="",
         help="with --rendezvous: listen at this address only (default: all; who reaches the port can end the jobs)",
     )
+    parser.add_argument("--json", action="store_true", help="print the batch as JSON")
     args = parser.parse_args(argv)
     if (args.config is None) == (args.rendezvous is None):
         parser.error("got " + ("neither" if args.config is None else "both") + ", expected --config or --rendezvous")
@@ -42,10 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("got --address without --rendezvous")
     if args.config is None:
         return _hold_store(args.rendezvous, args.address)
-    return _print_batch(args.config, args.world_size)
+    return _print_batch(args.config, args.world_size, args.json)
 
 
-def _print_batch(config: str, world_size: int) -> int:
+def _print_batch(config: str, world_size: int, as_json: bool) -> int:
     from ..config.source import read  # lazy import: `--help` needs none of it
 
     try:
@@ -55,6 +59,10 @@ def _print_batch(config: str, world_size: int) -> int:
         sys.stderr.write(f"dsx elastic: {error}\n")
         return 1
     write = sys.stdout.write
+    if as_json:
+        names = ("final_batch_size", "valid_gpus", "micro_batch_size")
+        write(json.dumps({"elasticity": data["elasticity"], **dict(zip(names, found))}, indent=2) + "\n")
+        return 0
     write(f"Elasticity config:\n{json.dumps(data['elasticity'], indent=4, sort_keys=True)}\n")
     write(f"final_batch_size .... {found[0]}\nvalid_gpus .......... {found[1]}\n")
     if len(found) == 3:

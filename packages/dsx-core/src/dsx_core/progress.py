@@ -24,7 +24,7 @@ class Progress:
     Args:
         total: amount of work, in `unit`.
         label: what is being done, a few words.
-        unit: plural of what is counted.
+        unit: plural of what is counted; "bytes" are shown in GB.
         shown: False: count, but write nothing.
         stream: where to write; None: standard error.
     """
@@ -47,6 +47,11 @@ class Progress:
             self._last = now
             self._write(end="" if self._terminal else "\n")
 
+    def reach(self, done: int, total: int) -> None:
+        """Say that `done` of `total` are done, for work that counts itself."""
+        self.total = total
+        self.add(done - self.done)
+
     def line(self) -> str:
         """The bar as text: label, bar, fraction done, rate per second and the seconds that remain."""
         seconds = max(time.monotonic() - self._begin, 1e-9)
@@ -55,7 +60,10 @@ class Progress:
         rate = self.done / seconds
         left = f", {(self.total - self.done) / rate:.0f} s left" if 0 < self.done < self.total else ""
         bar = "#" * filled + "." * (_CELLS - filled)
-        return f"{self.label} [{bar}] {share:4.0%} {self.done}/{self.total} {self.unit}, {rate:.0f}/s{left}"
+        counts = f"{self.done}/{self.total} {self.unit}, {rate:.0f}/s"
+        if self.unit == "bytes":
+            counts = f"{self.done / 1e9:.2f}/{self.total / 1e9:.2f} GB, {rate / 1e9:.2f} GB/s"
+        return f"{self.label} [{bar}] {share:4.0%} {counts}{left}"
 
     def __enter__(self) -> Progress:
         return self
