@@ -19,12 +19,15 @@ over a sequence that is cut over ranks.
 
 from ._version import __version__ as __version__
 from .attention import (
+    SequenceParallel,
     UlyssesAttention,
     gather_documents,
     ring_attention,
     sequence_attention,
+    sequence_parallel,
     sequence_segments,
     shard_sequence,
+    token_mean,
 )
 from .budget import MemoryBudget, apply_memory_budget
 from .call import checkpoint, non_reentrant_checkpoint
@@ -53,6 +56,7 @@ __all__ = [
     "CheckpointingSettings",
     "MemoryBudget",
     "RngTracker",
+    "SequenceParallel",
     "SequenceTiledCompute",
     "TiledFusedLogitsLoss",
     "TiledMLP",
@@ -73,9 +77,11 @@ __all__ = [
     "ring_attention",
     "run_in_tiles",
     "sequence_attention",
+    "sequence_parallel",
     "sequence_segments",
     "sequence_tiled_compute",
     "set_num_layers",
     "shard_sequence",
+    "token_mean",
     "use_count",
 ]

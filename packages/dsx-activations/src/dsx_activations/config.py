@@ -1,15 +1,17 @@
-"""The `activation_checkpointing` section of a configuration. It needs pydantic, so the package does not import it."""
+"""The sections `activation_checkpointing` and `sequence_parallel` of a configuration. They need pydantic, so the package does
+not import this module.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from .budget import check_budget
 from .settings import CheckpointingSettings
 
-__all__ = ["ActivationCheckpointing"]
+__all__ = ["ActivationCheckpointing", "SequenceParallelSection"]
 
 
 def _whole(value: Any) -> Any:
@@ -49,3 +51,27 @@ class ActivationCheckpointing(BaseModel):
         if self.memory_budget is not None:
             check_budget(self.memory_budget)
         return self
+
+
+class SequenceParallelSection(BaseModel):
+    """How the attention of a model runs over the ranks of `sequence_parallel_size`."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", protected_namespaces=())
+
+    convert: bool = Field(
+        True, description="let the model's attention run over sequence shards; false: the model does it by itself"
+    )
+    order: Literal["plain", "zigzag"] = Field(
+        "plain", description="how the tokens are cut; zigzag balances a causal mask in a ring"
+    )
+    length: Count | None = Field(None, description="tokens of every sequence; null: the ranks ask each other")
+    team: Count | None = Field(
+        None,
+        description="ranks that exchange tokens for heads; null: as many as there are key heads to deal out evenly",
+    )
+    overlap: Count = Field(1, description="messages in which heads travel, each while others are computed")
+    kernel: Literal["auto", "sdpa", "flex", "pieces"] = Field("auto", description="kernel of the attention")
+
+    def options(self) -> dict[str, Any]:
+        """The arguments of `sequence_parallel`."""
+        return {key: getattr(self, key) for key in ("order", "length", "team", "overlap", "kernel")}
