@@ -5,16 +5,18 @@
 
 import pickle
 from array import array
+from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import accumulate
 from random import Random
 
 from dsx_checkpoint.agreeing import First, Hello
 from dsx_checkpoint.announcing import Catalogue, ClientTensor, Holding, Known
 from dsx_checkpoint.format import CHUNK_BYTES, TensorSpec
 from dsx_checkpoint.plan import MAX_FILE_BYTES
-from dsx_checkpoint.ranks import _packed, children_of
-from dsx_checkpoint.shares import Packed
+from dsx_checkpoint.registers import Registers
+from dsx_comm.object_tree import children_of, packed, parent_of
 
 STATES = (("", ""), ("master", "F32"), ("exp_avg", "F32"), ("exp_avg_sq", "F32"))
 RANDOM = (("python.numbers", "I64", 625), ("torch", "U8", 5056), ("numpy.keys", "I64", 624))
@@ -64,22 +66,32 @@ class Job:
         for unit in self.units:
             for name, shape in unit:
                 self.catalogue.known[name] = Known(TensorSpec(name, "BF16", shape), master="F32", aliases=())
+        numbers = accumulate(map(len, self.units), initial=0)
+        self.ends = [
+            (first, list(accumulate(numel(shape) for _, shape in unit))) for first, unit in zip(numbers, self.units)
+        ]
         self.digest = self.catalogue.digest()
         self.holdings = [self._holding(rank) for rank in range(self.ranks)]
         self.kinds = [(self.digest, holding.digest()) for holding in self.holdings]
         self.parts: dict[int, str] = {}
+        self.counts_bytes = True
+
+    def clear(self) -> None:
+        """Forget the bytes that were counted."""
+        self.sent.clear()
+        self.received.clear()
 
     def _holding(self, rank: int) -> Holding:
-        found, number = Holding(key_sets=[STATES]), 0
-        for unit in self.units:
-            sizes = [numel(shape) for _, shape in unit]
-            share = -(-sum(sizes) // self.ranks)
-            begin, end, at = rank * share, (rank + 1) * share, 0
-            for size in sizes:
-                start, stop = max(begin, at) - at, min(end, at + size) - at
-                if start < stop:
-                    found.rows.extend((number, 0, start, stop, 0))
-                at, number = at + size, number + 1
+        found = Holding(key_sets=[STATES])
+        for first, ends in self.ends:
+            share = -(-ends[-1] // self.ranks)
+            begin, end = min(rank * share, ends[-1]), min((rank + 1) * share, ends[-1])
+            place = bisect_right(ends, begin)
+            while begin < end:
+                start = ends[place - 1] if place else 0
+                stop = min(end, ends[place])
+                found.rows.extend((first + place, 0, begin - start, stop - start, 0))
+                begin, place = stop, place + 1
         found.client += [ClientTensor(f"rank{rank}.random.{n}", dtype, (count,)) for n, dtype, count in RANDOM]
         found.numbered["step"] = array("I", found.rows[::5])
         return found
@@ -88,23 +100,28 @@ class Job:
 
     def _up(self, values: list) -> None:
         """Count a value of each rank on its way to rank 0."""
-        sizes = [len(_packed((value, None))) for value in values]
-        self._count_tree(sizes, self.sent, self.received)
+        if not self.counts_bytes:
+            return
+        frames = [pickle.dumps((value, None)) for value in values]
+        for rank in reversed(range(1, self.ranks)):  # those below it come first
+            below = [(rank, rank + 1), *children_of(rank, self.ranks)]
+            end = below[-1][1]
+            known: dict[bytes, bytes] = {}
+            self._count(rank, parent_of(rank), [known.setdefault(part, part) for part in frames[rank:end]])
+
+    def _count(self, source: int, target: int, value: object) -> None:
+        size = len(packed(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))) + 8
+        self.sent[source] += size
+        self.received[target] += size
 
     def _down(self, values: list) -> None:
         """Count an answer to each rank."""
+        if not self.counts_bytes:
+            return
+        frames = [pickle.dumps((value, None)) for value in values]
         for rank in range(self.ranks):
             for child, end in children_of(rank, self.ranks):
-                size = len(_packed([(value, None) for value in values[child:end]]))
-                self.sent[rank] += size
-                self.received[child] += size
-
-    def _count_tree(self, sizes: list[int], sent: Counter, received: Counter) -> None:
-        for rank in range(self.ranks):
-            for child, end in children_of(rank, self.ranks):
-                size = sum(sizes[child:end]) + len(pickle.dumps([b""])) * (end - child)
-                sent[child] += size
-                received[rank] += size
+                self._count(rank, child, frames[child:end])
 
     # - A save
 
@@ -138,26 +155,31 @@ class Job:
         self.parts = {rank: reply.plan for rank, reply in enumerate(replies)}
         return first
 
-    def registers(self, first: First) -> list[Packed]:
-        """Phase 4: what the ranks send of what they wrote."""
-        written = [self._registers(rank) for rank in range(self.ranks)]
-        self._up(written)
-        return written
+    def registers(self) -> Registers:
+        """Phase 4: what the ranks send of what they wrote, put together."""
+        held: dict[int, Registers] = {}
+        for rank in reversed(range(self.ranks)):
+            held[rank] = self._registers(rank)
+            for child, _ in children_of(rank, self.ranks):
+                held[rank] = Registers.joined(held[rank], held.pop(child))
+            if rank:
+                self._count(rank, parent_of(rank), (held[rank], None))
+        return held[0]
 
-    def _registers(self, rank: int) -> Packed:
-        counts, values, random = array("I"), array("I"), Random(rank)
+    def _registers(self, rank: int) -> Registers:
+        """Random registers of the chunks that a rank has parts of."""
+        found, random, share = {}, Random(rank), self.shares[rank]
+        firsts = iter(share.rows[2::5])
         holding = self.holdings[rank]
         for row in holding.each_row():
             for key, _ in holding.key_sets[row.keys]:
-                size = 4 if key else 2
-                begin, end = row.start * size // CHUNK_BYTES, (row.stop * size - 1) // CHUNK_BYTES + 1
-                counts.append(end - begin)
+                size, first = 4 if key else 2, next(firsts)
+                begin, end = row.start * size // share.chunk_bytes, (row.stop * size - 1) // share.chunk_bytes + 1
                 for number in range(begin, end):
-                    values.extend((number, random.getrandbits(32)))
+                    found[first + number] = found.get(first + number, 0) ^ random.getrandbits(32)
         for _ in holding.client:
-            counts.append(1)
-            values.extend((0, rank))
-        return counts, values
+            found[next(firsts)] = 1 + rank
+        return Registers.of(found)
 
     # - Files
 
@@ -178,4 +200,4 @@ def _rank_state(rank: int) -> dict:
 
 
 def _written_files(share) -> list[str]:
-    return [share.files[number] for number, writes in zip(share.places[::2], share.writes) if writes]
+    return [share.files[number] for number, writes in zip(share.rows[::5], share.rows[3::5]) if writes]

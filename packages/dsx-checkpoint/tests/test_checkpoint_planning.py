@@ -7,7 +7,7 @@ import pytest
 import torch
 from dsx_checkpoint import CheckpointError, Keeping, agreeing, keeping, load, open_checkpoint, planning, ranks, save
 from dsx_checkpoint import writing as writing_module
-from dsx_checkpoint.ranks import Solo, children_of, parent_of
+from dsx_checkpoint.ranks import Solo
 from dsx_checkpoint.verifying import verify_all
 from dsx_testkit import run_ranks
 from dsx_testkit.thread_ranks import on_threads
@@ -205,21 +205,7 @@ def test_a_full_disk_shows_before_anything_is_written(tmp_path):
         check_space(tmp_path, 10**18)
 
 
-@pytest.mark.parametrize("size", [1, 2, 31, 32, 33, 1024, 1025, 10_000])
-def test_the_tree_has_every_rank_once(size):
-    seen = [0]
-    for rank in range(size):
-        at = rank + 1
-        for child, end in children_of(rank, size):
-            assert parent_of(child) == rank and child == at < end
-            at = end
-            seen.append(child)
-        assert len(list(children_of(rank, size))) <= 71
-    assert sorted(seen) == list(range(size))
-
-
 def through_a_tree(rank, world):
-    ranks.FAN_OUT = 2
     among = ranks.default_ranks()
     everyone = among.collect({"rank": rank, "long": "x" * 1000})
     assert everyone == ([{"rank": r, "long": "x" * 1000} for r in range(world)] if rank == 0 else [])
@@ -231,6 +217,12 @@ def through_a_tree(rank, world):
     with pytest.raises(CheckpointError, match=r"^sharing: rank 0 failed: KeyError"):
         among.through_first("adding", lambda: rank, lambda values: {}["all"], answering="sharing")
     assert among.first_for_all("choosing", lambda: "this") == "this"
+    twice = among.joined_first("joining", lambda: [rank], lambda a, b: a + b, lambda values: [2 * v for v in values])
+    assert twice == 2 * rank
+    with pytest.raises(CheckpointError, match=r"^joining: rank 1 failed: ZeroDivisionError"):
+        among.joined_first("joining", lambda: 1 // (rank % 3 - 1), lambda a, b: a + b, lambda value: [value] * world)
+    with pytest.raises(CheckpointError, match=r"^putting: rank 0 failed: KeyError"):
+        among.joined_first("joining", lambda: rank, lambda a, b: a + b, lambda value: {}["all"], answering="putting")
 
 
 def test_messages_to_and_from_rank_0_go_through_a_tree():

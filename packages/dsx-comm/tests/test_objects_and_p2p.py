@@ -2,6 +2,7 @@ import dsx_comm
 import pytest
 import torch
 import torch.distributed as dist
+from dsx_comm import object_tree
 from dsx_testkit import run_ranks
 
 
@@ -201,26 +202,44 @@ def test_arguments_have_torchs_names():
         assert [p for p in mine if p not in ours and (p in torchs or not p.startswith("group_"))] == wanted, name
 
 
-def gathered_by_many(rank, world, target):
-    from dsx_comm import objects
+@pytest.mark.parametrize("size", [1, 2, 3, 31, 32, 33, 1024, 10_000])
+def test_the_tree_has_every_place_once(size):
+    seen = [0]
+    for place in range(size):
+        at = place + 1
+        for child, end in object_tree.children_of(place, size):
+            assert object_tree.parent_of(child) == place and child == at < end
+            at = end
+            seen.append(child)
+        assert len(list(object_tree.children_of(place, size))) <= 14
+    assert sorted(seen) == list(range(size))
 
-    objects.MANY_RANKS = 2
-    found = [None] * world if rank == target else None
+
+def through_the_tree(rank, world, root):
+    found = [None] * world if rank == root else None
     with dsx_comm.count_traffic() as traffic:
-        dsx_comm.gather_object({"rank": rank, "text": "x" * 100 * rank}, found, dst=target)
-    return found, traffic.by_op()["gather_object"][1]
+        dsx_comm.gather_object({"rank": rank, "text": "x" * 1000 * rank}, found, dst=root)
+    joined = dsx_comm.join_objects(f"{rank} ", lambda one, other: one + other, dst=root)
+    mine = [None]
+    given = [("same" * 1000, r) for r in range(world)] if rank == root else None
+    dsx_comm.scatter_object_list(mine, given, src=root)
+    shared = [b"y" * 300_000] * world if rank == root else None
+    with dsx_comm.count_traffic() as scattered:
+        other = [None]
+        dsx_comm.scatter_object_list(other, shared, src=root)
+    assert mine == [("same" * 1000, rank)] and other == [b"y" * 300_000]
+    return found, joined, traffic.by_op()["gather_object"][1], scattered.by_op()["scatter_object_list"][1]
 
 
-@pytest.mark.parametrize(("world", "target"), [(2, 1), (5, 0), (5, 3)])
-def test_many_ranks_pass_on_what_they_gather(world, target):
-    import pickle
-
-    found = run_ranks(gathered_by_many, world, target, timeout=60)
-    assert found[target][0] == [{"rank": rank, "text": "x" * 100 * rank} for rank in range(world)]
-    assert all(values is None for rank, (values, _) in enumerate(found) if rank != target)
-    size = [len(pickle.dumps({"rank": rank, "text": "x" * 100 * rank})) for rank in range(world)]
-    assert sum(sent for _, sent in found) >= sum(size) - size[target]
-    assert found[target][1] == 8 * (world - 1)  # the lengths
+@pytest.mark.parametrize(("world", "root"), [(2, 1), (5, 0), (5, 3)])
+def test_objects_go_through_the_tree(world, root):
+    """Packed whole: what ranks say nearly alike, or all get, is sent nearly once."""
+    results = run_ranks(through_the_tree, world, root, timeout=60)
+    assert results[root][0] == [{"rank": rank, "text": "x" * 1000 * rank} for rank in range(world)]
+    assert results[root][1] == "".join(f"{(root + place) % world} " for place in range(world))
+    assert all(found is None and joined is None for r, (found, joined, *_) in enumerate(results) if r != root)
+    assert results[root][2] == 0 and all(0 < sent < 300 for r, (*_, sent, _) in enumerate(results) if r != root)
+    assert sum(sent for *_, sent in results) < 4000 * (world - 1)
 
 
 def one_speaks(rank, world, speaker):

@@ -14,8 +14,9 @@ import hashlib
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from . import columns
 from .boxes import Box, Region
 from .errors import CheckpointError, shown
 from .format import CLIENT, MODEL, OPTIMIZER, TensorSpec
@@ -93,6 +94,9 @@ class Row(NamedTuple):
     keys: int
 
 
+_WIDTH = len(Row._fields)
+
+
 @dataclass
 class Holding:
     """The regions that a rank holds.
@@ -118,6 +122,11 @@ class Holding:
         found.update(repr(facts).encode("utf-8", "surrogatepass"))
         return found.digest()[:16]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        numbered = {key: columns.to_bytes(array("q", numbers), 1) for key, numbers in self.numbered.items()}
+        rows = columns.to_bytes(self.rows, _WIDTH)
+        return _restored, (rows, self.boxes, self.key_sets, self.client, numbered)
+
     def each_row(self) -> Iterator[Row]:
         """The rows, in order."""
         numbers = iter(self.rows)
@@ -134,6 +143,17 @@ class Holding:
         for client in self.client:
             if client.spec.numel:
                 yield CLIENT, client.name, Region.whole(client.shape)
+
+
+def _restored(
+    rows: bytes,
+    boxes: list[Box | None],
+    key_sets: list[tuple[tuple[str, str], ...]],
+    client: list[ClientTensor],
+    numbered: dict[str, bytes],
+) -> Holding:
+    found = {key: array("I", columns.from_bytes(data, 1)) for key, data in numbered.items()}
+    return Holding(columns.from_bytes(rows, _WIDTH), boxes, key_sets, client, found)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,8 @@ LATEST_NAME = "latest"
 NODE_NAME = "node.json"  # if each node has its own disk: the bytes that are on it (`node_part.py`)
 WEIGHT_MAP_NAME = "model.safetensors.index.json"
 HASH = "crc32"
-CHUNK_BYTES = 4 << 20  # of a tensor: small enough to locate damage, large enough that 1 TB has only 250 000 chunks
+CHUNK_BYTES = 4 << 20  # of a tensor: small enough to locate damage
+MOST_CHUNKS = 1 << 17  # of parameters and states: in a checkpoint of more than 550 GB the chunks are larger
 MODEL, OPTIMIZER, CLIENT = "model", "optimizer", "client"
 FAMILIES = (MODEL, OPTIMIZER, CLIENT)
 MASTER = "master"  # used like the name of a state: the parameter in full precision
@@ -95,7 +96,7 @@ class TensorSpec:
     @property
     def nbytes(self) -> int:
         """Bytes on disk."""
-        return self.numel * self.itemsize
+        return math.prod(self.shape) * DTYPES[self.dtype][1]  # millions of calls in a plan of many tensors
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from .announcing import PieceKey
@@ -28,7 +28,8 @@ from .parsing import parse_index
 from .plan import FilePlan
 from .planning import WritePlan
 from .regions import hash_region
-from .shares import Packed, RankPlan, key_of, unpack
+from .registers import Registers
+from .shares import RankPlan, key_of
 from .snapshot import Piece
 
 logger = logging.getLogger("dsx.checkpoint")
@@ -86,25 +87,20 @@ def hash_pieces(plan: RankPlan, pieces: Iterable[Piece], files: Collection[str])
     return known
 
 
-def unchanged_files(plan: WritePlan, candidates: Candidates, everyone: Sequence[Packed]) -> list[str]:
+def unchanged_files(plan: WritePlan, candidates: Candidates, registers: Registers) -> list[str]:
     """The candidates whose old file has exactly the values that all ranks together hold."""
-    registers: dict[str, list[int]] = {}
     chunks = {
-        name: plan.chunks(family, name)
+        name: (plan.first_chunks[family, name], plan.chunks(family, name))
         for family, members in plan.placed.items()
         for name, placed in members.items()
         if placed.file in candidates
     }
-    for rank, packed in enumerate(everyone):
-        for part, parts in unpack(plan, rank, packed):
-            if part.writer == rank and part.name in chunks and isinstance(parts, Mapping):  # of replicas one is enough
-                total = registers.setdefault(part.name, [0] * len(chunks[part.name]))
-                for number, register in parts.items():
-                    total[number] ^= register
+    known = dict(registers.by_number())
 
     def crcs(name: str) -> tuple[int, ...]:
-        spans = (chunks[name].span(number) for number in range(len(chunks[name])))
-        return tuple(crc_of(r, stop - start) for r, (start, stop) in zip(registers.get(name, ()), spans))
+        first, grid = chunks[name]
+        spans = map(grid.span, range(len(grid)))
+        return tuple(crc_of(known.get(first + i, 0), stop - start) for i, (start, stop) in enumerate(spans))
 
     return [file for file, (_, hashes) in candidates.items() if all(crcs(n) == old for n, old in hashes.items())]
 
@@ -119,7 +115,7 @@ def _is_intact(chunk_bytes: int, file: FilePlan, path: str, hashes: Mapping[str,
         with opened(Path(path), os.O_RDONLY) as fd:
             if hasattr(os, "posix_fadvise"):  # the disk is asked, not the memory that has written the file
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            if os.pread(fd, len(file.header), 0) == file.header and all(
+            if os.pread(fd, file.header_bytes, 0) == file.header and all(
                 register_of_chunk(fd, placed, chunks, number) == chunks.expected(number)
                 for placed in file.tensors
                 for chunks in [Chunks.grid(placed.spec.nbytes, chunk_bytes, hashes[placed.spec.name])]

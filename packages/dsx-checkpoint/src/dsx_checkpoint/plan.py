@@ -20,32 +20,49 @@ _HEADER_BYTES = 64  # a header is filled up to a multiple of this
 
 @dataclass(frozen=True)
 class FilePlan:
-    """One safetensors file: its header and the tensors behind it."""
+    """One safetensors file: its header and the tensors behind it.
+
+    Attributes:
+        text: the header without the spaces that it ends in, which are up to 1 MiB in each of many files.
+        header_bytes: its length with them.
+    """
 
     name: str
-    header: bytes
+    text: bytes
+    header_bytes: int
     tensors: tuple[Placed, ...]
     size: int
+
+    @property
+    def header(self) -> bytes:
+        """The bytes in front of the tensors."""
+        return self.text.ljust(self.header_bytes)
 
 
 def plan_files(
     stem: str, specs: Sequence[TensorSpec], max_bytes: int = MAX_FILE_BYTES, steady: Collection[str] = ()
 ) -> tuple[FilePlan, ...]:
-    """Distribute `specs` over files `<stem>.safetensors` or `<stem>-0000i-of-0000n.safetensors`.
+    """Distribute `specs` over files `<stem>.safetensors` or `<stem>-0000i-of-0000n.safetensors`, as `bins` says."""
+    return numbered_files(stem, bins(specs, max_bytes, steady))
+
+
+def bins(specs: Sequence[TensorSpec], max_bytes: int, steady: Collection[str] = ()) -> list[list[TensorSpec]]:
+    """The tensors of each file.
 
     A tensor larger than `max_bytes` gets a file of its own. No tensors, no file. Tensors named in `steady` come first
     and share no file with others.
     """
-    bins: list[list[TensorSpec]] = []
+    found: list[list[TensorSpec]] = []
     used, before = 0, False
     for spec in sorted(specs, key=lambda spec: spec.name not in steady):  # stable
         begins, before = before and spec.name not in steady, spec.name in steady
-        if not bins or begins or (used + spec.nbytes > max_bytes and bins[-1]):
-            bins.append([])
+        nbytes = spec.nbytes
+        if not found or begins or (used + nbytes > max_bytes and found[-1]):
+            found.append([])
             used = 0
-        bins[-1].append(spec)
-        used += spec.nbytes
-    return numbered_files(stem, bins)
+        found[-1].append(spec)
+        used += nbytes
+    return found
 
 
 def worth_a_file(specs: Mapping[str, TensorSpec], frozen: frozenset[str]) -> frozenset[str]:
@@ -72,18 +89,14 @@ def plan_file(name: str, specs: Sequence[TensorSpec], align: int = _HEADER_BYTES
     position = 0
     offsets = []
     for spec in ordered:
-        entries[spec.name] = {
-            "dtype": spec.dtype,
-            "shape": list(spec.shape),
-            "data_offsets": [position, position + spec.nbytes],
-        }
+        end = position + spec.nbytes
+        entries[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [position, end]}
         offsets.append(position)
-        position += spec.nbytes
+        position = end
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + (8 if align > _HEADER_BYTES else 0)) % align)
-    header = len(text).to_bytes(8, "little") + text
-    placed = tuple(Placed(s, name, len(header) + o) for s, o in zip(ordered, offsets))
-    return FilePlan(name, header, placed, len(header) + position)
+    length = len(text) + -(len(text) + (8 if align > _HEADER_BYTES else 0)) % align
+    placed = tuple(Placed(s, name, 8 + length + o) for s, o in zip(ordered, offsets))
+    return FilePlan(name, length.to_bytes(8, "little") + text, 8 + length, placed, 8 + length + position)
 
 
 def weight_map(files: Iterable[FilePlan]) -> bytes:

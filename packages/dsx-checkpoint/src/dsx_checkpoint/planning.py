@@ -10,21 +10,21 @@ Replicas (bytes that several ranks hold) are written by the lowest of these rank
 from __future__ import annotations
 
 import functools
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from .announcing import Told, stored_name
 from .boxes import Box, Region
 from .crc import Chunks
 from .errors import CheckpointError, shown
-from .format import CLIENT, FAMILIES, MODEL, OPTIMIZER, Placed, TensorSpec
-from .plan import FilePlan, plan_files, weight_map, worth_a_file
+from .format import CLIENT, FAMILIES, MODEL, MOST_CHUNKS, OPTIMIZER, Placed, TensorSpec
+from .plan import FilePlan, bins, numbered_files, weight_map, worth_a_file
 from .striping import striped_files
-from .writers import Spot, Writers, different_specs
+from .writers import KeySet, Spot, Writers, different_specs
 
-__all__ = ["Part", "WritePlan", "merged_numbers"]
+__all__ = ["Part", "PlannedRow", "WritePlan", "merged_numbers"]
 
 
 class Part(NamedTuple):
@@ -39,6 +39,15 @@ class Part(NamedTuple):
     name: str
     spot: Spot
     writer: int
+    replicated: bool
+
+
+class PlannedRow(NamedTuple):
+    """A region of a tensor that a rank holds, with the members of the family that it has of it."""
+
+    name: str
+    spot: Spot
+    keys: KeySet
     replicated: bool
 
 
@@ -69,13 +78,13 @@ class WritePlan:
     steady: frozenset[str]
     striped: bool
     _writers: Writers = field(repr=False)
-    _tables: dict[int, tuple[array[int], bytes]] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def make(told: Told, *, max_file_bytes: int, chunk_bytes: int, hosts: Sequence[int] | None = None) -> WritePlan:
         """Merge what the ranks told.
 
         Args:
+            chunk_bytes: bytes of a tensor that are hashed together; doubled for a checkpoint of too many chunks.
             hosts: the host of each rank; None: one host.
 
         Raises:
@@ -86,12 +95,15 @@ class WritePlan:
         writers = Writers.of(told, model)
         specs = {MODEL: list(model.values()), OPTIMIZER: list(writers.states(model)), CLIENT: writers.client_specs}
         known = [known for catalogue in told.catalogues for known in catalogue.known.values()]
+        nbytes = sum(spec.nbytes for family in (MODEL, OPTIMIZER) for spec in specs[family])
+        while nbytes > MOST_CHUNKS * chunk_bytes:  # all hashes go to rank 0, and every load reads them
+            chunk_bytes *= 2
         frozen = worth_a_file(model, frozenset(k.spec.name for k in known if k.frozen))
-        files = [plan for f in FAMILIES for plan in plan_files(f, specs[f], max_file_bytes, frozen)]
+        plain = {family: bins(specs[family], max_file_bytes, frozen) for family in FAMILIES}
         striped = None
         if hosts is not None and max(hosts) > 0:
-            striped = striped_files(files, specs, writers.masks(specs), frozen, max_file_bytes, len(told.of_rank))
-        files = files if striped is None else striped
+            striped = striped_files(plain, specs, writers.masks(specs), frozen, max_file_bytes, len(told.of_rank))
+        files = [one for f in FAMILIES for one in numbered_files(f, plain[f])] if striped is None else striped
         family_of = {id(spec): family for family, members in specs.items() for spec in members}
         placed: dict[str, dict[str, Placed]] = {family: {} for family in FAMILIES}
         for plan in files:
@@ -113,47 +125,70 @@ class WritePlan:
             _writers=writers,
         )
 
+    def rows(self, rank: int) -> Iterator[PlannedRow]:
+        """What a rank holds of parameters and buffers, in the order in which it has it."""
+        catalogue, number = self.told.of_rank[rank]
+        names, holding, replicated = self.told.names[catalogue], self.told.holdings[number], self._writers.replicated
+        boxes, key_sets = holding.boxes, holding.key_sets
+        for tensor, box, start, stop, keys in holding.each_row():
+            if start < stop:
+                name, spot = names[tensor], (boxes[box], start, stop)
+                yield PlannedRow(name, spot, key_sets[keys], (name, spot) in replicated)
+
+    def clients(self, rank: int) -> list[str]:
+        """Names of the tensors with elements that only this rank knows."""
+        return [client.name for client in self.told.holdings[self.told.of_rank[rank][1]].client if client.spec.numel]
+
+    def client_writer(self, name: str) -> int:
+        """The rank that writes such a tensor."""
+        return self._writers.client[name]
+
+    def writer(self, row: PlannedRow, key: str) -> int:
+        """The rank that writes a member of a row."""
+        return self._writers.of_piece(row.name, key, row.spot)
+
     def parts(self, rank: int) -> Iterator[Part]:
         """The pieces of a rank, in the order in which it has them."""
-        catalogue, number = self.told.of_rank[rank]
-        names, holding, writers = self.told.names[catalogue], self.told.holdings[number], self._writers
-        for row in holding.each_row():
-            if row.start < row.stop:
-                name, spot = names[row.tensor], (holding.boxes[row.box], row.start, row.stop)
-                replicated = (name, spot) in writers.replicated
-                for key, _ in holding.key_sets[row.keys]:
-                    yield Part(*stored_name(key, name), spot, writers.of_piece(name, key, spot), replicated)
-        for client in holding.client:
-            if client.spec.numel:
-                yield Part(CLIENT, client.name, (None, 0, client.spec.numel), writers.client[client.name], False)
+        for row in self.rows(rank):
+            for key, _ in row.keys:
+                yield Part(*stored_name(key, row.name), row.spot, self.writer(row, key), row.replicated)
+        for name in self.clients(rank):
+            spot = (None, 0, self.placed[CLIENT][name].spec.numel)
+            yield Part(CLIENT, name, spot, self.client_writer(name), False)
 
     @functools.cached_property
     def first_chunks(self) -> dict[tuple[str, str], int]:
         """The chunks of all tensors are numbered one tensor after the other: the number of each tensor's first."""
-        found, total = {}, 0
-        for family, members in self.placed.items():
-            for name in members:
-                found[family, name] = total
-                total += len(self.chunks(family, name))
-        return found
+        keys = [(family, name) for family, members in self.placed.items() for name in members]
+        counts = (-(-self.placed[family][name].spec.nbytes // self.chunk_bytes) for family, name in keys)
+        return dict(zip(keys, accumulate(counts, initial=0)))
 
     @functools.cached_property
     def chunk_count(self) -> int:
         """Chunks of all tensors."""
-        return sum(len(self.chunks(*key)) for key in self.first_chunks)
+        last = next(reversed(self.first_chunks), None)
+        return self.first_chunks[last] + len(self.chunks(*last)) if last is not None else 0
 
-    def table(self, rank: int) -> tuple[array[int], bytes]:
-        """Of each piece of a rank: the number of its tensor's first chunk, and 1 if the rank writes it, plus 2 if
-        several ranks hold it. It is kept, because each save of the plan needs it.
+    @functools.cached_property
+    def holders(self) -> dict[tuple[str, str, Spot], int]:
+        """Pieces that several ranks hold, which must have the same values: the number, from 1 on, of the set of these
+        ranks.
         """
-        known = self._tables.get(rank)
-        if known is None:
-            firsts, flags = array("q"), bytearray()
+        held_by: dict[tuple[str, str, Spot], int] = {}
+        ranks_of = [0] * len(self.told.first)
+        numbers = {kind: number for number, kind in enumerate(self.told.first)}
+        for kind in self.told.of_rank:
+            ranks_of[numbers[kind]] += 1
+        for kind, rank in self.told.first.items() if self._writers.replicated else ():
             for part in self.parts(rank):
-                firsts.append(self.first_chunks[part.family, part.name])
-                flags.append((part.writer == rank) + 2 * part.replicated)
-            known = self._tables[rank] = (firsts, bytes(flags))
-        return known
+                if part.replicated and part.name not in self.unlike:
+                    key = (part.family, part.name, part.spot)
+                    held_by[key] = held_by.get(key, 0) | 1 << numbers[kind]
+        sets: dict[int, int] = {}
+        for mask in held_by.values():
+            single = mask & (mask - 1) == 0 and ranks_of[mask.bit_length() - 1] == 1
+            sets.setdefault(mask, 0 if single else len(sets) + 1)
+        return {key: sets[mask] for key, mask in held_by.items()}
 
     def region(self, part: Part) -> Region:
         """The region of a piece."""

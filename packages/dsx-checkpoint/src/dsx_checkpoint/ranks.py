@@ -4,18 +4,17 @@ Each rank moves its own ranges to and from the disk. Rank 0 gets what the ranks 
 its part of the plan; all ranks tell each other only whether one failed. They send bytes of tensors only if the nodes
 share no file system (`nodes/transfers.py`).
 
-Messages to and from rank 0 go along a tree, in which a rank talks to at most `FAN_OUT - 1` others per level:
-
-    rank 0:  1 .. 31, and 32, 64, 96 ..      rank 32:  33 .. 63, and rank 0
+Messages to and from rank 0 go along the tree of `dsx_comm.gather_object`, in which no rank talks to more than log2 of
+all.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import socket
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dsx_core import Together
@@ -26,9 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
-FAN_OUT = 32
-_TAG = 0x3D5C0000  # of messages in the tree
-_WORTH_PACKING = 512  # bytes
+_TAG = 0x3D5C0000  # of objects from rank to rank
 _KINDS = (CheckpointCorruptError, CheckpointArgumentError, CheckpointError)
 
 
@@ -50,6 +47,11 @@ class Ranks:
     def deal(self, values: Sequence[Any] | None) -> Any:
         """Rank 0 gives a value for each rank (the others None); returns this rank's."""
         return self.gather(values)[0][self.rank]
+
+    def join(self, value: T, joining: Callable[[T, T], T]) -> T | None:
+        """What `joining` makes of all ranks' values, two at a time, in rank order, on rank 0; None on the others."""
+        values = self.collect(value)
+        return functools.reduce(joining, values) if values else None
 
     def send_object(self, value: Any, to: int) -> None:
         """Send a small value to one rank, which calls `receive_object`."""
@@ -93,12 +95,26 @@ class Ranks:
         """
         return self._all().through_first(doing, action, answer, answering=answering)
 
+    def joined_first(
+        self,
+        doing: str,
+        action: Callable[[], T],
+        joining: Callable[[T, T], T],
+        answer: Callable[[T], Sequence[Any]],
+        *,
+        answering: str = "",
+    ) -> Any:
+        """Like `through_first`, for results of which `joining` makes one out of two on their way to rank 0."""
+        return self._all().joined_first(doing, action, joining, answer, answering=answering)
+
     def first_for_all(self, doing: str, action: Callable[[], T]) -> T:
         """Run `action` on rank 0 and give its result to all ranks, or raise its error on all."""
         return self.through_first("", _nothing, lambda _: [action()] * self.world_size, answering=doing)
 
     def _all(self) -> Together:
-        return Together(self.gather, self.rank, self.world_size, _KINDS, collect=self.collect, deal=self.deal)
+        return Together(
+            self.gather, self.rank, self.world_size, _KINDS, collect=self.collect, deal=self.deal, join=self.join
+        )
 
 
 class Solo(Ranks):
@@ -122,7 +138,9 @@ class GroupRanks(Ranks):
     def __init__(self, group: Any = None) -> None:
         import dsx_comm
         from dsx_comm.groups import member
+        from dsx_comm.object_tree import packed, unpacked
 
+        self._packed, self._unpacked = packed, unpacked
         self._comm, self._group = dsx_comm, group
         self._device = member(group).message_device
         self.rank = dsx_comm.get_rank(group)
@@ -135,32 +153,28 @@ class GroupRanks(Ranks):
         return values
 
     def collect(self, value: Any) -> list[Any]:
-        """Along the tree of `children_of`: a rank passes on what it got from those below it."""
-        packs = [_packed(value)]
-        for child, _ in children_of(self.rank, self.world_size):
-            packs += pickle.loads(self._receive_bytes(child))
-        if self.rank:
-            self._send_bytes(pickle.dumps(packs), parent_of(self.rank))
-            return []
-        return [value, *map(_unpacked, packs[1:])]
+        """`gather_object` to the group's rank 0."""
+        values: list[Any] = [None] * self.world_size if self.rank == 0 else []
+        self._comm.gather_object(value, values or None, group=self._group, group_dst=0)
+        return values
 
     def deal(self, values: Sequence[Any] | None) -> Any:
-        """Along the same tree: a rank gets the values of all ranks below it too."""
-        if self.rank:
-            values = _unpacked(self._receive_bytes(parent_of(self.rank)))
-        given = list(values or ())
-        for child, end in children_of(self.rank, self.world_size):
-            # In one pickle a value that many ranks get is there once.
-            self._send_bytes(_packed(given[child - self.rank : end - self.rank]), child)
-        return given[0]
+        """`scatter_object_list` from the group's rank 0."""
+        mine: list[Any] = [None]
+        self._comm.scatter_object_list(mine, values, group=self._group, group_src=0)
+        return mine[0]
+
+    def join(self, value: T, joining: Callable[[T, T], T]) -> T | None:
+        """`join_objects` to the group's rank 0."""
+        return self._comm.join_objects(value, joining, group=self._group, group_dst=0)
 
     def send_object(self, value: Any, to: int) -> None:
         """As a pickle."""
-        self._send_bytes(_packed(value), to)
+        self._send_bytes(self._packed(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)), to)
 
     def receive_object(self, source: int) -> Any:
         """From a pickle."""
-        return _unpacked(self._receive_bytes(source))
+        return pickle.loads(self._unpacked(self._receive_bytes(source)))
 
     def _send_bytes(self, data: bytes, to: int) -> None:
         import torch
@@ -195,32 +209,6 @@ def numbered(labels: Sequence[str]) -> tuple[int, ...]:
     """The number of each label, by the first place of that label."""
     numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
     return tuple(numbers[label] for label in labels)
-
-
-def children_of(rank: int, size: int) -> Iterator[tuple[int, int]]:
-    """The ranks below a rank in the tree, each with the end of the range of ranks that it passes messages on for."""
-    step = 1
-    while step < size and rank % (step * FAN_OUT) == 0:
-        for child in range(rank + step, min(rank + step * FAN_OUT, size), step):
-            yield child, min(child + step, size)
-        step *= FAN_OUT
-
-
-def parent_of(rank: int) -> int:
-    """The rank above a rank in the tree; not for rank 0."""
-    step = FAN_OUT
-    while rank % step == 0:
-        step *= FAN_OUT
-    return rank - rank % step
-
-
-def _packed(value: Any) -> bytes:
-    data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-    return b"z" + zlib.compress(data, 1) if len(data) >= _WORTH_PACKING else b"p" + data
-
-
-def _unpacked(data: bytes) -> Any:
-    return pickle.loads(zlib.decompress(memoryview(data)[1:]) if data[:1] == b"z" else memoryview(data)[1:])
 
 
 def _nothing() -> None:

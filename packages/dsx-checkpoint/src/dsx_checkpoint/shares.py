@@ -1,37 +1,29 @@
-"""What rank 0 and the other ranks of a save send each other once the plan is made: each rank's part of the plan, and
-the hashes of what it wrote.
+"""Each rank's part of the plan of a save, which rank 0 sends it.
 
-A rank needs the places of its own pieces alone (`RankPlan`). Of a piece that it writes it sends the register of each
-chunk (`crc.py`); of a replica that another rank writes a hash of them is enough.
+A rank needs the places of its own pieces alone (`RankPlan`), and how their hashes are put together (`registers.py`).
 """
 
 from __future__ import annotations
 
-import hashlib
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from .announcing import PieceKey
+from . import columns
+from .announcing import PieceKey, stored_name
 from .crc import Chunks
-from .format import Placed
-from .planning import Part, WritePlan
+from .format import CLIENT, Placed
+from .planning import PlannedRow, WritePlan
 from .snapshot import Piece
+from .writers import KeySet
 
-__all__ = [
-    "ONLY_WRITER", "Packed", "RankPlan", "Share", "Written", "digest_of", "is_incomplete", "key_of", "make_shares",
-    "pack", "registers_of", "unpack",
-]  # fmt: skip
+__all__ = ["RankPlan", "Share", "Written", "key_of", "make_shares"]
 
 Written = Mapping[PieceKey, Mapping[int, int]]
 """The pieces of one rank, with the registers of their chunks."""
 
-Packed = tuple["array[int]", "array[int]"]
-"""Registers of a rank's pieces, in their order: how many there are of each, and the numbers and registers."""
-
-ONLY_WRITER = 1
-"""The flags (`WritePlan.table`) of a piece that this rank writes and no other has."""
-_MISSING, _DIGEST = 0xFFFFFFFF, 0xFFFFFFFE  # in the place of a count
+_WIDTH = 5
 
 
 @dataclass(frozen=True)
@@ -40,20 +32,22 @@ class Share:
 
     Attributes:
         plan: which plan.
-        files: the files of this rank's pieces.
-        places: of each piece the number of its file, and its tensor's offset there.
-        writes: of each piece 1 if this rank writes it.
+        files: the files of this rank's pieces, by number.
+        rows: five numbers per piece: of its file; its tensor's offset there; the number of the tensor's first chunk
+            among those of all tensors; 1 if this rank writes it; the number of the set of ranks that hold it, or 0.
         chunk_bytes: bytes of a tensor that are hashed together.
         flushes: in a job on many hosts the files that this rank flushes, once all ranks of its host have written; None:
             each rank flushes what it writes.
     """
 
     plan: str
-    files: tuple[str, ...]
-    places: array[int]
-    writes: bytes
+    files: dict[int, str]
+    rows: array[int]
     chunk_bytes: int
     flushes: tuple[str, ...] | None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (self.plan, self.files, columns.to_bytes(self.rows, _WIDTH), self.chunk_bytes, self.flushes)
 
 
 @dataclass(frozen=True)
@@ -63,24 +57,32 @@ class RankPlan:
     Attributes:
         plan: which plan; no two have the same.
         placed: family and name -> place, of this rank's pieces.
-        writes: piece -> whether this rank writes it, in the order in which rank 0 expects them.
+        writes: piece -> whether this rank writes it.
+        firsts: of each piece the number of its tensor's first chunk, among those of all tensors.
+        counts: of each piece whether its registers are those of the index; where each node has a disk, several ranks
+            write a piece.
+        holders: of each piece the number of the set of ranks that hold it and must have the same values, or 0.
         chunk_bytes, flushes: see `Share`.
     """
 
     plan: str
     placed: Mapping[tuple[str, str], Placed] = field(repr=False)
     writes: Mapping[PieceKey, bool] = field(repr=False)
+    firsts: Sequence[int] = field(repr=False)
+    counts: Sequence[int] = field(repr=False)
+    holders: Sequence[int] = field(repr=False)
     chunk_bytes: int
     flushes: tuple[str, ...] | None
 
     @staticmethod
     def of(share: Share, pieces: Sequence[Piece]) -> RankPlan:
         """The part of the rank that has these pieces."""
+        files, offsets, firsts, counts, holders = (share.rows[column::_WIDTH] for column in range(_WIDTH))
         placed: dict[tuple[str, str], Placed] = {}
-        for piece, file, offset in zip(pieces, share.places[::2], share.places[1::2]):
+        for piece, file, offset in zip(pieces, files, offsets):
             placed[piece.family, piece.spec.name] = Placed(piece.spec, share.files[file], offset)
-        writes = {key_of(piece): bool(flag) for piece, flag in zip(pieces, share.writes)}
-        return RankPlan(share.plan, placed, writes, share.chunk_bytes, share.flushes)
+        writes = {key_of(piece): bool(flag) for piece, flag in zip(pieces, counts)}
+        return RankPlan(share.plan, placed, writes, firsts, counts, holders, share.chunk_bytes, share.flushes)
 
     def place(self, piece: Piece) -> Placed:
         """Where a piece's tensor lies."""
@@ -98,28 +100,75 @@ def key_of(piece: Piece) -> PieceKey:
 
 def make_shares(plan: WritePlan, name: str, ranks: Sequence[int], hosts: Sequence[int]) -> dict[int, Share]:
     """The parts of a plan of these ranks; `hosts`: the host of each rank of the job."""
-    flushes = _flushes(plan, hosts) if plan.striped else None
-    return {rank: _share(plan, name, rank, None if flushes is None else tuple(flushes.get(rank, ()))) for rank in ranks}
+    table = _Tables(plan)
+    tables = {rank: table.of(rank) for rank in (range(len(hosts)) if plan.striped else ranks)}
+    flushes = _flushes(tables, hosts) if plan.striped else None
+    return {
+        rank: Share(name, *tables[rank], plan.chunk_bytes, None if flushes is None else tuple(flushes.get(rank, ())))
+        for rank in ranks
+    }
 
 
-def _share(plan: WritePlan, name: str, rank: int, flushes: tuple[str, ...] | None) -> Share:
-    numbers: dict[str, int] = {}
-    places, writes = array("q"), bytearray()
-    for part in plan.parts(rank):
-        placed = plan.placed[part.family][part.name]
-        places.extend((numbers.setdefault(placed.file, len(numbers)), placed.offset))
-        writes.append(part.writer == rank)
-    return Share(name, tuple(numbers), places, bytes(writes), plan.chunk_bytes, flushes)
+class _Tables:
+    """Makes `files` and `rows` of the shares of all ranks.
+
+    Most pieces are those of one rank alone, and neighbours hold parts of the same tensors. So the rows of a tensor and
+    its states are kept from one rank to the next.
+    """
+
+    def __init__(self, plan: WritePlan) -> None:
+        self._plan = plan
+        self._numbers = {file.name: number for number, file in enumerate(plan.files)}
+        self._before: dict[tuple[str, KeySet], tuple[int, ...]] = {}
+
+    def of(self, rank: int) -> tuple[dict[int, str], array[int]]:
+        """Those of a rank."""
+        plan, before, kept = self._plan, self._before, {}
+        rows = array("q")
+        for row in plan.rows(rank):
+            if row.replicated:
+                for key, _ in row.keys:
+                    rows.extend(self._shared(rank, row, key))
+                continue
+            key = row.name, row.keys
+            found = kept.get(key) or before.get(key) or self._alone(*key)
+            kept[key] = found
+            rows.extend(found)
+        self._before = kept
+        for client in plan.clients(rank):
+            rows.extend((*self._place(CLIENT, client), plan.client_writer(client) == rank, 0))
+        return {number: plan.files[number].name for number in sorted(set(rows[::_WIDTH]))}, rows
+
+    def _alone(self, name: str, keys: KeySet) -> tuple[int, ...]:
+        """Rows of what one rank alone holds, and writes."""
+        found: list[int] = []
+        for key, _ in keys:
+            found += (*self._place(*stored_name(key, name)), 1, 0)
+        return tuple(found)
+
+    def _shared(self, rank: int, row: PlannedRow, key: str) -> tuple[int, ...]:
+        family, name = stored_name(key, row.name)
+        writes = self._plan.writer(row, key) == rank
+        return (*self._place(family, name), writes, self._plan.holders.get((family, name, row.spot), 0))
+
+    def _place(self, family: str, name: str) -> tuple[int, int, int]:
+        placed = self._plan.placed[family][name]
+        return self._numbers[placed.file], placed.offset, self._plan.first_chunks[family, name]
 
 
-def _flushes(plan: WritePlan, hosts: Sequence[int]) -> dict[int, list[str]]:
+def _restored(plan: str, files: dict[int, str], rows: bytes, chunk_bytes: int, flushes: Any) -> Share:
+    return Share(plan, files, columns.from_bytes(rows, _WIDTH), chunk_bytes, flushes)
+
+
+def _flushes(tables: Mapping[int, tuple[Mapping[int, str], array[int]]], hosts: Sequence[int]) -> dict[int, list[str]]:
     """Rank -> the files that it flushes for its host: one flush for each file and host, by the writer that has the
     least to do.
     """
     writers: dict[tuple[str, int], list[int]] = {}
     busy: dict[int, int] = {}
     for rank, host in enumerate(hosts):
-        files = {plan.placed[part.family][part.name].file for part in plan.parts(rank) if part.writer == rank}
+        names, rows = tables[rank]
+        files = {names[number] for number, writes in set(zip(rows[::_WIDTH], rows[3::_WIDTH])) if writes}
         busy[rank] = len(files)
         for file in files:
             writers.setdefault((file, host), []).append(rank)
@@ -129,66 +178,3 @@ def _flushes(plan: WritePlan, hosts: Sequence[int]) -> dict[int, list[str]]:
         busy[chosen] += 1
         found.setdefault(chosen, []).append(file)
     return found
-
-
-def pack(plan: RankPlan, written: Written) -> Packed:
-    """The registers of pieces, for rank 0. Pieces that are not in `written` are marked as missing."""
-    counts, values = array("I"), array("I")
-    for key, writes in plan.writes.items():
-        registers = written.get(key)
-        if registers is None:
-            counts.append(_MISSING)
-        elif writes:
-            counts.append(len(registers))
-            for number, register in registers.items():
-                values.extend((number, register))
-        else:
-            counts.append(_DIGEST)
-            values.frombytes(digest_of(registers))
-    return counts, values
-
-
-def digest_of(registers: Mapping[int, int]) -> bytes:
-    """A hash of eight bytes."""
-    data = array("I", (value for item in sorted(registers.items()) for value in item))
-    return hashlib.blake2b(data.tobytes(), digest_size=8).digest()
-
-
-def unpack(plan: WritePlan, rank: int, packed: Packed) -> Iterator[tuple[Part, Mapping[int, int] | bytes | None]]:
-    """The pieces of a rank, each with its registers, or a hash of them; None: it is missing."""
-    counts, values = packed
-    at = 0
-    for part, count in zip(plan.parts(rank), counts):
-        if count == _MISSING:
-            yield part, None
-        elif count == _DIGEST:
-            yield part, values[at : at + 2].tobytes()
-            at += 2
-        else:
-            end = at + 2 * count
-            yield part, dict(zip(values[at:end:2], values[at + 1 : end : 2]))
-            at = end
-
-
-def is_incomplete(packed: Packed) -> bool:
-    """Whether a piece is missing."""
-    return _MISSING in packed[0]
-
-
-def registers_of(packed: Packed, firsts: Sequence[int], flags: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The registers of the pieces that a rank writes for all, each with the number of its chunk among all chunks.
-
-    Args:
-        firsts, flags: see `WritePlan.table`.
-    """
-    counts, values = packed
-    at = 0
-    for first, flag, count in zip(firsts, flags, counts):
-        if count < _DIGEST:
-            end = at + 2 * count
-            if flag & ONLY_WRITER:
-                for i in range(at, end, 2):
-                    yield first + values[i], values[i + 1]
-            at = end
-        elif count == _DIGEST:
-            at += 2

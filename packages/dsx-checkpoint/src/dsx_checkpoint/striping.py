@@ -40,7 +40,7 @@ class _Group:
 
 
 def striped_files(
-    plain: Sequence[FilePlan],
+    plain: Mapping[str, Sequence[Sequence[TensorSpec]]],
     specs: Mapping[str, Sequence[TensorSpec]],
     masks: Mapping[int, int],
     steady: Collection[str],
@@ -50,14 +50,14 @@ def striped_files(
     """The files; None where the plain ones are good enough.
 
     Args:
-        plain: the files in the order of the model.
+        plain: family -> the tensors of each file, in the order of the model.
         specs: family -> its tensors.
         masks: the ranks that write a tensor, as bits, by the `id` of its spec.
         steady: names of tensors that share no file with others.
         enough: bytes from which a set of writers has a file of its own.
         ranks: the number of ranks.
     """
-    if _opened(_masks_of(plain, masks)) <= MOST_FILES * ranks:
+    if _opened([_mask_of(file, masks) for files in plain.values() for file in files]) <= MOST_FILES * ranks:
         return None
     groups = {
         MODEL: [
@@ -71,14 +71,11 @@ def striped_files(
     return [*found, *(numbered_files(CLIENT, [rest]) if rest else ())]
 
 
-def _masks_of(files: Sequence[FilePlan], masks: Mapping[int, int]) -> list[int]:
-    found = []
-    for file in files:
-        mask = 0
-        for placed in file.tensors:
-            mask |= masks[id(placed.spec)]
-        found.append(mask)
-    return found
+def _mask_of(specs: Sequence[TensorSpec], masks: Mapping[int, int]) -> int:
+    mask = 0
+    for one in {masks[id(spec)] for spec in specs}:
+        mask |= one
+    return mask
 
 
 def _opened(masks: Sequence[int]) -> int:

@@ -66,7 +66,7 @@ def _file_of(name: str, tensors: list[Placed]) -> FileEntry:
     plan = plan_file(name, [placed.spec for placed in tensors])
     if list(plan.tensors) != tensors:
         raise ValueError(f"the places of the tensors in {shown(name)} are not those of a file")
-    return FileEntry(plan.size, len(plan.header), zlib.crc32(plan.header))
+    return FileEntry(plan.size, plan.header_bytes, zlib.crc32(plan.header))
 
 
 def _chunks(placed: Placed, slices: Any) -> Chunks:

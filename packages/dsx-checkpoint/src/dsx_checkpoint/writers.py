@@ -16,7 +16,7 @@ from .boxes import Box, Region, why_not_a_tiling
 from .errors import CheckpointError, shown
 from .format import CLIENT, MASTER, MODEL, TensorSpec
 
-__all__ = ["Spot", "Writers", "different_specs"]
+__all__ = ["KeySet", "Spot", "Writers", "different_specs"]
 
 Spot = tuple[Box | None, int, int]
 """A region of a tensor: elements of a box; the box None is the whole tensor."""

@@ -52,13 +52,8 @@ from .parsing import parse_index
 from .plan import MAX_FILE_BYTES, FilePlan
 from .ranks import Ranks, default_ranks
 from .regions import hash_region, write_region
-from .shares import (
-    Packed,
-    RankPlan,
-    Written,
-    key_of,
-    pack,
-)  # fmt: skip
+from .registers import Registers, collect_registers, each_counted
+from .shares import RankPlan, Written, key_of
 from .snapshot import Piece, Place, Snapshot
 
 
@@ -123,19 +118,26 @@ class PlannedSave:
                 candidates = ranks.first_for_all(f"making {temporary}", only_zero.prepare if only_zero else list)
                 known = self._link(ranks, only_zero, candidates) if candidates else {}
 
-                def write() -> Packed:
-                    return pack(plan, write_pieces(plan, self.pieces, temporary, known, files))
+                def write() -> Written:
+                    return write_pieces(plan, self.pieces, temporary, known, files)
 
-                def close() -> Packed:
+                def close() -> Written:
                     files.close()
-                    return packed
+                    return written
+
+                def commit(found: Registers) -> list[None]:
+                    if only_zero is not None:
+                        only_zero.commit(found, self.state)
+                    return [None] * ranks.world_size
 
                 if plan.flushes is not None:
-                    packed = ranks.all_or_none(f"writing {target}", write)
-                ranks.through_first(
+                    written = ranks.all_or_none(f"writing {target}", write)
+                collect_registers(
+                    ranks,
                     f"writing {target}",
+                    plan,
                     write if plan.flushes is None else close,
-                    lambda everyone: [only_zero.commit(everyone, self.state) if only_zero else None] * len(everyone),
+                    commit,
                     answering=f"committing {target}",
                 )
             except BaseException:
@@ -152,14 +154,14 @@ class PlannedSave:
         plan, doing = self.plan, f"comparing with the checkpoint before {self.target}"
         known: Known = {}
 
-        def hash_mine() -> Packed:
+        def hash_mine() -> Registers:
             known.update(hash_pieces(plan, self.pieces, candidates))
-            return pack(plan, known)
+            return Registers.of(dict(each_counted(plan, known)))
 
-        def unchanged(everyone: list[Packed]) -> list[Suspects]:
-            return only_zero.deal_out(everyone) if only_zero else []
+        def unchanged(registers: Registers) -> list[Suspects]:
+            return only_zero.deal_out(registers, ranks.world_size) if only_zero else []
 
-        suspects: Suspects = ranks.through_first(doing, hash_mine, unchanged)
+        suspects: Suspects = ranks.joined_first(doing, hash_mine, Registers.joined, unchanged)
 
         def linked(everyone: list[list[str]]) -> list[list[str]]:
             made = only_zero.link_or_make([name for names in everyone for name in names]) if only_zero else []
@@ -357,14 +359,14 @@ class Rank0:
         # checkpoint would be touched by this process.
         create(self.temporary / file.name, file.header, file.size, sparse=self.whole.plan.striped)
 
-    def deal_out(self, everyone: Sequence[Packed]) -> list[Suspects]:
+    def deal_out(self, registers: Registers, ranks: int) -> list[Suspects]:
         """The files whose old ones have the values of all ranks: for each rank those whose bytes it looks at."""
         plan = self.whole.plan
-        names = unchanged_files(plan, self.candidates, everyone)
+        names = unchanged_files(plan, self.candidates, registers)
         files = {file.name: file for file in plan.files}
         return [
             ({name: self.candidates[name] for name in mine}, [files[name] for name in mine])
-            for mine in (names[rank :: len(everyone)] for rank in range(len(everyone)))
+            for mine in (names[rank::ranks] for rank in range(ranks))
         ]
 
     def link_or_make(self, intact: list[str]) -> list[str]:
@@ -375,7 +377,7 @@ class Rank0:
                 self._create(file)
         return linked
 
-    def commit(self, written: Sequence[Packed], state: Any) -> None:
+    def commit(self, written: Registers, state: Any) -> None:
         """Write the index with all hashes and give the checkpoint its name."""
         text = build_index(self.whole, written, state, self.latest).to_json()
         parse_index(text, str(self.target / INDEX_NAME))  # a checkpoint that could not be read is not committed

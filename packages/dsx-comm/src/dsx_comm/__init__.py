@@ -91,7 +91,15 @@ from .log import (
     reset_log,
 )
 from .mpu import Mpu, MpuGroups, read_mpu
-from .objects import all_gather_object, broadcast_object_list, gather_object, host_bytes, scatter_object_list, together
+from .object_tree import host_bytes
+from .objects import (
+    all_gather_object,
+    broadcast_object_list,
+    gather_object,
+    join_objects,
+    scatter_object_list,
+    together,
+)
 from .on_demand import host_backend
 from .on_demand import register as register_on_demand
 from .onebit import OneBitAdam, OnebitAdam, OneBitLamb, OnebitLamb, StepKind, StepTraffic, ZeroOneAdam
@@ -231,6 +239,7 @@ __all__ = [
     "is_symmetric",
     "isend",
     "join_launched_ranks",
+    "join_objects",
     "log_summary",
     "make_hierarchy",
     "monitored_barrier",

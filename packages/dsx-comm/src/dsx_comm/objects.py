@@ -6,10 +6,9 @@ go through the current CUDA device. Every byte is counted under the name of the 
 
 from __future__ import annotations
 
-import ctypes
 import pickle
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from dsx_core import RanksDifferError, Together
@@ -18,14 +17,13 @@ from .calls import Call, Labels, check_labels, guarded, run, share_volume
 from .checks import root
 from .collectives import settle, start_all_gather, start_broadcast
 from .errors import CommArgumentError, CommError
-from .groups import Membership, get_global_rank, is_initialized, member
-from .on_demand import MANY_RANKS
-from .p2p import start_p2p
+from .groups import is_initialized, member
+from .object_tree import ObjectTree, host_bytes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_TAG = 0x40000004  # beyond what users may take; of lengths and pickles in gather and scatter
+T = TypeVar("T")
 _SPEAKERS = 8  # at most so many ranks have more to say than the others
 _EVEN_BYTES = 1 << 20  # up to here all ranks receive as much as the longest message has
 
@@ -150,72 +148,35 @@ def gather_object(
 ) -> None:
     """On global rank `dst` (default 0): object_gather_list[p] = rank p's `obj`; elsewhere the list is ignored.
 
-    Of `MANY_RANKS` or more ranks each passes on what a few others have sent it, so that no rank receives from all.
+    Each rank passes on what a few others have sent it (`object_tree.py`), so that no rank receives from all.
     """
     to = member(group)
     _, target = root(dst, group_dst, to, "gather_object", "dst", 0)
     if to.rank == target:
         _check_list(object_gather_list, to.size, "gather_object", "object_gather_list")
     data = b"" if to.rank == target else pickle.dumps(obj)
-    device = to.message_device
-    if to.size >= MANY_RANKS:
-        parts = _gathered_by_tree(data, target, to, device, check_labels(labels))
-        if object_gather_list is not None and to.rank == target:
-            for rank, part in enumerate(parts):
-                object_gather_list[rank] = obj if rank == target else pickle.loads(part)
-        return
-    sent = len(data) + 8 if to.rank != target else 0
-    call = Call("gather_object", to.group, to.size, len(data), sent, device, check_labels(labels))
-
-    def issue() -> None:
-        if to.rank != target:
-            _send(data, target, to, device)
-        elif object_gather_list is not None:
-            for rank in range(to.size):
-                object_gather_list[rank] = obj if rank == target else pickle.loads(_receive(rank, to, device))
-
-    run(call, issue)
+    parts = ObjectTree(to, target, "gather_object", check_labels(labels)).gather(data)
+    if object_gather_list is not None and to.rank == target:
+        for rank, part in enumerate(parts):
+            object_gather_list[rank] = obj if rank == target else pickle.loads(part)
 
 
-def _gathered_by_tree(data: bytes, target: int, to: Membership, device: torch.device, labels: Labels) -> list[bytes]:
-    """On the group's rank `target` the ranks' `data`, by rank. A rank whose distance from it has k zeros at its end, as
-    a binary number, gets that of the 2^k - 1 ranks behind it, and sends all of it on at once.
+def join_objects(
+    obj: T,
+    joining: Callable[[T, T], T],
+    dst: int | None = None,
+    group: Any = None,
+    group_dst: int | None = None,
+    **labels: Unpack[Labels],
+) -> T | None:
+    """On global rank `dst` (default 0) what `joining` makes of all ranks' objects; None on the others.
+
+    The objects of neighbours are joined, the lower rank's first (counted from `dst`), on the way: so no rank receives
+    more than a few of them. `joining` must be associative, may change its first argument, and must not communicate.
     """
-    lengths = torch.zeros(to.size, dtype=torch.int64, device=device)
-    ask = Call("gather_object", to.group, to.size, 8, 0, device, {})
-    guarded(ask, lambda: settle(start_all_gather(lengths, torch.tensor([len(data)], device=device), to), False))
-    place = (to.rank - target) % to.size
-    sizes: list[int] = lengths.roll(-target).tolist()  # by place
-    behind = place & -place or to.size
-    total = sum(sizes[place : place + behind])
-    volume = share_volume(8, to.size) + (total if place else 0)
-    call = Call("gather_object", to.group, to.size, len(data), volume, device, labels)
-    held = [data]
-
-    def move(sending: bool, other: int, tensor: torch.Tensor) -> None:
-        peer = get_global_rank(to.group, (other + target) % to.size)
-        start_p2p(tensor, peer, to, _TAG, sending=sending).wait()
-
-    def issue() -> None:
-        step = 1
-        while step < behind and place + step < to.size:
-            size = sum(sizes[place + step : place + 2 * step])
-            if size:
-                found = torch.empty(size, dtype=torch.uint8, device=device)
-                move(False, place + step, found)
-                held.append(host_bytes(found.cpu()))
-            step *= 2
-        if place and total:
-            move(True, place - behind, _tensor(b"".join(held), device))
-
-    run(call, issue)
-    if place:
-        return []
-    parts, begin, whole = [b""] * to.size, 0, b"".join(held)
-    for other, size in enumerate(sizes):
-        parts[(other + target) % to.size] = whole[begin : begin + size]
-        begin += size
-    return parts
+    to = member(group)
+    _, target = root(dst, group_dst, to, "join_objects", "dst", 0)
+    return ObjectTree(to, target, "join_objects", check_labels(labels)).join(obj, joining)
 
 
 def scatter_object_list(
@@ -228,7 +189,8 @@ def scatter_object_list(
 ) -> None:
     """scatter_object_output_list[0] = global rank `src`'s (default 0) scatter_object_input_list[rank].
 
-    The input list has one object for each rank of `group`, and is needed on the source only. Objects are pickled.
+    The input list has one object for each rank of `group`, and is needed on the source only. Objects are pickled, and
+    each rank passes on what a few others are to get, as in `gather_object`.
     `group_src` gives the rank within `group` instead.
 
     Raises:
@@ -243,23 +205,15 @@ def scatter_object_list(
     data: list[bytes] = []
     if to.rank == source:
         _check_list(scatter_object_input_list, to.size, "scatter_object_list", "scatter_object_input_list")
-        data = [pickle.dumps(obj) for obj in scatter_object_input_list or ()]
-    device = to.message_device
-    sent = sum(len(d) + 8 for p, d in enumerate(data) if p != source)
-    call = Call(
-        "scatter_object_list", to.group, to.size, max(map(len, data), default=0), sent, device, check_labels(labels)
-    )
-
-    def issue() -> None:
-        if to.rank == source and scatter_object_input_list is not None:
-            for rank in range(to.size):
-                if rank != source:
-                    _send(data[rank], rank, to, device)
-            scatter_object_output_list[0] = scatter_object_input_list[source]
-        else:
-            scatter_object_output_list[0] = pickle.loads(_receive(source, to, device))
-
-    run(call, issue)
+        objects = list(scatter_object_input_list or ())
+        objects[source] = None  # it stays here
+        pickles = {id(obj): pickle.dumps(obj) for obj in objects}  # one of what many ranks get
+        data = [pickles[id(obj)] for obj in objects]
+    mine = ObjectTree(to, source, "scatter_object_list", check_labels(labels)).scatter(data)
+    if to.rank == source and scatter_object_input_list is not None:
+        scatter_object_output_list[0] = scatter_object_input_list[source]
+    else:
+        scatter_object_output_list[0] = pickle.loads(mine)
 
 
 def _tensor(data: bytes, device: torch.device) -> torch.Tensor:
@@ -268,28 +222,6 @@ def _tensor(data: bytes, device: torch.device) -> torch.Tensor:
 
 def _load(tensor: torch.Tensor) -> Any:
     return pickle.loads(host_bytes(tensor))
-
-
-def host_bytes(tensor: torch.Tensor) -> bytes:
-    """A copy of the bytes of a contiguous host tensor of any dtype. `Tensor.numpy` would need numpy to be installed."""
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise CommArgumentError(f"host_bytes: got a tensor on {tensor.device}, expected a contiguous one on the host")
-    return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size()) if tensor.numel() else b""
-
-
-def _send(data: bytes, rank: int, to: Membership, device: torch.device) -> None:
-    peer = get_global_rank(to.group, rank)
-    for tensor in (torch.tensor([len(data)], device=device), _tensor(data, device)):
-        start_p2p(tensor, peer, to, _TAG, sending=True).wait()
-
-
-def _receive(rank: int, to: Membership, device: torch.device) -> bytes:
-    peer = get_global_rank(to.group, rank)
-    length = torch.zeros(1, dtype=torch.int64, device=device)
-    start_p2p(length, peer, to, _TAG, sending=False).wait()
-    payload = torch.empty(int(length), dtype=torch.uint8, device=device)
-    start_p2p(payload, peer, to, _TAG, sending=False).wait()
-    return host_bytes(payload.cpu())
 
 
 def _check_list(values: Any, size: int, name: str, what: str) -> None:

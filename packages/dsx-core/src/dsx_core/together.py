@@ -9,7 +9,7 @@ ending in a hang or in wrong numbers. They exchange a hash first. Only if the ha
 then only one rank of each kind sends them, so that the messages of a thousand ranks stay small.
 
 Results that only one rank needs go to rank 0, which answers (`through_first`): then no rank but rank 0 receives more
-than its own answer.
+than its own answer. Where they can be put together on the way (`joined_first`), rank 0 receives little too.
 
 This module sends nothing itself: `Together` is given a function that gathers a value of each rank, such as one over
 `all_gather_object`. So it works over any process group, over threads in tests, and without torch.
@@ -17,11 +17,12 @@ This module sends nothing itself: `Together` is given a function that gathers a 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from .errors import CodedError
 
@@ -53,6 +54,8 @@ class Together:
         collect: gives the values of all ranks on rank 0, and an empty list on the others. Collective.
         deal: gives each rank its own of rank 0's values; the others give None. Collective. Without these two,
             `through_first` gathers.
+        join: gives on rank 0 what a function makes of the values of all ranks, two at a time, in rank order, and None
+            on the others. Collective. Without it `joined_first` collects.
     """
 
     gather: Callable[[Any], list[Any]]
@@ -62,6 +65,7 @@ class Together:
     differ: type[Exception] = RanksDifferError
     collect: Callable[[Any], list[Any]] | None = None
     deal: Callable[[Sequence[Any] | None], Any] | None = None
+    join: Callable[[Any, Callable[[Any, Any], Any]], Any] | None = None
 
     def run(self, doing: str, action: Callable[[], T]) -> list[T]:
         """Run `action` on every rank and return all results. When it fails on one rank, all ranks raise the same error.
@@ -102,19 +106,58 @@ class Together:
         """
         outcome, failure = self._tried(action)
         everyone = (self.collect or self._gathered)(outcome)
+        failed = self._first_failure(doing, everyone) if self.rank == 0 else None
+        return self._answered(failed, failure, lambda: answer([value for value, _ in everyone]), answering)
+
+    def joined_first(
+        self,
+        doing: str,
+        action: Callable[[], T],
+        joining: Callable[[T, T], T],
+        answer: Callable[[T], Sequence[Any]],
+        *,
+        answering: str = "",
+    ) -> Any:
+        """Like `through_first`, for results that become one on their way to rank 0: `joining` makes one of two, that of
+        the lower rank first, and must be associative.
+        """
+        (value, failed), failure = self._tried(action)
+        mine = (value, None if failed is None else (self.rank, failed))
+
+        def both(one: Any, other: Any) -> Any:
+            told = one[1] or other[1]
+            return (None, told) if told else (joining(one[0], other[0]), None)
+
+        if self.join is not None:
+            found = self.join(mine, both)
+        else:
+            everyone = (self.collect or self._gathered)(mine)
+            found = functools.reduce(both, everyone) if everyone else None
+        joined, told = found or (None, None)
+        failed = None if told is None else self._named(doing, *told)
+        return self._answered(failed, failure, lambda: answer(cast(T, joined)), answering)
+
+    def _answered(
+        self,
+        failed: tuple[int, str] | None,
+        failure: Exception | None,
+        answer: Callable[[], Sequence[Any]],
+        answering: str,
+    ) -> Any:
+        """Give this rank's item of rank 0's answer, or raise. `failed`: on rank 0, what failed on some rank."""
         replies: Sequence[Any] = ()
-        failed: tuple[int, str] | None = None
-        if self.rank == 0:
-            failed = self._first_failure(doing, everyone)
-            if failed is None:
-                try:
-                    replies = answer([value for value, _ in everyone])
-                except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer
-                    failure = error
-                    kind, words = self._told(error)
-                    who = f"{answering}: {'rank 0 failed: ' if self.size > 1 else ''}" if answering else ""
-                    failed = (kind, f"{who}{words}")
-        given = [(None, failed)] * self.size if failed is not None else [(reply, None) for reply in replies]
+        if self.rank == 0 and failed is None:
+            try:
+                replies = answer()
+            except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer
+                failure = error
+                kind, words = self._told(error)
+                who = f"{answering}: {'rank 0 failed: ' if self.size > 1 else ''}" if answering else ""
+                failed = (kind, f"{who}{words}")
+        given = [(None, failed)] * self.size
+        if failed is None:  # what many ranks get stays one object, which is sent once
+            told = {id(reply): (reply, None) for reply in replies}
+            given = [told[id(reply)] for reply in replies]
         reply, failed = (self.deal or self._dealt)(given if self.rank == 0 else None)
         if failed is not None:
             kind, words = failed
@@ -132,10 +175,14 @@ class Together:
         """Of the lowest rank that failed: the index of its kind, and the words of the error."""
         for rank, (_, failed) in enumerate(outcomes):
             if failed is not None:
-                kind, words = failed
-                who = f"rank {rank} failed: " if self.size > 1 else ""
-                return kind, f"{doing}: {who}{words}"
+                return self._named(doing, rank, failed)
         return None
+
+    def _named(self, doing: str, rank: int, failed: tuple[int, str]) -> tuple[int, str]:
+        """What a rank has said of its failure, as all ranks raise it."""
+        kind, words = failed
+        who = f"rank {rank} failed: " if self.size > 1 else ""
+        return kind, f"{doing}: {who}{words}"
 
     def _gathered(self, value: Any) -> list[Any]:
         values = self.gather(value)

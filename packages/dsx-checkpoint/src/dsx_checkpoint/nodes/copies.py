@@ -15,12 +15,12 @@ from ..format import FAMILIES, Entry, Placed
 from ..planning import WritePlan
 from ..spans import Range
 
-__all__ = ["ChunkKey", "Layout", "Registers"]
+__all__ = ["ChunkKey", "Layout", "ChunkRegisters"]
 
 ChunkKey = tuple[str, str, int]
 """Family and name of a tensor, and the number of a chunk."""
 
-Registers = dict[ChunkKey, int]
+ChunkRegisters = dict[ChunkKey, int]
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Layout:
         one = self.by_file[file][bisect_right(self._starts[file], begin) - 1]
         return one.placed, one.chunks
 
-    def add(self, registers: Registers, item: Range, data: memoryview) -> None:
+    def add(self, registers: ChunkRegisters, item: Range, data: memoryview) -> None:
         """Take the bytes of a range of a file into the registers of the chunks."""
         file, begin, end = item
         for key, first, stop in self.parts(file, begin, end):

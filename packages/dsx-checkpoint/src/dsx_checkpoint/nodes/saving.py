@@ -22,7 +22,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -40,11 +40,12 @@ from ..node_part import NodePart, digest_of_index
 from ..parsing import parse_index
 from ..planning import Part, WritePlan
 from ..ranks import Ranks
-from ..shares import Packed, pack, unpack
+from ..registers import Registers, collect_registers
+from ..shares import Written
 from ..spans import Spans, spans_of_region
 from ..writers import Spot
 from ..writing import PlannedSave, write_pieces
-from .copies import ChunkKey, Layout, Registers
+from .copies import ChunkRegisters, Layout
 from .topology import Nodes
 from .transfers import Transfer, in_rounds, run_transfers, transfers_between
 
@@ -59,16 +60,16 @@ class NodeShare:
     """A rank's part of what the nodes do.
 
     Attributes:
-        writes: of each of its pieces 1 if it writes it.
+        writes: of each of its pieces 1 if it writes it, and 2 if the next node gets a copy of that.
         transfers: the messages that bring copies to the next node, of which it sends or receives.
-        placed: the tensors of which it receives copies, with their family.
+        placed: the tensors of which it receives copies, with their family and the number of their first chunk.
         files, map_text: to the lowest rank of each node: name, header and size of all files; see `WritePlan`.
         spans: to the lowest rank of each node: what its node will hold.
     """
 
     writes: bytes
     transfers: tuple[Transfer, ...]
-    placed: tuple[tuple[str, Placed], ...]
+    placed: tuple[tuple[str, Placed, int], ...]
     files: tuple[tuple[str, bytes, int], ...] = ()
     map_text: bytes = b""
     spans: Spans = field(default_factory=Spans)
@@ -104,7 +105,7 @@ class NodePlan:
                     key = (part.family, part.name, part.spot)
                     holders.setdefault(key, {}).setdefault(node, rank)
                     regions.setdefault(key, plan.region(part))
-        headers = [(file.name, 0, len(file.header)) for file in plan.files]
+        headers = [(file.name, 0, file.header_bytes) for file in plan.files]
         headers += [(WEIGHT_MAP_NAME, 0, len(plan.map_text))] if plan.map_text else []
         own = [[*headers] for _ in range(nodes.count)]
         copies: list[list[tuple[str, int, int]]] = [[] for _ in range(nodes.count)]
@@ -119,9 +120,12 @@ class NodePlan:
                     copies[copied[key]] += ranges
         return NodePlan(plan, nodes, holders, tuple(map(Spans.of, own)), tuple(map(Spans.of, copies)), copied)
 
-    def writes(self, rank: int, part: Part) -> bool:
-        """Whether a rank writes a piece."""
-        return self.writers.get((part.family, part.name, part.spot), {}).get(self.nodes.of_rank[rank]) == rank
+    def _how_written(self, rank: int, part: Part) -> int:
+        """See `NodeShare.writes`."""
+        key = (part.family, part.name, part.spot)
+        if self.writers.get(key, {}).get(self.nodes.of_rank[rank]) != rank:
+            return 0
+        return 2 if key in self.copied else 1
 
     def shares(self) -> list[NodeShare]:
         """The part of each rank."""
@@ -137,8 +141,8 @@ class NodePlan:
         files = tuple((file.name, file.header, file.size) for file in plan.files)
         found = []
         for rank, node in enumerate(nodes.of_rank):
-            writes = bytes(self.writes(rank, part) for part in plan.parts(rank))
-            tensors = tuple((family, one) for (family, _), one in placed[rank].items())
+            writes = bytes(self._how_written(rank, part) for part in plan.parts(rank))
+            tensors = tuple((key[0], one, plan.first_chunks[key]) for key, one in placed[rank].items())
             share = NodeShare(writes, tuple(transfers[rank]), tensors)
             if nodes.leads(rank):
                 spans = self.own[node] | self.copies[node]
@@ -157,37 +161,36 @@ class NodePlan:
         return in_rounds(nodes, found)
 
 
-def check_copies(plan: NodePlan, written: Sequence[Packed], came: Sequence[Registers]) -> None:
+def check_copies(plan: WritePlan, left: Registers) -> None:
     """Compare what has come to each node with what the ranks of the node before it have hashed when they wrote it.
 
     Args:
-        written: of each rank, the registers of its pieces.
-        came: of each rank, the registers of the ranges that it has received.
+        left: the registers of what was written and of what has come, by node (`_of_node`). Both are put together by xor
+            (`registers.py`), so nothing is left of what is equal.
 
     Raises:
         CheckpointError: a copy is another one; names the tensor and the node.
     """
-    left: list[Registers] = [{} for _ in range(plan.nodes.count)]
+    for number, _ in left.by_number():
+        node, chunk = divmod(number, _NODE)
+        (_, name), first = max(
+            ((key, first) for key, first in plan.first_chunks.items() if first <= chunk), key=lambda item: item[1]
+        )
+        raise CheckpointError(
+            f"the copy of {shown(name)} on node {node} is not what was written on the node before it (chunk"
+            f" {chunk - first}): a disk or the network has changed bytes; nothing was saved"
+        )
 
-    def take(node: int, key: ChunkKey, register: int) -> None:
-        left[node][key] = left[node].get(key, 0) ^ register
 
-    for rank, packed in enumerate(written):
-        for part, registers in unpack(plan.plan, rank, packed):
-            key = (part.family, part.name, part.spot)
-            if key in plan.copied and isinstance(registers, Mapping) and plan.writes(rank, part):
-                for chunk, register in registers.items():
-                    take(plan.copied[key], (part.family, part.name, chunk), register)
-    for rank, registers in enumerate(came):
-        for key, register in registers.items():
-            take(plan.nodes.of_rank[rank], key, register)
-    for node, registers in enumerate(left):
-        wrong = next((key for key, register in registers.items() if register), None)
-        if wrong is not None:
-            raise CheckpointError(
-                f"the copy of {shown(wrong[1])} on node {node} is not what was written on the node before it (chunk"
-                f" {wrong[2]}): a disk or the network has changed bytes; nothing was saved"
-            )
+_NODE = 1 << 40
+
+
+def _of_node(node: int, registers: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """Registers by the numbers of their chunks, as those of one node among those of all nodes."""
+    found: dict[int, int] = {}
+    for number, register in registers:
+        found[node * _NODE + number] = found.get(node * _NODE + number, 0) ^ register
+    return found
 
 
 @dataclass(frozen=True)
@@ -230,13 +233,22 @@ class NodeSave(PlannedSave):
             )
             try:
                 ranks.all_or_none(f"making {temporary.name}", leader.make)
-                packed = ranks.all_or_none(
-                    f"writing {target.name}", lambda: pack(self.plan, write_pieces(self.plan, self.pieces, temporary))
+                written = ranks.all_or_none(
+                    f"writing {target.name}", lambda: write_pieces(self.plan, self.pieces, temporary)
                 )
-                text, saved_at = ranks.through_first(
+                ranks.joined_first(
                     f"copying {target.name} to the next node",
-                    lambda: (packed, self._copy(ranks, temporary)),
-                    self._complete,
+                    lambda: self._left(written, self._copy(ranks, temporary), ranks.rank),
+                    Registers.joined,
+                    self._check,
+                    answering=f"completing {target.name}",
+                )
+                text, saved_at = collect_registers(
+                    ranks,
+                    f"writing {target.name}",
+                    self.plan,
+                    lambda: written,
+                    self._index,
                     answering=f"completing {target.name}",
                 )
                 ranks.all_or_none(f"completing {target.name}", lambda: leader.complete(text, saved_at))
@@ -247,22 +259,38 @@ class NodeSave(PlannedSave):
             ranks.all_or_none(f"removing what {target.name} replaces", leader.clean_up)
         return target
 
-    def _complete(self, everyone: Sequence[tuple[Packed, Registers]]) -> list[tuple[str, float]]:
-        """The text of the index and the time, for the lowest rank of each node."""
-        if self.whole is None or self.on_nodes is None:
-            raise CheckpointError("rank 0 has no plan of the save")
-        written = [packed for packed, _ in everyone]
-        check_copies(self.on_nodes, written, [came for _, came in everyone])
-        built = build_index(self.whole, written, self.state, self.latest).to_json(), time.time()
-        return [built if self.nodes.leads(rank) else ("", 0.0) for rank in range(len(everyone))]
+    def _left(self, written: Written, came: ChunkRegisters, rank: int) -> Registers:
+        """Of this rank: the registers of what it wrote for the next node too, and of what has come."""
+        node = self.nodes.of_rank[rank]
+        pieces = zip(self.plan.writes, self.plan.firsts, self.share.writes)
+        mine = [(key, first) for key, first, how in pieces if how == 2]
+        sent = ((first + number, value) for key, first in mine for number, value in written[key].items())
+        firsts = {(family, placed.spec.name): first for family, placed, first in self.share.placed}
+        got = ((firsts[family, name] + number, value) for (family, name, number), value in came.items())
+        following = _of_node((node + 1) % self.nodes.count, sent)
+        return Registers.joined(Registers.of(following), Registers.of(_of_node(node, got)))
 
-    def _copy(self, ranks: Ranks, folder: Path) -> Registers:
+    def _check(self, left: Registers) -> list[None]:
+        if self.whole is not None:
+            check_copies(self.whole.plan, left)
+        return [None] * len(self.nodes.of_rank)
+
+    def _index(self, written: Registers) -> list[tuple[str, float]]:
+        """The text of the index and the time, for the lowest rank of each node."""
+        if self.whole is None:
+            raise CheckpointError("rank 0 has no plan of the save")
+        built = build_index(self.whole, written, self.state, self.latest).to_json(), time.time()
+        nothing = ("", 0.0)
+        return [built if self.nodes.leads(rank) else nothing for rank in range(len(self.nodes.of_rank))]
+
+    def _copy(self, ranks: Ranks, folder: Path) -> ChunkRegisters:
         """Send and receive copies; the registers of what has come."""
         chunk_bytes = self.plan.chunk_bytes
         layout = Layout.of(
-            (family, placed, Chunks.grid(placed.spec.nbytes, chunk_bytes, ())) for family, placed in self.share.placed
+            (family, placed, Chunks.grid(placed.spec.nbytes, chunk_bytes, ()))
+            for family, placed, _ in self.share.placed
         )
-        found = Registers()
+        found: ChunkRegisters = {}
         run_transfers(ranks, self.share.transfers, folder, lambda item, data: layout.add(found, item, data))
         return found
 

@@ -37,7 +37,8 @@ from dsx_checkpoint.nodes.transfers import Transfer, packs, run_transfers
 from dsx_checkpoint.parsing import parse_index
 from dsx_checkpoint.ranks import Ranks as Processes
 from dsx_checkpoint.reading import Reader
-from dsx_checkpoint.shares import Packed, RankPlan, pack
+from dsx_checkpoint.registers import Registers, collect_registers
+from dsx_checkpoint.shares import RankPlan
 from dsx_checkpoint.snapshot import persistent_buffers
 from dsx_checkpoint.spans import Range, Spans, spans_of_region
 from dsx_checkpoint.writing import PlannedSave, write_pieces
@@ -85,15 +86,15 @@ class PeerSave(PlannedSave):
             )
         )
         try:
-            packed = ranks.all_or_none(
-                f"writing {name} to memory", lambda: pack(plan, write_pieces(plan, self.pieces, folder))
-            )
+            written = ranks.all_or_none(f"writing {name} to memory", lambda: write_pieces(plan, self.pieces, folder))
             ranks.all_or_none(f"copying {name} to the next node", lambda: self._copy_to_next_node(ranks, folder))
             # Every node has the same index, so that its parts know each other.
-            index = ranks.through_first(
+            index = collect_registers(
+                ranks,
                 f"writing {name} to memory",
-                lambda: packed,
-                lambda everyone: self._for_leaders(self._index(everyone)),
+                plan,
+                lambda: written,
+                lambda registers: self._for_leaders(self._index(registers)),
                 answering=f"committing {name}",
             )
             ranks.all_or_none(f"committing {name}", lambda: memory.finish(folder, name, index) if leads else None)
@@ -118,7 +119,7 @@ class PeerSave(PlannedSave):
         texts = {WEIGHT_MAP_NAME: (len(plan.map_text), plan.map_text)} if plan.map_text else {}
         return {**{file.name: (file.size, file.header) for file in plan.files}, **texts}
 
-    def _index(self, written: Sequence[Packed]) -> str:
+    def _index(self, written: Registers) -> str:
         """On rank 0: the text of the index."""
         if self.whole is None:
             raise CheckpointError("rank 0 has no plan of the snapshot")
