@@ -190,18 +190,17 @@ def dirty_padding() -> Any:
 
 
 def norm_of_own_shard() -> Any:
-    found = module("dsx_zero.step.step_norm").StepNorm
+    found = module("dsx_zero.step.norm").StepNorm
     return patch.object(found, "norm", functools.partialmethod(_own_norm, found.norm))
 
 
-def _own_norm(self, right, grad_scale, *, needed):
+def _own_norm(self, right, grad_scale, *, needed, local):
     self._total = None
-    with patch.object(self._runtime.averaging, "local", lambda: True):  # no group adds anything
-        return right(self, grad_scale, needed=needed)
+    return right(self, grad_scale, needed=needed, local=True)  # no group adds anything
 
 
 def clip_before_unscaling() -> Any:
-    found = module("dsx_zero.step.step_norm").StepNorm
+    found = module("dsx_zero.step.norm").StepNorm
     return patch.object(found, "norm", functools.partialmethod(_scaled_norm, found.norm))
 
 

@@ -35,8 +35,8 @@ from dsx_zero.config import GRADIENT_BLOCK
 from dsx_zero.groups import AuxiliaryGroups
 from dsx_zero.params.flat import FlatGroup
 from dsx_zero.transports.chosen import PlainTransports, ZeroPlusPlus
-from dsx_zero.transports.gathers import PlainGather
 from dsx_zero.transports.levels import SecondaryGather
+from dsx_zero.transports.plain import PlainGather
 from dsx_zero.transports.protocol import Then
 from dsx_zero.transports.quantized import BLOCK, QuantizedGather
 from torch import nn

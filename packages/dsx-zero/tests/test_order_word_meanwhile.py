@@ -12,7 +12,7 @@ import torch
 from dsx_testkit import run_ranks, tiny, together
 from dsx_zero.order.agreed import AgreedOrder
 from dsx_zero.order.channel import ControlChannel
-from dsx_zero.step.step_norm import StepNorm
+from dsx_zero.step.norm import StepNorm
 
 PATIENCE = 5.0
 
@@ -152,7 +152,7 @@ def test_ranks_that_differ_train_alike_on_both_ways(stage):
 
 def recorded(rank, world, stage):
     """What the host does in a step whose order is frozen."""
-    from dsx_zero.step import step_norm as module
+    from dsx_zero.step import norm as module
 
     log, post, squares = [], ControlChannel.post, module.sum_of_squares
 

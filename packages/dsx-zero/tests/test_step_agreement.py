@@ -14,7 +14,7 @@ from dsx_zero.order.agreed import AgreedOrder, ScheduleDivergence
 from dsx_zero.order.channel import ControlChannel
 from dsx_zero.order.schedule import Pass
 from dsx_zero.order.sums import all_say_the_same, declining_row, row_of
-from dsx_zero.step.step_norm import SquaresAndRows, StepNorm
+from dsx_zero.step.norm import SquaresAndRows, StepNorm
 
 PATIENCE = 5.0
 

@@ -11,7 +11,7 @@ import dsx_zero
 import pytest
 import torch
 from dsx_testkit import assert_close_named, run_ranks, tiny
-from dsx_zero.transports.gathers import PlainGather
+from dsx_zero.transports.plain import PlainGather
 from dsx_zero.transports.protocol import Stateless
 
 

@@ -34,6 +34,7 @@ def looks(values, arrivals, caplog, rank=0, everywhere=True):
         device.there = there
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="dsx_zero"):
+            warning.steps += 1
             warning.look(run, torch.empty((), device="meta"), everywhere=everywhere)
         found.append([record.getMessage() for record in caplog.records])
     return found, device

@@ -20,7 +20,7 @@ from dsx_zero.homes.home import HostHome, accumulate
 from dsx_zero.params.partitioned_unit import PartitionedUnit
 from dsx_zero.plan.units import find_parameters, plan_units
 from dsx_zero.step.norm import sum_of_squares
-from dsx_zero.transports.gathers import PlainGather
+from dsx_zero.transports.plain import PlainGather
 from dsx_zero.transports.protocol import Stateless
 from dsx_zero.transports.turns import InTurn, Turns
 

@@ -45,8 +45,8 @@ from .plan.units import ParameterInfo, RanksOf, UnitPlan, find_parameters
 from .precision import Precision
 from .replanning import Replanner
 from .resharding import release_model
+from .step.inner import why_at_once
 from .step.masters import check_optimizer, replace_parameters
-from .step.parts import why_at_once
 from .step.sparse import check_dense_gradients
 from .transports.chosen import PlainTransports, Transports, transports_of
 
@@ -238,7 +238,8 @@ def shard(
         if on_disk and why_at_once(inner) is None and (warning := states_at_once(settings, on_disk)):
             _log.warning(warning)
     dtypes = [group.key.dtype for unit in parts.runtime.units for group in unit.trainable]
-    planned.averaging.announce(precision.wire_dtype(dtypes[0]) if dtypes else None)
+    if planned.averaging is not None:
+        planned.averaging.announce(precision.wire_dtype(dtypes[0]) if dtypes else None)
     return model, sharded
 
 

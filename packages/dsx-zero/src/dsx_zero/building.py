@@ -21,13 +21,13 @@ from torch import nn
 from .alike import hash_of
 from .errors import HAS_NO_EFFECT
 from .gather.publishing import Gathering, Replicated, broadcast_first
-from .grads.averaging import Averaging, ByReduction, averaging_of
+from .grads.averaging import ByOptimizer, averaging_of
 from .grads.gradients import ReducedGradients
 from .grads.local import LocalGradients
 from .grads.protocol import Gradients
 from .grads.reduction import LocalReducer, Reducer, Reduction, ReductionEngine
 from .grads.reductions import Reductions
-from .grads.unused import IgnoreUnused, UnusedParameters
+from .grads.unused import UnusedParameters
 from .groups import AuxiliaryGroups
 from .homes.chosen import (
     check_room,
@@ -53,8 +53,9 @@ from .params.memory import Memory, OrdinaryMemory, memory_of
 from .plan.rank_sets import check_rank_sets, is_plain, ranks_of_buffers
 from .plan.units import GroupPlan, ParameterInfo, Persistence, RanksOf, UnitPlan, plan_units
 from .precision import Precision
-from .runtime import Publisher, Runtime, UnusedCheck
+from .runtime import Publisher, Runtime
 from .step.apart import new_values_wait
+from .step.inner import StepGroups, may_be_cut, why_at_once
 from .step.masters import (
     Master,
     Masters,
@@ -65,14 +66,12 @@ from .step.masters import (
     replace_parameters,
 )
 from .step.norm import groups_of_norm
-from .step.param_groups import StepGroups
-from .step.parts import may_be_cut, why_at_once
 from .step.plan import Pipeline, StepPlan
 from .step.runner import plan_step
 from .step.states import OptimizerStates
 from .transports.chosen import Transports
+from .transports.plain import Cast, RowsAllReduce
 from .transports.protocol import ReduceTransport, Transport
-from .transports.reductions import Cast, RowsAllReduce
 from .transports.turns import InTurn, ReducesInTurn, Turns
 
 if TYPE_CHECKING:
@@ -153,7 +152,7 @@ class Planned:
 
     infos: tuple[ParameterInfo, ...]
     plans: tuple[UnitPlan, ...]
-    averaging: Averaging
+    averaging: ByOptimizer | None
     placements: tuple[UnitPlacement, ...]
 
     @cached_property
@@ -189,7 +188,7 @@ class StepParts:
     runtime: Runtime
     masters: tuple[Master, ...]
     by_parameter: Masters
-    unused: UnusedCheck
+    unused: UnusedParameters | None
     groups: StepGroups
     states: OptimizerStates
     placements: tuple[UnitPlacement, ...]
@@ -291,6 +290,7 @@ class _Build:
         self.reduction, self.data, self.groups = recipe.reduction, recipe.data, recipe.groups
         self.placement, self.transports = recipe.placement, recipe.transports
         self.infos, self.plans, self.averaging = planned.infos, planned.plans, planned.averaging
+        self._keeps_local = None if self.averaging is None else self.averaging.local
         self.placed, self.lane, self.device = planned.placed, builder.lane, builder._device
         self._keepers = len(getattr(recipe.transports, "keepers", ()))  # of an earlier plan
 
@@ -354,7 +354,7 @@ class _Build:
             order,
             clock,
             on_complete=lifetime.gradients_complete,
-            keeps_local=self.averaging.local,
+            keeps_local=self._keeps_local,
         )
         gathering = Gathering(settings.allgather_bucket_size)
         stage = Stage3(self.model, found, gathering, gathers, order, lifetime, gradients, hooks=self._kept.hooks)
@@ -394,7 +394,7 @@ class _Build:
         reductions = self._reductions(units, stage, lambda: gradients.complete())
         order = self._order(CollectiveExecutor(reductions.run_reduce), self._builder.channel())
         clock = BackwardClock(order)
-        gradients = ReducedGradients(self.model, reductions, order, clock, keeps_local=self.averaging.local)
+        gradients = ReducedGradients(self.model, reductions, order, clock, keeps_local=self._keeps_local)
         return gradients
 
     def _reductions(self, units: tuple[Unit, ...], stage: int, complete: Callable[[], None]) -> Reductions:
@@ -525,7 +525,7 @@ def _early_units(recipe: Recipe, planned: Planned, runtime: Runtime, inner: Any)
     into their room in host memory are left out.
     """
     settings = recipe.settings
-    safe = hasattr(inner, "step_flat") and why_at_once(inner) is None and isinstance(runtime.averaging, ByReduction)
+    safe = hasattr(inner, "step_flat") and why_at_once(inner) is None and runtime.averaging is None
     if not safe or runtime.checks_overflow or not steps_during_backward(settings):
         return ()
     room, found = room_for_new_values(settings, recipe.placement), list[int]()
@@ -550,9 +550,9 @@ def _faces(model: nn.Module, runtime: Runtime) -> dict[int, torch.Tensor]:
     return {id(p): face for name, p in plain.items() if (face := model.get_parameter(name)) is not p}
 
 
-def _unused_check(runtime: Runtime, settings: ZeroConfig) -> UnusedParameters | IgnoreUnused:
+def _unused_check(runtime: Runtime, settings: ZeroConfig) -> UnusedParameters | None:
     if settings.ignore_unused_parameters:
-        return IgnoreUnused()
+        return None
     return UnusedParameters(runtime.trainable_units(), runtime.ranks)
 
 

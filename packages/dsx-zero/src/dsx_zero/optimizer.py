@@ -10,6 +10,7 @@ contain the model's parameters; during the step the masters are in their place.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -35,18 +36,17 @@ from .state.loading import SliceLoad, publish_masters, read_slices
 from .state.local import count_bytes, load_local, save_local
 from .state.moving import MovedStates, OffloadStateTypeEnum
 from .state.slices import ParamSlice, Reader, iter_slices
-from .step.during_backward import DuringBackward, NotDuringBackward, StepDuringBackward
+from .step.during_backward import StepDuringBackward
 from .step.edits import EditAgreement, Edits
 from .step.failures import StepFailure
-from .step.frozen import Frozen
-from .step.late import Late, LateUpdate, NeverLate
+from .step.inner import StateView, checked_state
+from .step.late import LateUpdate
 from .step.masters import Master, refresh_master, write_parameters
-from .step.model_check import ModelCheck
+from .step.model_check import Frozen, ModelCheck
 from .step.nonfinite import NonFiniteWarning
-from .step.param_groups import StateView, checked_state
+from .step.norm import StepNorm, clip_factor
 from .step.plan import StepPlan
 from .step.runner import StepRunner
-from .step.step_norm import StepNorm, clip_factor
 
 __all__ = ["OnSpan", "StepOutcome", "ZeroOptimizer"]
 
@@ -208,14 +208,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
         self._moved = MovedStates(runtime, parts.states)
         self._edits = Edits(flat, data_writes=parts.data_writes)
-        self._early: DuringBackward = NotDuringBackward()
+        self._early: StepDuringBackward | None = None
         if parts.early_units:
             early = StepDuringBackward(
                 runtime, self._runner, self._edits, units=parts.early_units, channel=parts.channel, inner=inner
             )
             runtime.gradients.watch_reductions(early)
             self._early = early
-        self._late: Late = NeverLate()
+        self._late: LateUpdate | None = None
         if parts.late_after is not None:
             self._late = LateUpdate(runtime, self._runner, self._edits, channel=parts.channel, warm_up=parts.late_after)
         self._edit_agreement = EditAgreement(flat, runtime.ranks)
@@ -340,8 +340,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         except BaseException:
             del groups[count:]
             raise
-        self._early.abandon()
-        self._late.abandon()
+        self._abandon_step()
         self._unusable = (
             "an error happened while the model was given a new layout, and its states are not complete; start again"
             " from the last checkpoint"
@@ -452,13 +451,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.released:
             return
         self._moved.bring_back()
-        self._early.abandon()
-        self._late.abandon()
+        self._abandon_step()
         self.released = True
         if self._before_forward is not None:
             self._before_forward.remove()
         self._runtime.gradients.remove_hooks()
-        self._unused.remove_hooks()
+        if self._unused is not None:
+            self._unused.remove_hooks()
         if self._state_dict_hook is not None:
             self._state_dict_hook.remove()
         self._runtime.publisher.remove_hooks()
@@ -472,7 +471,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _check_in_use(self) -> None:
         self._check_not_released()
-        self._moved.check()
+        if self._moved.stashes:
+            self._moved.check()
 
     def _check_not_released(self) -> None:
         if self.released:
@@ -511,13 +511,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         run = self._runtime
         self.check_step()
         self._failure.begin()
-        self._unused.check()
-        run.averaging.announce_clipping(max_norm)
-        local = run.averaging.local()
-        self._norm.finish_gradients()
-        stepped = self._early.complete(grad_scale, max_norm)
-        norm = self._norm.norm(grad_scale, needed=bool(max_norm) or run.checks_overflow or not local)
-        late, self.steps_done = self._late.is_late(self.steps_done), self.steps_done + 1
+        if self._unused is not None:
+            self._unused.check()
+        local = False
+        if run.averaging is not None:
+            run.averaging.announce_clipping(max_norm)
+            local = run.averaging.local()
+        self._norm.finish_gradients(local=local)
+        stepped = () if self._early is None else self._early.complete(grad_scale, max_norm)
+        norm = self._norm.norm(grad_scale, needed=bool(max_norm) or run.checks_overflow or not local, local=local)
+        late, self.steps_done = self._late is not None and self._late.is_late(self.steps_done), self.steps_done + 1
         if late:
             self._apply_late_update()
         if run.checks_overflow:
@@ -527,21 +530,26 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if not torch.isfinite(everywhere).item():
                 self._failure.end()
                 return self._note(StepOutcome(True, everywhere, loss))
-        self._nonfinite.look(run, norm, everywhere=not local)
+        self._nonfinite.steps += 1
+        if norm.device.type != "cpu" or not math.isfinite(norm.item()):
+            self._nonfinite.look(run, norm, everywhere=not local)
         factor = self._failure.run(lambda: clip_factor(norm, grad_scale, max_norm), 1.0)
         self._apply(factor, stepped, late=late)
         self._failure.end()
-        self._early.end_step()
+        if self._early is not None:
+            self._early.end_step()
         return self._note(StepOutcome(False, None if local else norm, loss))
 
     def _apply(self, factor: float | torch.Tensor, stepped: Collection[int], *, late: bool) -> None:
         """Step the masters with the gradients times `factor`, and publish them; or begin to, for the next step."""
-        if late:
+        if late and self._late is not None:
             self._edits.take_over()
             self._late.begin(factor)
             return
-        done = self._early.groups()  # their edits were taken over before they were stepped
-        edited = [group for group in self._edits.groups if group not in done]
+        edited = self._edits.groups
+        if self._early is not None:  # edits of groups that were stepped already were taken over before
+            done = self._early.groups()
+            edited = [group for group in edited if group not in done]
         self._failure.run(lambda: self._edits.take_over(edited), None)
         self._runner.run(factor, stepped)
         self._publish_written()
@@ -581,10 +589,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._check_in_use()
         self._step_groups.check()
         self._frozen.check()
-        return self._early.announce(grad_scale)
+        return self._early is not None and self._early.announce(grad_scale)
 
     def _apply_late_update(self) -> None:
-        if self._late.finished():
+        if self._late is not None and self._late.finished():
             self._publish_written()
 
     def _publish_written(self) -> None:
@@ -635,8 +643,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def check_update_ended(self) -> None:
         """Refuse to read or write masters and states that a thread steps. Raises ZeroStateError."""
-        self._early.check_ended()
-        self._late.check_flushed()
+        if self._early is not None:
+            self._early.check_ended()
+        if self._late is not None:
+            self._late.check_flushed()
+
+    def _abandon_step(self) -> None:
+        """Forget a step that has begun, because masters and states are about to get other values."""
+        if self._early is not None:
+            self._early.abandon()
+        if self._late is not None:
+            self._late.abandon()
 
     def check_states(self) -> None:
         """Refuse what needs values, while `offload_states` has moved some of them. Raises ZeroStateError."""
@@ -663,8 +680,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         run = self._runtime
         self._apply_late_update()
-        if not run.averaging.synchronize():
+        if run.averaging is None:
             return
+        run.averaging.synchronize()
         for unit in run.trainable_units():
             for group in unit.trainable:
                 write_parameters(group)
@@ -762,8 +780,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises:
             ZeroStateError: optimizer states are incomplete, or do not fit the optimizer.
         """
-        self._early.abandon()
-        self._late.abandon()
+        self._abandon_step()
         self.check_model()
         with self._step_groups.masters():
             load = read_slices(
@@ -829,8 +846,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises:
             ZeroStateError: the slices are not this rank's. `dsx_zero.load_full_state_dict` has no such limit.
         """
-        self._early.abandon()
-        self._late.abandon()
+        self._abandon_step()
         plain = isinstance(state_dict, dict) and "state" in state_dict and "slices" not in state_dict
         if not plain or not self._runtime.whole:
             load_local(self, state_dict)
@@ -908,10 +924,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def state_bytes_by_tier(self) -> dict[str, dict[str, int]]:
         """`state_bytes`, each class divided by where its bytes lie: "device", "host", "disk", or a tier's own name."""
-        self._early.join()  # its thread moves states
+        if self._early is not None:
+            self._early.join()  # its thread moves states
         counted = count_bytes(self._runtime, self.states)
         counted["master"]["device"] = counted["master"].get("device", 0) + self._edits.nbytes()
-        counted["grads"]["host"] = counted["grads"].get("host", 0) + self._late.nbytes
+        if self._late is not None:
+            counted["grads"]["host"] = counted["grads"].get("host", 0) + self._late.nbytes
         counted["params"]["host"] = counted["params"].get("host", 0) + self._runner.apart.nbytes
         for kind, nbytes in self._moved.nbytes().items():
             counted[kind]["host"] = counted[kind].get("host", 0) + nbytes

@@ -332,7 +332,8 @@ class Prepared:
         """Remove the hooks of the old layout; a backward through an earlier graph raises."""
         gradients, stage = self.old.runtime.gradients, stage3_of_parts(self.old)
         gradients.refuse_backwards(_STALE)
-        self.old.unused.remove_hooks()
+        if self.old.unused is not None:
+            self.old.unused.remove_hooks()
         homes = gradients.homes()
         gradients.remove_hooks()
         for home in homes:

@@ -12,14 +12,14 @@ from typing import Any, Protocol
 import torch
 from dsx_comm import RankSet
 
-from .grads.averaging import Averaging
+from .grads.averaging import ByOptimizer
 from .grads.protocol import Gradients
 from .groups import AuxiliaryGroups
 from .params.flat import FlatGroup, Unit
 from .plan.units import ParameterInfo
 from .transports.errors import KeepsErrors
 
-__all__ = ["Publisher", "Runtime", "UnusedCheck"]
+__all__ = ["Publisher", "Runtime"]
 
 
 class Publisher(Protocol):
@@ -54,14 +54,6 @@ class Publisher(Protocol):
         ...
 
 
-class UnusedCheck(Protocol):
-    """Finds parameters without gradients."""
-
-    def check(self) -> None: ...
-
-    def remove_hooks(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class Runtime:
     """The parts of one sharded model.
@@ -79,7 +71,8 @@ class Runtime:
     units: tuple[Unit, ...]
     gradients: Gradients
     publisher: Publisher
-    averaging: Averaging
+    averaging: ByOptimizer | None
+    """The optimizer, if it averages gradients itself in some steps."""
     checks_overflow: bool
     resident: bool
     load_masters: bool = True

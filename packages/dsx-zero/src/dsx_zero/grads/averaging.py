@@ -1,7 +1,8 @@
 """Decides whether dsx-zero averages the gradients of a step, or an optimizer that communicates itself.
 
 `dsx_comm.OneBitAdam` and similar optimizers exchange momenta, not gradients: in some of their steps every rank's own
-gradients must stay as they are. This file calls the methods of such an optimizer; other files use an `Averaging`.
+gradients must stay as they are. This file calls the methods of such an optimizer; other files use `ByOptimizer`, and
+None where dsx-zero averages the gradients of every step.
 `dsx_comm.onebit.rules` says with which settings such an optimizer cannot be combined, for configurations too.
 """
 
@@ -16,7 +17,7 @@ from dsx_comm.onebit import rules
 from ..errors import ZeroConfigError, ZeroOptimizerError
 from .reduction import Reduction
 
-__all__ = ["Averaging", "AveragesItself", "ByOptimizer", "ByReduction", "averages_itself", "averaging_of"]
+__all__ = ["AveragesItself", "ByOptimizer", "averages_itself", "averaging_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -44,44 +45,6 @@ def averages_itself(optimizer: object) -> TypeGuard[AveragesItself]:
     return isinstance(optimizer, AveragesItself)
 
 
-class Averaging(Protocol):
-    """How the gradients of one sharded model are averaged."""
-
-    def local(self) -> bool:
-        """Whether each rank keeps its own gradients in the next step."""
-        ...
-
-    def announce_clipping(self, max_norm: float | None) -> None:
-        """The next step clips to `max_norm`. If the norm is not that of the mean gradient, log once which one it is."""
-        ...
-
-    def announce(self, wire_dtype: torch.dtype | None) -> None:
-        """Tell an optimizer that communicates itself that dsx-zero averages the gradients of its other steps."""
-        ...
-
-    def synchronize(self) -> bool:
-        """Make masters equal on all ranks. Returns whether they may have changed. Collective."""
-        ...
-
-
-class ByReduction:
-    """dsx-zero averages the gradients of every step."""
-
-    def local(self) -> bool:
-        """False: gradients are always averaged."""
-        return False
-
-    def announce_clipping(self, max_norm: float | None) -> None:
-        """Nothing to do: every norm is that of the mean gradient."""
-
-    def announce(self, wire_dtype: torch.dtype | None) -> None:
-        """Nothing to do: the optimizer does not communicate."""
-
-    def synchronize(self) -> bool:
-        """False: masters are always equal."""
-        return False
-
-
 class ByOptimizer:
     """The optimizer averages in the steps in which its `takes_local_gradients` is true."""
 
@@ -94,24 +57,27 @@ class ByOptimizer:
         return self._optimizer.takes_local_gradients
 
     def announce_clipping(self, max_norm: float | None) -> None:
-        """See `Averaging.announce_clipping`: one line, on rank 0, before the first step with local gradients."""
+        """The next step clips to `max_norm`. Rank 0 logs one line before the first such step with local gradients: the
+        norm is not that of the mean gradient then.
+        """
         if not max_norm or self._silent or not self.local():
             return
         self._silent = True
         _log.warning(rules.clipping_note(type(self._optimizer).__name__, max_norm))
 
     def announce(self, wire_dtype: torch.dtype | None) -> None:
-        """See `Averaging.announce`."""
+        """Tell the optimizer that dsx-zero averages the gradients of its other steps."""
         self._optimizer.expect_averaged_gradients(wire_dtype)
 
-    def synchronize(self) -> bool:
-        """See `Averaging.synchronize`."""
+    def synchronize(self) -> None:
+        """Make masters equal on all ranks (collective)."""
         self._optimizer.synchronize()
-        return True
 
 
-def averaging_of(optimizer: Any, reduction: Reduction, *, stage: int, rank: int, plain: bool = True) -> Averaging:
-    """The `Averaging` for an optimizer.
+def averaging_of(
+    optimizer: Any, reduction: Reduction, *, stage: int, rank: int, plain: bool = True
+) -> ByOptimizer | None:
+    """What averages instead of dsx-zero in some steps: the optimizer, if it communicates itself. Else None.
 
     Args:
         plain: all parameters are averaged over the same ranks (no experts, slices or shared weights of stages).
@@ -121,7 +87,7 @@ def averaging_of(optimizer: Any, reduction: Reduction, *, stage: int, rank: int,
         ZeroConfigError: the optimizer communicates itself, and the configuration asks for the sum of gradients.
     """
     if not averages_itself(optimizer):
-        return ByReduction()
+        return None
     name = type(optimizer).__name__
     for conflict in rules.conflicts(name, zero_stage=stage, gradient_allreduce_op=reduction.op):
         if conflict.key == "gradient_allreduce_op":

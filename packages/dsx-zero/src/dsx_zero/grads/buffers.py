@@ -28,7 +28,6 @@ from ..homes.tiers import DeviceTier, Tier
 from ..params.flat import FlatGroup, cut_at_parts, label_of
 from ..params.memory import BufferPool, OrdinaryMemory
 from .access import GradientAccess, GradientPlace
-from .block_norm import block_norm
 from .reduction import PendingReduction, ReductionEngine
 from .sharded import ShardedGradient
 
@@ -475,3 +474,10 @@ class GroupGradients:
 
 def _address(buffer: torch.Tensor | None) -> int:
     return -1 if buffer is None else buffer.data_ptr()
+
+
+def block_norm(block: torch.Tensor) -> torch.Tensor:
+    """The L2 norm of `block`: a 0-dim tensor on its device, fp32 (fp64 for a block of fp64)."""
+    if block.dtype.itemsize < 4:
+        return torch.linalg.vector_norm(block, dtype=torch.float32)
+    return torch.linalg.vector_norm(block)

@@ -54,7 +54,7 @@ class ReducedGradients:
         clock: BackwardClock,
         *,
         on_complete: Callable[[int], None] | None = None,
-        keeps_local: Callable[[], bool] = lambda: False,
+        keeps_local: Callable[[], bool] | None = None,
     ) -> None:
         self._reductions, self._order, self._clock = reductions, order, clock
         self.parts = reductions.parts
@@ -140,7 +140,7 @@ class ReducedGradients:
         if self._reductions.watch is not None:
             self._reductions.watch.begin_backward()
         self._factor, self._completed, self._due, self._new = None, False, False, True
-        self._reducing = self._sync and not self._keeps_local()
+        self._reducing = self._sync and not (self._keeps_local is not None and self._keeps_local())
         self._arrived = dict.fromkeys(self._arrived, 0)
         scaled = self._watch is None or self._watch.factor() == 1.0
         arriving = self._arriving
@@ -205,7 +205,7 @@ class ReducedGradients:
                 hidden.show_views()
             raise
         # The engine learns of a direct `loss.backward()` here, and may have opened `no_sync` for it.
-        self._reducing = self._sync and not self._keeps_local()
+        self._reducing = self._sync and not (self._keeps_local is not None and self._keeps_local())
         return factor
 
     def end_backward(self) -> None:
@@ -238,7 +238,7 @@ class ReducedGradients:
         total = None
         for buffers in self._groups:
             buffers.notice()
-        if self._keeps_local():
+        if self._keeps_local is not None and self._keeps_local():
             self._reductions.finish_alone()
         else:
             total = self._order.boundary(self._reductions.dirty, squares, meanwhile)
@@ -261,7 +261,7 @@ class ReducedGradients:
             return
         for buffers in self._groups:
             buffers.notice()
-        if self._keeps_local():
+        if self._keeps_local is not None and self._keeps_local():
             self._reductions.finish_alone()
         else:
             self._order.complete(self._reductions.dirty)

@@ -16,8 +16,7 @@ from ..homes.home import Home
 from ..order.protocol import EditWatch, RowSum
 from ..params.flat import FlatGroup, Part, Unit
 from ..plan.layout import LocalSlice
-from .block_norm import block_norm
-from .buffers import refuse_sparse
+from .buffers import block_norm, refuse_sparse
 from .protocol import BackwardWatch
 from .reductions import ReductionWatch
 

@@ -20,8 +20,7 @@ from ..params.memory import Kind, Memory, OrdinaryMemory
 from ..plan.layout import LocalSlice
 from ..precision import Precision
 from .access import GradientAccess
-from .block_norm import block_norm
-from .buffers import GroupGradients
+from .buffers import GroupGradients, block_norm
 from .reduction import LocalReducer, ReductionEngine
 from .rows import RowGradients
 

@@ -18,19 +18,9 @@ from dsx_core.together import some_ranks
 from ..errors import ZeroStateError
 from ..params.flat import Unit
 
-__all__ = ["IgnoreUnused", "UnusedParameters"]
+__all__ = ["UnusedParameters"]
 
 _MAX_NAMED = 8
-
-
-class IgnoreUnused:
-    """The default: a missing gradient is no error."""
-
-    def check(self) -> None:
-        """Nothing to do: no parameter is watched."""
-
-    def remove_hooks(self) -> None:
-        """Nothing to do: there are no hooks."""
 
 
 class UnusedParameters:

@@ -102,7 +102,8 @@ class MovedStates:
 
     def __init__(self, runtime: Runtime, states: OptimizerStates) -> None:
         self._runtime, self._states = runtime, states
-        self._stashes: dict[OffloadStateTypeEnum, list[_Stash]] = {}
+        self.stashes: dict[OffloadStateTypeEnum, list[_Stash]] = {}
+        """What is in host memory now, by class."""
         self._homes: list[DeviceHome] = []
         self._faces: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._guard: Any = None
@@ -113,11 +114,11 @@ class MovedStates:
         Raises:
             ZeroStateError: some states are offloaded; names them.
         """
-        if self._stashes:
+        if self.stashes:
             raise ZeroStateError(self._refusal())
 
     def _refusal(self) -> str:
-        names = ", ".join(kind.value for kind in self._stashes)
+        names = ", ".join(kind.value for kind in self.stashes)
         return (
             f"{names} of this model are in host memory since offload_states(); expected them on the device: call"
             " reload_states() on every rank first"
@@ -125,7 +126,7 @@ class MovedStates:
 
     def nbytes(self) -> dict[str, int]:
         """Bytes in host memory, by the classes of `state_bytes`."""
-        return {_CLASSES[kind]: sum(s.nbytes for s in stashes) for kind, stashes in self._stashes.items()}
+        return {_CLASSES[kind]: sum(s.nbytes for s in stashes) for kind, stashes in self.stashes.items()}
 
     def move_out(
         self, include: Iterable[OffloadStateTypeEnum | str] | None, device: Any, *, pin: bool, non_blocking: bool
@@ -133,20 +134,20 @@ class MovedStates:
         """See `ZeroOptimizer.offload_states`."""
         kinds = _kinds(include)
         _check_device(device)
-        if not self._stashes:
+        if not self.stashes:
             self._runtime.gradients.complete_due()  # nothing may be under way
         for kind in kinds:
             if kind is OffloadStateTypeEnum.contiguous_grad_buffer:
                 self._runtime.gradients.drop_idle()
-            elif kind not in self._stashes:
-                self._stashes[kind] = self._move(self._find(kind), pin=pin, non_blocking=non_blocking)
-        if self._stashes and self._guard is None:
+            elif kind not in self.stashes:
+                self.stashes[kind] = self._move(self._find(kind), pin=pin, non_blocking=non_blocking)
+        if self.stashes and self._guard is None:
             self._guard = self._runtime.model.register_forward_pre_hook(self._before_forward, prepend=True)
-        self._runtime.gradients.refuse_backwards(self._refusal() if self._stashes else None)
+        self._runtime.gradients.refuse_backwards(self._refusal() if self.stashes else None)
 
     def bring_back(self, *, non_blocking: bool = False) -> None:
         """See `ZeroOptimizer.reload_states`."""
-        stashes, self._stashes = self._stashes, {}
+        stashes, self.stashes = self.stashes, {}
         for kept in stashes.values():
             for stash in kept:
                 stash.bring_back(non_blocking=non_blocking)
@@ -176,7 +177,7 @@ class MovedStates:
         return [_Stash(tensor, pin=pin, non_blocking=non_blocking) for tensor in storages.values()]
 
     def _before_forward(self, module: Any, args: Any) -> None:
-        if OffloadStateTypeEnum.lp_params in self._stashes or torch.is_grad_enabled():
+        if OffloadStateTypeEnum.lp_params in self.stashes or torch.is_grad_enabled():
             self.check()
 
     # What there is ----------------------------------------------------------------------------------------------------

@@ -18,18 +18,15 @@ from dataclasses import dataclass
 import torch
 from dsx_comm.lanes import HostLane
 
-from ..params.flat import FlatGroup, Part
-from .frozen import Frozen
+from ..params.flat import FlatGroup
 from .inner import InnerStep
-from .masters import Master, runs_of
+from .masters import Master, ReadGradients, gradients_of
+from .model_check import Frozen
 from .plan import StepPlan
 from .states import OptimizerStates
 from .transfers import SubGroupTransfers
 
-__all__ = ["ApartSteps", "NewValues", "ReadGradients", "gradients_of", "new_values_wait"]
-
-ReadGradients = Callable[[FlatGroup, Sequence[Part]], tuple[torch.Tensor, ...]]
-"""Gives the gradients of parts of a group, as `Gradients.parts` does."""
+__all__ = ["ApartSteps", "NewValues", "new_values_wait"]
 
 
 @dataclass(frozen=True)
@@ -154,14 +151,3 @@ def _in_parameter_dtype(master: Master) -> torch.Tensor:
     else uses after its store.
     """
     return master.tensor.detach().view(-1).to(master.group.key.dtype)
-
-
-def gradients_of(masters: Sequence[Master], read: ReadGradients) -> list[torch.Tensor]:
-    """The gradients of these masters, in their shapes."""
-    grads: list[torch.Tensor] = []
-    for start, stop in runs_of(masters):
-        parts = []
-        for master in masters[start:stop]:  # a loop instead of one function call per group
-            parts.append(Part(master.name, master.slice))
-        grads.extend(read(masters[start].group, parts))
-    return [g if g.is_sparse else g.view(master.shape) for master, g in zip(masters, grads, strict=True)]

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from dsx_comm.lanes import Ticket
@@ -34,12 +34,11 @@ from ..params.flat import FlatGroup, Part
 from ..runtime import Runtime
 from .edits import Edits
 from .failures import raise_on_all_ranks
-from .inner import InnerStep, Settings, same_settings, settings_of
-from .parts import has_step_hooks
+from .inner import InnerStep, Settings, has_step_hooks, same_settings, settings_of
 from .runner import StepRunner
 from .worker import Worker
 
-__all__ = ["DuringBackward", "NotDuringBackward", "StepDuringBackward"]
+__all__ = ["StepDuringBackward"]
 
 _log = logging.getLogger(__name__)
 
@@ -51,73 +50,6 @@ _REMEDY = (
     " zero_optimization.offload_optimizer.step_during_backward to false. This step was begun and cannot be completed:"
     " load a checkpoint to go on"
 )
-
-
-class DuringBackward(Protocol):
-    """What `ZeroOptimizer` asks of a step during backward."""
-
-    def announce(self, grad_scale: float) -> bool:
-        """Say that the coming backward is the last one before `step(grad_scale=...)`. Returns whether units will be
-        stepped during it.
-        """
-        ...
-
-    def complete(self, grad_scale: float, max_norm: float | None) -> frozenset[int]:
-        """To be called in the step, when all reductions are complete: wait for the worker thread. Returns the
-        sub-groups that were stepped already (collective).
-
-        Raises:
-            ZeroStateError: a rank's worker has failed, or something was changed since the announcement.
-        """
-        ...
-
-    def groups(self) -> frozenset[FlatGroup]:
-        """The flat groups whose masters were stepped during backward."""
-        ...
-
-    def join(self) -> None:
-        """Wait until the thread has stepped what it was given so far."""
-        ...
-
-    def end_step(self) -> None:
-        """Say that the step has ended."""
-        ...
-
-    def abandon(self) -> None:
-        """Forget the step that has begun, because masters and states are about to get other values."""
-        ...
-
-    def check_ended(self) -> None:
-        """Refuse to read masters and states while only some of them were stepped. Raises ZeroStateError."""
-        ...
-
-
-class NotDuringBackward:
-    """Units are stepped after backward."""
-
-    def announce(self, grad_scale: float) -> bool:
-        """Returns False: no unit is stepped early."""
-        return False
-
-    def complete(self, grad_scale: float, max_norm: float | None) -> frozenset[int]:
-        """Returns no sub-group."""
-        return frozenset()
-
-    def groups(self) -> frozenset[FlatGroup]:
-        """Returns no group."""
-        return frozenset()
-
-    def join(self) -> None:
-        """Does nothing: there is no thread."""
-
-    def end_step(self) -> None:
-        """Does nothing: no step was begun."""
-
-    def abandon(self) -> None:
-        """Does nothing: no step was begun."""
-
-    def check_ended(self) -> None:
-        """Does nothing: no step was begun."""
 
 
 @dataclass
@@ -198,7 +130,9 @@ class StepDuringBackward:
     # Before and during backward ---------------------------------------------------------------------------------------
 
     def announce(self, grad_scale: float) -> bool:
-        """See `DuringBackward.announce`."""
+        """Say that the coming backward is the last one before `step(grad_scale=...)`. Returns whether units will be
+        stepped during it.
+        """
         self._runtime.gradients.expect_last()
         self._was_announced = True
         if self._announced is not None:
@@ -254,7 +188,12 @@ class StepDuringBackward:
     # At the step ------------------------------------------------------------------------------------------------------
 
     def complete(self, grad_scale: float, max_norm: float | None) -> frozenset[int]:
-        """See `DuringBackward.complete`."""
+        """To be called in the step, when all reductions are complete: wait for the worker thread. Returns the
+        sub-groups that were stepped already (collective).
+
+        Raises:
+            ZeroStateError: a rank's worker has failed, or something was changed since the announcement.
+        """
         if self._early():
             self._worker.submit(self._runner.apart.end)
         failure, announced = self._worker.wait(), self._announced
@@ -290,7 +229,7 @@ class StepDuringBackward:
                 yield f"parameters of unit {self._names[unit]} were written between backward and step"
 
     def groups(self) -> frozenset[FlatGroup]:
-        """See `DuringBackward.groups`."""
+        """The flat groups whose masters were stepped during backward."""
         return frozenset(entry.group for unit in self._early() for entry in self._stepped[unit])
 
     def _early(self) -> Collection[int]:
@@ -298,7 +237,7 @@ class StepDuringBackward:
         return () if self._announced is None or self._announced.trial else self._stepped
 
     def end_step(self) -> None:
-        """See `DuringBackward.end_step`."""
+        """Say that the step has ended."""
         if self._announced is not None and self._stepped:
             self._trials = max(0, self._trials - 1)
         self._asks = self._was_announced or self._runtime.ranks.size == 1
@@ -306,11 +245,11 @@ class StepDuringBackward:
         self._forget()
 
     def join(self) -> None:
-        """See `DuringBackward.join`."""
+        """Wait until the thread has stepped what it was given so far."""
         self._worker.join()
 
     def abandon(self) -> None:
-        """See `DuringBackward.abandon`."""
+        """Forget the step that has begun, because masters and states are about to get other values."""
         self._worker.wait()
         self._runner.apart.forget()
         self._forget()
@@ -322,7 +261,7 @@ class StepDuringBackward:
     # What was seen ----------------------------------------------------------------------------------------------------
 
     def check_ended(self) -> None:
-        """See `DuringBackward.check_ended`."""
+        """Refuse to read masters and states while only some of them were stepped. Raises ZeroStateError."""
         if self._early():
             raise ZeroStateError(
                 "masters and optimizer states of some units belong to the step that was begun during backward, and"

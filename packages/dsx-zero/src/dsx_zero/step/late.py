@@ -17,7 +17,6 @@ The host works on copies of the gradients, because the next backward writes new 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
@@ -31,63 +30,7 @@ from .inner import settings_of
 from .runner import StepRunner
 from .worker import Worker
 
-__all__ = ["Late", "LateUpdate", "NeverLate"]
-
-
-class Late(Protocol):
-    """What `ZeroOptimizer` asks of late updates."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the gradients that are kept for the host's update."""
-        ...
-
-    def is_late(self, steps: int) -> bool:
-        """Whether the next update is applied late, when `steps` steps were done."""
-        ...
-
-    def finished(self) -> bool:
-        """Wait for the update that is under way and write the parameters (collective). Returns False if there was none.
-
-        Raises:
-            ZeroStateError: a rank's update has failed, or parameters were written meanwhile.
-        """
-        ...
-
-    def begin(self, factor: float | torch.Tensor) -> None:
-        """Start the update with the reduced gradients times `factor`."""
-        ...
-
-    def abandon(self) -> None:
-        """Forget the update that is under way, because masters and states are about to get other values."""
-        ...
-
-    def check_flushed(self) -> None:
-        """Refuse to read or write masters and states while an update is under way. Raises ZeroStateError."""
-        ...
-
-
-class NeverLate:
-    """Every step applies its own update."""
-
-    nbytes = 0
-
-    def is_late(self, steps: int) -> bool:
-        """Returns False."""
-        return False
-
-    def finished(self) -> bool:
-        """Returns False: no update is ever under way."""
-        return False
-
-    def begin(self, factor: float | torch.Tensor) -> None:
-        """Is never called, because `is_late` is False."""
-
-    def abandon(self) -> None:
-        """Does nothing: no update is ever under way."""
-
-    def check_flushed(self) -> None:
-        """Does nothing: no update is ever under way."""
+__all__ = ["LateUpdate"]
 
 
 class LateUpdate:
@@ -109,15 +52,15 @@ class LateUpdate:
 
     @property
     def nbytes(self) -> int:
-        """See `Late.nbytes`."""
+        """Bytes of the gradients that are kept for the host's update."""
         return sum(tensor.nbytes for tensor in self._kept.values())
 
     def is_late(self, steps: int) -> bool:
-        """See `Late.is_late`."""
+        """Whether the next update is applied late, when `steps` steps were done."""
         return steps >= self._warm_up
 
     def begin(self, factor: float | torch.Tensor) -> None:
-        """See `Late.begin`."""
+        """Start the update with the reduced gradients times `factor`."""
         number = factor.item() if isinstance(factor, torch.Tensor) else factor
         self._keep_gradients()
         inner_step = self._runner.inner_step.for_twin(settings_of(self._runner.inner_step.inner))
@@ -141,7 +84,11 @@ class LateUpdate:
         return tuple(self._kept[group, part.slice.offset] for part in parts)
 
     def finished(self) -> bool:
-        """See `Late.finished`."""
+        """Wait for the update that is under way and write the parameters (collective). Returns False if there was none.
+
+        Raises:
+            ZeroStateError: a rank's update has failed, or parameters were written meanwhile.
+        """
         if not self._under_way:
             return False
         failure, problem = self._worker.wait(), None
@@ -159,13 +106,13 @@ class LateUpdate:
         return True
 
     def abandon(self) -> None:
-        """See `Late.abandon`."""
+        """Forget the update that is under way, because masters and states are about to get other values."""
         self._worker.wait()
         self._runner.apart.forget()
         self._under_way = False
 
     def check_flushed(self) -> None:
-        """See `Late.check_flushed`."""
+        """Refuse to read or write masters and states while an update is under way. Raises ZeroStateError."""
         if self._under_way:
             raise ZeroStateError(
                 "the update of the last step is under way on the host (offload_optimizer.late_update_after); call"

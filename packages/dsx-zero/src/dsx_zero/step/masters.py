@@ -16,7 +16,7 @@ from torch import nn
 
 from ..errors import ZeroOptimizerError
 from ..homes.home import Home, read, write
-from ..params.flat import FlatGroup, Unit
+from ..params.flat import FlatGroup, Part, Unit
 from ..plan.layout import LocalSlice, pieces
 from ..plan.units import UnitPlan
 from .plan import cut
@@ -24,9 +24,11 @@ from .plan import cut
 __all__ = [
     "Master",
     "Masters",
+    "ReadGradients",
     "check_optimizer",
     "check_whole_tensors",
     "copy_targets",
+    "gradients_of",
     "make_masters",
     "needs_whole_tensors",
     "place_masters",
@@ -35,6 +37,9 @@ __all__ = [
     "runs_of",
     "write_parameters",
 ]
+
+ReadGradients = Callable[[FlatGroup, Sequence[Part]], tuple[torch.Tensor, ...]]
+"""Reads the reduced gradients of parts of a flat group, as `Gradients.parts` does."""
 
 _MAX_NAMED = 5
 _REFUSED = {
@@ -262,3 +267,14 @@ def runs_of(masters: Sequence[Master]) -> list[tuple[int, int]]:
             runs.append((start, place))
             start = place
     return runs if masters else []
+
+
+def gradients_of(masters: Sequence[Master], read: ReadGradients) -> list[torch.Tensor]:
+    """The gradients of these masters, in their shapes."""
+    grads: list[torch.Tensor] = []
+    for start, stop in runs_of(masters):
+        parts = []
+        for master in masters[start:stop]:  # a loop instead of one function call per group
+            parts.append(Part(master.name, master.slice))
+        grads.extend(read(masters[start].group, parts))
+    return [g if g.is_sparse else g.view(master.shape) for master, g in zip(masters, grads, strict=True)]

@@ -56,33 +56,37 @@ class NonFiniteWarning:
 
     def __init__(self, send: Callable[[torch.Tensor], _Arrival | None] = _send) -> None:
         self._send = send
-        self._steps = 0
-        self._warned = False
+        self.steps = 0
+        """Steps that went on so far, counted by the optimizer."""
+        self._last = 0
+        """The last of these whose norm was not finite."""
         self._arriving: deque[tuple[int, _Arrival]] = deque()
 
     def look(self, run: Runtime, norm: torch.Tensor, *, everywhere: bool) -> None:
-        """Look at the norm of a step that goes on. Collective where the norm is on the host and not finite.
+        """Look at the norm of a step that goes on. Collective where the norm is on the host and not finite. A finite
+        norm on the host need not be shown.
 
         Args:
             everywhere: whether all ranks have this norm; otherwise this rank warns of its own gradients.
         """
-        self._steps += 1
         if norm.device.type == "cpu":
-            if self._has_become_nonfinite(norm.item()):
+            if self._has_become_nonfinite(self.steps, norm.item()):
                 self._warn(run, norm.item(), everywhere)
             return
         speaks = not everywhere or run.ranks.rank == 0
         while speaks and self._arriving and (value := self._arriving[0][1]()) is not None:
             step, _ = self._arriving.popleft()
-            if self._has_become_nonfinite(value):
+            if self._has_become_nonfinite(step, value):
                 self._warn_late(step, value)
         if speaks and len(self._arriving) < _MOST_PENDING and (arrival := self._send(norm)) is not None:
-            self._arriving.append((self._steps, arrival))
+            self._arriving.append((self.steps, arrival))
 
-    def _has_become_nonfinite(self, norm: float) -> bool:
-        """Is this norm not finite, while the previous one was?"""
-        known, self._warned = self._warned, not math.isfinite(norm)
-        return self._warned and not known
+    def _has_become_nonfinite(self, step: int, norm: float) -> bool:
+        """Is the norm of this step not finite, while that of the step before was?"""
+        if math.isfinite(norm):
+            return False
+        known, self._last = self._last == step - 1 > 0, step
+        return not known
 
     def _warn_late(self, step: int, norm: float) -> None:
         text = (
@@ -94,7 +98,7 @@ class NonFiniteWarning:
             with_code(text, _CODE),
             step,
             norm,
-            self._steps,
+            self.steps,
         )
 
     def _warn(self, run: Runtime, norm: float, everywhere: bool) -> None:
@@ -123,7 +127,7 @@ class NonFiniteWarning:
         )
         _log.warning(
             with_code(text, _CODE),
-            self._steps,
+            self.steps,
             norm,
             where,
         )

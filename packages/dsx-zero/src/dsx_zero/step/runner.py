@@ -17,13 +17,11 @@ from dsx_comm.lanes import HostLane, Lane, Ticket, transfer
 
 from ..homes.home import write
 from ..runtime import Runtime
-from .apart import ApartSteps, gradients_of
+from .apart import ApartSteps
 from .failures import StepFailure
-from .frozen import Frozen
-from .inner import InnerStep
-from .masters import Master, copy_targets, runs_of
-from .param_groups import StepGroups
-from .parts import has_step_hooks, why_at_once
+from .inner import InnerStep, StepGroups, has_step_hooks, why_at_once
+from .masters import Master, copy_targets, gradients_of, runs_of
+from .model_check import Frozen
 from .plan import Action, Kind, Pipeline, StepPlan, make_plan
 from .states import OptimizerStates
 from .transfers import SubGroupTransfers
@@ -88,6 +86,7 @@ class StepRunner:
             by_flat=self._has_flat_step,
         )
         """Steps sub-groups on another thread, before `run`."""
+        self._moves = plan.moves or apart_plan.moves
         self._written: list[Ticket] = []
 
     def run(self, factor: float | torch.Tensor, stepped: Collection[int] = ()) -> None:
@@ -120,7 +119,8 @@ class StepRunner:
         elif action.kind is Kind.FETCH:
             self._transfers.fetch(action.target, masters)
         elif action.kind is Kind.STEP:
-            self._transfers.attach(action.target)
+            if self._moves:
+                self._transfers.attach(action.target)
             by_flat = len(plan.sub_groups) > 1 and self._has_flat_step
             self._step(masters, factor, self._members[id(plan)][action.target], by_flat=by_flat)
         else:
@@ -191,7 +191,8 @@ class StepRunner:
 
     def _end(self) -> None:
         """End everything that is under way. After an error, fetched sub-groups are stored as they are."""
-        self._transfers.end()
+        if self._moves:
+            self._transfers.end()
         written, self._written = self._written, []
         for ticket in written:
             ticket.wait()

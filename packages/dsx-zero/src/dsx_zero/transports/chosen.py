@@ -19,12 +19,11 @@ from dsx_comm.compressed.blocks import BlockFormat
 from ..groups import AuxiliaryGroups
 from .differences import DifferenceGather
 from .errors import KeepsErrors
-from .gathers import PlainGather
 from .levels import HierarchicalGather, SecondaryGather
 from .nodes import hierarchy_of
+from .plain import AllReduce, Cast, HybridReduceScatter, InPieces, PlainGather, ReduceScatter
 from .protocol import ReduceTransport, Transport
 from .quantized import BLOCK, QuantizedGather, QuantizedReduceScatter
-from .reductions import AllReduce, Cast, HybridReduceScatter, InPieces, ReduceScatter
 
 if TYPE_CHECKING:
     from ..config import ZeroConfig

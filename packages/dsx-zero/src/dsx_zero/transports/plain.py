@@ -1,4 +1,4 @@
-"""Reductions of gradients: exact, in another dtype, and in pieces of a maximum size.
+"""Gathers and reductions that send plain values: exact, in another dtype, and in pieces of a maximum size.
 
 Each stage has one kind of reduction: stage 0 all-reduces in place, stages 1-3 reduce-scatter.
 """
@@ -16,7 +16,27 @@ from ..params.flat import FlatGroup
 from ..plan.layout import pieces
 from .protocol import ReduceTransport, Stateless, Then
 
-__all__ = ["AllReduce", "Cast", "HybridReduceScatter", "InPieces", "ReduceScatter", "RowsAllReduce"]
+__all__ = ["AllReduce", "Cast", "HybridReduceScatter", "InPieces", "PlainGather", "ReduceScatter", "RowsAllReduce"]
+
+
+class PlainGather(Stateless):
+    """One all-gather over `RankSet.gather_group`, which is prepared once per flat group."""
+
+    def __init__(self) -> None:
+        self._prepared: dict[FlatGroup, dsx_comm.PreparedCollective] = {}
+
+    def start(self, out: torch.Tensor, source: torch.Tensor, group: FlatGroup, label: str) -> Pending | None:
+        """See `Transport.start`."""
+        prepared = self._prepared.get(group)
+        if prepared is None:
+            ranks = group.ranks
+            if ranks.size == 1:
+                out.copy_(source)
+                return None
+            prepared = self._prepared[group] = dsx_comm.prepare_all_gather(
+                group.layout.shard_numel, group.key.dtype, group.key.device, ranks.gather_group, label=label
+            )
+        return prepared.start(out, source)
 
 
 class AllReduce(Stateless):
