@@ -233,7 +233,7 @@ def loss_not_scaled() -> Any:
     right = engine.scale
 
     def scale(self, loss, scale_wrt_gas=True):
-        return right(self, loss, scale_wrt_gas) / self._parts.scaler.scale
+        return right(self, loss, scale_wrt_gas) / self._parts.update.scaler.scale
 
     return patch.object(engine, "scale", scale)
 
@@ -245,7 +245,7 @@ def schedule_steps_on_overflow() -> Any:
     def update(self, lr_kwargs):
         right(self, lr_kwargs)
         if not self._applied:
-            self._parts.schedule.step(**lr_kwargs)
+            self._parts.update.schedule.step(**lr_kwargs)
 
     return patch.object(engine, "_update", update)
 

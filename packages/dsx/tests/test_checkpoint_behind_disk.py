@@ -91,11 +91,11 @@ def test_what_is_saved_is_what_was_there_at_the_call(tmp_path, monkeypatch):
 
 
 def test_little_of_it_is_in_memory(tmp_path, monkeypatch):
-    from dsx import wiring
+    from dsx import sharding
 
     store = MemoryStore()
     store.close = lambda: None
-    monkeypatch.setattr(wiring, "_store_on_disk", lambda config: store)
+    monkeypatch.setattr(sharding, "store_on_disk", lambda config: store)
     engine, held = built(tmp_path), Held(monkeypatch)
     train(engine, 1)
     total = sum(t.nbytes for t in store.tensors.values())

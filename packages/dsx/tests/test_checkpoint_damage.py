@@ -51,7 +51,12 @@ def everything(engine):
         tensors[f"master/{part.name}"] = part.master.clone()
         tensors |= {f"{k}/{part.name}": torch.as_tensor(v).clone() for k, v in part.states.items()}
     groups = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
-    numbers = [vars(engine.counters), groups, engine._parts.schedule.state_dict(), engine._parts.scaler.state_dict()]
+    numbers = [
+        vars(engine.counters),
+        groups,
+        engine._parts.update.schedule.state_dict(),
+        engine._parts.update.scaler.state_dict(),
+    ]
     return tensors, repr([*numbers, engine.training_dataloader.state_dict()])
 
 
@@ -226,7 +231,7 @@ def test_a_training_state_that_is_none_is_our_error(saved, victim, tmp_path, val
 def test_a_schedule_that_fails_to_load_leaves_everything_as_it_was(saved, monkeypatch):
     engine = build(seed=7)
     before = everything(engine)
-    schedule = engine._parts.schedule.scheduler
+    schedule = engine._parts.update.schedule.scheduler
     load, now = schedule.load_state_dict, schedule.state_dict()
 
     def half(state):

@@ -255,7 +255,7 @@ def broken_schedule(rank, world, folder):
     engine.save_checkpoint(folder)
     other = build(1, world, seed=3, **schedule)
     before, lr = everything(other), other.get_lr()
-    inner = other._parts.schedule.scheduler
+    inner = other._parts.update.schedule.scheduler
     load, state_before = inner.load_state_dict, inner.state_dict()
 
     def half(state):

@@ -64,7 +64,7 @@ def resume(rank, world, case, stage):
     tensors = make.state_of(engine, make.CASES[case.name]["states"])
     numbers = {
         "counters": (engine.global_steps, engine.global_samples, engine.skipped_steps),
-        "loss_scale": engine._parts.scaler.state_dict(),
+        "loss_scale": engine._parts.update.scaler.state_dict(),
         "groups": [{k: v for k, v in g.items() if k in ("lr", "betas", "weight_decay", "momentum")}
                    for g in engine.optimizer.param_groups],
         "data": None if engine.training_dataloader is None else engine.training_dataloader.state_dict(),

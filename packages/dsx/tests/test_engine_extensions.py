@@ -295,3 +295,71 @@ def test_a_state_that_is_missing_or_that_nobody_takes_is_named(tmp_path, caplog)
     assert "it has states of averaging" in caplog.text and "DSX554" in caplog.text
     with_it.destroy()
     without.destroy()
+
+
+# - The features of dsx itself
+
+
+def test_the_features_take_part_in_the_order_that_is_declared(monkeypatch):
+    from dsx import features
+
+    calls = []
+
+    def noted(kind, method):
+        whole = getattr(kind, method)
+
+        def note(self, *args):
+            calls.append((method, kind.__name__))
+            return whole(self, *args)
+
+        monkeypatch.setattr(kind, method, note)
+
+    for kind in features.FEATURES:
+        for method in ("prepare", "before_shard", "join"):
+            noted(kind, method)
+    built([Average()]).destroy()
+    declared = [kind.__name__ for kind in features.FEATURES]
+    for method in ("prepare", "before_shard", "join"):
+        assert [name for called, name in calls if called == method] == declared
+
+
+def test_the_declared_order_is_the_one_that_the_features_need():
+    from dsx import features
+
+    place = {kind.__name__: number for number, kind in enumerate(features.FEATURES)}
+    needed = [
+        ("Experts", "Pipelines"),  # converted layers are made units of ZeRO
+        ("Compression", "Pipelines"),
+        ("TokenDrop", "LayerDrop"),  # a layer that is skipped computes no tokens
+        ("Monitoring", "Stragglers"),  # the clock comes first
+        ("Monitoring", "Lines"),  # figures come before the lines that show them
+        ("Stragglers", "Lines"),
+        ("Trace", "Lines"),
+        ("Curvature", "Lines"),
+    ]
+    assert [pair for pair in needed if place[pair[0]] > place[pair[1]]] == []
+    assert len({kind.name for kind in features.FEATURES}) == len(features.FEATURES)
+
+
+def test_ranks_with_other_extensions_are_told():
+    for text in run_ranks(differing, 2):
+        assert "initialize(extensions=...)" in text
+
+
+def differing(rank, world):
+    try:
+        built([Recording()] if rank else [])
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def test_the_wiring_and_the_parts_stay_small():
+    import dataclasses
+    from pathlib import Path
+
+    from dsx import wiring
+    from dsx.engine.parts import EngineParts
+
+    assert len(dataclasses.fields(EngineParts)) <= 15
+    assert len(Path(wiring.__file__).read_text().splitlines()) <= 250

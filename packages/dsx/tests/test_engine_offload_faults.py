@@ -208,11 +208,11 @@ def test_page_locked_memory_that_is_refused_is_named():
 
 
 def test_a_checkpoint_reads_states_one_after_the_other(tmp_path, monkeypatch):
-    from dsx import wiring
+    from dsx import sharding
 
     store = MemoryStore()
     store.close = lambda: None
-    monkeypatch.setattr(wiring, "_store_on_disk", lambda config: store)
+    monkeypatch.setattr(sharding, "store_on_disk", lambda config: store)
     engine = built(tmp_path)
     trained(engine, 1)
     total = sum(t.nbytes for t in store.tensors.values())

@@ -50,7 +50,7 @@ class PageLocks:
         self.asked, self.given, self.granted = [], weakref.WeakSet(), granted
         self.empty = torch.empty
         monkeypatch.setattr(torch, "empty", self)
-        monkeypatch.setattr("dsx.wiring._device", lambda topology: torch.device("cuda", 0))
+        monkeypatch.setattr("dsx.wiring.device_of", lambda topology: torch.device("cuda", 0))
 
     def __call__(self, *shape, pin_memory=False, **options):
         made = self.empty(*shape, **options)

@@ -42,7 +42,7 @@ def initialize(rank, world, mode):
     import dsx.wiring
 
     with LabelledDevice() as device:
-        dsx.wiring._device = lambda topology: device.label  # as if this process had a device
+        dsx.wiring.device_of = lambda topology: device.label  # as if this process had a device
         model = Blocks()
         shift = model.shift.data_ptr()
         engine = start(model, mode, 3)
@@ -70,7 +70,7 @@ def built_in_parts(rank, world):
     with dsx.zero.Init():
         model = Blocks()
     with LabelledDevice() as device:
-        dsx.wiring._device = lambda topology: device.label
+        dsx.wiring.device_of = lambda topology: device.label
         engine = start(model, "fp16", 3)
         assert 0 < device.peak <= UNITS * UNIT + 2 * UNIT  # the shards that Init made, and a unit at a time
         engine.backward(engine(torch.ones(2, WIDTH)))
@@ -98,7 +98,7 @@ def test_recurrent_layers_follow(stage):
                 return self.cells(x)[0].square().mean()
 
         with LabelledDevice() as device:
-            dsx.wiring._device = lambda topology: device.label
+            dsx.wiring.device_of = lambda topology: device.label
             engine = start(Net(), "fp16", stage)
             losses = []
             for _ in range(3):

@@ -1,7 +1,6 @@
 """Pipelines: a plan says exactly what every real rank holds, sends and computes, for every schedule and ZeRO stage."""
 
 import contextlib
-import dataclasses
 import json
 
 import pytest
@@ -122,7 +121,7 @@ def trained(make, config):
     torch.manual_seed(0)
     engine, *_ = dsx.initialize(model=make(), config=json.loads(json.dumps(config)))
     look = Look()
-    engine._parts = dataclasses.replace(engine._parts, hooks=(*engine._parts.hooks, look))
+    engine._parts.watch.hooks.append(look)
     steps = config["gradient_accumulation_steps"]
     for step in range(4):
         operations = Operations()

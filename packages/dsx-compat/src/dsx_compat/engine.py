@@ -120,7 +120,9 @@ class DeepSpeedEngine(EngineSwitches, Engine, metaclass=RefusingClass):
 
     def get_wall_clock_timers(self) -> dict[str, float]:
         """Name and milliseconds of the parts of the latest step; empty without a clock (`wall_clock_breakdown`)."""
-        return {name: ms for seen in self._parts.observers if isinstance(seen, StepTimes) for name, ms in seen.latest}
+        return {
+            name: ms for seen in self._parts.watch.observers if isinstance(seen, StepTimes) for name, ms in seen.latest
+        }
 
     def collect_python_gc(self) -> int:
         """Run Python's garbage collector now. Returns the number of unreachable objects it found."""
@@ -328,6 +330,6 @@ def renamed(engine: Engine) -> DeepSpeedEngine:
     optimizer = engine._parts.optimizer
     if isinstance(optimizer, ZeroOptimizer):
         optimizer.__class__ = DeepSpeedOptimizer
-        scale: Any = engine._parts.scaler
+        scale: Any = engine._parts.update.scaler
         optimizer.__dict__["_loss_scale_view"] = LossScaleView(scale)
     return engine  # type: ignore[return-value]

@@ -33,7 +33,7 @@ class ThroughputView:
         """Samples per second of all ranks, over the latest steps. Minus infinity while there is no measurement: in the
         first steps, on the ranks other than 0, and with `timers.throughput.enabled: false`.
         """
-        for observer in self._engine._parts.observers:
+        for observer in self._engine._parts.watch.observers:
             if isinstance(observer, Throughput) and observer.timer.samples_per_second > 0:
                 return observer.timer.samples_per_second
         return float("-inf")

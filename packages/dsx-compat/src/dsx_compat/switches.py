@@ -28,27 +28,28 @@ class EngineSwitches:
 
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale follows overflows."""
-        return self._parts.scaler.state_dict()["kind"] == "dynamic"
+        return self._parts.update.scaler.state_dict()["kind"] == "dynamic"
 
     def zero_optimization(self) -> bool:
         """Whether anything is sharded over the ranks (stage 1 or above)."""
-        return self._parts.settings.zero_stage > 0
+        return self._parts.config.zero.stage > 0
 
     def zero_optimization_partition_gradients(self) -> bool:
         """Whether gradients are sharded over the ranks (stage 2 or above)."""
-        return self._parts.settings.zero_stage >= 2
+        return self._parts.config.zero.stage >= 2
 
     def zero_optimization_partition_weights(self) -> bool:
         """Whether parameters are sharded over the ranks (stage 3)."""
-        return self._parts.settings.zero_stage >= 3
+        return self._parts.config.zero.stage >= 3
 
     def optimizer_name(self) -> str:
         """Class name of the optimizer in use; empty without one."""
-        return self._parts.settings.optimizer_name
+        optimizer = self._parts.optimizer
+        return "" if optimizer is None else type(optimizer.inner).__name__
 
     def scheduler_name(self) -> str | None:
         """Class name of the learning-rate scheduler; None without one."""
-        scheduler = self._parts.lr_scheduler
+        scheduler = self._parts.update.schedule.scheduler
         return None if scheduler is None else type(scheduler).__name__
 
     def steps_per_print(self) -> int | None:

@@ -15,9 +15,10 @@ from .errors import NoEngineError
 if TYPE_CHECKING:
     import torch
     from dsx_comm import RankSets
+    from dsx_zero import ZeroOptimizer
     from torch import nn
 
-__all__ = ["ENGINES", "EngineToPlan", "StepWatcher", "Trained", "Watchers", "engine_to_plan"]
+__all__ = ["ENGINES", "BuiltEngine", "EngineToPlan", "StepWatcher", "Trained", "Watchers", "engine_to_plan"]
 
 ENGINES = "dsx_plan.engines"
 """Group of entry points: functions without arguments that return an `EngineToPlan`."""
@@ -52,8 +53,31 @@ class EngineToPlan(Protocol):
     def build(
         self, config: Mapping[str, Any], *, model: nn.Module,
         optimizer: Callable[[Any], torch.optim.Optimizer] | None, store: Any,
-    ) -> Any:  # fmt: skip
+    ) -> BuiltEngine:  # fmt: skip
         """An engine around a model, which writes no file: state on disk goes to `store`. Collective."""
+        ...
+
+
+class BuiltEngine(Protocol):
+    """An engine that was built for a plan, and the parts of it that a plan reads."""
+
+    @property
+    def engine(self) -> Any:
+        """The engine: it is called, `backward`, `step` (or `train_batch`), `module`, `destroy`."""
+        ...
+
+    @property
+    def shards(self) -> ZeroOptimizer:
+        """The sharded state, of which a plan names every tensor."""
+        ...
+
+    @property
+    def pipeline(self) -> Any:
+        """The runtime of its pipeline (`dsx_pipe.Pipeline`); None without one."""
+        ...
+
+    def add_hook(self, hook: StepWatcher) -> None:
+        """Call `hook` during every step from now on."""
         ...
 
 
@@ -99,8 +123,8 @@ class Trained(Protocol):
         ...
 
     @property
-    def optimizer(self) -> Any:
-        """Its shards (`dsx_zero.ZeroOptimizer`)."""
+    def optimizer(self) -> ZeroOptimizer:
+        """Its shards."""
         ...
 
     @property

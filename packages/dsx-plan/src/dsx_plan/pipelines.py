@@ -10,14 +10,13 @@ When a rank waits for another is not seen in its trace. `step_of` says it, by `d
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .cost import Timing, message_seconds
-from .engine import StepWatcher
+from .engine import BuiltEngine, StepWatcher
 from .errors import PlanError
 from .machine import Machine
 from .models import Batch
@@ -148,32 +147,32 @@ class PipelineSteps:
     """Steps of one rank of a pipeline.
 
     Args:
-        engine: a `PipelineEngine`.
+        built: with a pipeline.
         pair: inputs and labels of a micro-batch.
         micro_batches: that are run in a step.
         accumulation: those that it stands for.
     """
 
     def __init__(
-        self, engine: Any, pair: tuple[Any, Any], micro_batches: int, accumulation: int, recorder: Recorder
+        self, built: BuiltEngine, pair: tuple[Any, Any], micro_batches: int, accumulation: int, recorder: Recorder
     ) -> None:  # fmt: skip
-        self._engine, self._pair, self._recorder = engine, pair, recorder
+        self._built, self._pair, self._recorder = built, pair, recorder
         self._micro_batches, self._accumulation = micro_batches, accumulation
-        self._pipe: Any = engine._pipe
+        self._pipe: Any = built.pipeline
         self._mail: Any = recorder.mail
         self._pipe.stands_for = accumulation
         self._marks = self._pipe.clock = _Marks(recorder)
         if self._mail is not None:
             self._mail.begin(self._pipe)
-        self._before_update = _BeforeUpdate(recorder, engine._parts.shards.state_bytes_by_tier)
-        engine._parts = dataclasses.replace(engine._parts, hooks=(*engine._parts.hooks, self._before_update))
+        self._before_update = _BeforeUpdate(recorder, built.shards.state_bytes_by_tier)
+        built.add_hook(self._before_update)
 
     def run(self, traffic: Any) -> Record:
         """Train for one update. See `Steps.run`."""
         recorder, record = self._recorder, Record(self._recorder.trace, traffic)
         self._marks.restart(traffic)
         recorder.begin("forward")
-        self._engine.train_batch(iter([self._pair] * self._micro_batches))
+        self._built.engine.train_batch(iter([self._pair] * self._micro_batches))
         recorder.settle()
         spans = self._pipe.spans()
         repeated = _repeated([span.action for span in spans])
@@ -189,12 +188,12 @@ class PipelineSteps:
         return record
 
     def _stage(self, spans: Sequence[Any]) -> StageReplay:
-        pipe, module = self._pipe, self._engine.module
+        pipe, module = self._pipe, self._built.engine.module
         schedule = pipe.schedule
         if self._accumulation > self._micro_batches:
             schedule = _built(module.schedule, schedule.ranks, len(pipe.stages), self._accumulation)
         copies = {tie.name for tie in module.ties.ties if not tie.owned}
-        infos = self._engine._parts.shards.runtime.infos
+        infos = self._built.shards.runtime.infos
         places = self._marks.place
         return StageReplay(
             place=pipe.rank,

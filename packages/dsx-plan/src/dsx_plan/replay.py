@@ -14,9 +14,10 @@ from typing import Any
 
 import dsx_comm
 import torch
+from dsx_zero import ZeroOptimizer
 from torch import nn
 
-from .engine import EngineToPlan
+from .engine import BuiltEngine, EngineToPlan
 from .errors import PlanError, explains_itself
 from .fake import FakeCompute
 from .ledger import DEVICE, HOST, Ledger
@@ -152,29 +153,29 @@ class _Run:
         self._micro_batches = 1
 
     def run(self) -> Replay:
-        recorder, engine = self._recorder, None
+        recorder, built = self._recorder, None
         try:
-            engine, batch = self._build()
-            steps = self._steps(engine, batch)
+            built, batch = self._build()
+            steps = self._steps(built, batch)
             with kernels_recorded(recorder):
                 for _ in range(WARM_UP):
                     steps.run(None)
-                self._name_states(engine)
+                self._name_states(built.shards)
                 recorder.trace.clear()
                 recorder.ledger.record()
                 with dsx_comm.count_traffic() as traffic:
                     record = steps.run(traffic)
-            return self._result(engine, batch, record)
+            return self._result(built, batch, record)
         except Exception as error:
             if explains_itself(error) and not _in_a_stage(error):
                 raise
             raise PlanError(f"the model cannot be replayed: {type(error).__name__}: {error}. {_hint(error)}") from error
         finally:
-            if engine is not None:
-                engine.destroy()
+            if built is not None:
+                built.engine.destroy()
             recorder.mail = None  # it knows the stages, and the record outlives them
 
-    def _build(self) -> tuple[Any, Batch]:
+    def _build(self) -> tuple[BuiltEngine, Batch]:
         """The engine, and a batch for the model as it was before it was cut."""
         question, recorder = self._question, self._recorder
         recorder.begin("build")
@@ -194,8 +195,8 @@ class _Run:
         batch = self._batch(model)
         config = {**question.config, "gradient_accumulation_steps": self._micro_batches}
         optimizer = None if "optimizer" in question.config else question.optimizer
-        engine = question.engine.build(config, model=model, optimizer=optimizer, store=PlannedStore(recorder))
-        return engine, batch
+        built = question.engine.build(config, model=model, optimizer=optimizer, store=PlannedStore(recorder))
+        return built, batch
 
     def _replayed_micro_batches(self, model: nn.Module) -> int:
         question = self._question
@@ -203,16 +204,16 @@ class _Run:
             return micro_batches_of(model, question.stages, question.accumulation)
         return min(question.accumulation, MOST_MICRO_BATCHES)
 
-    def _steps(self, engine: Any, batch: Batch) -> Steps:
+    def _steps(self, built: BuiltEngine, batch: Batch) -> Steps:
         question = self._question
-        if not question.engine.is_pipeline(engine.module):
-            return _PlainSteps(engine, batch, self._micro_batches, question.accumulation, self._recorder, self._loss)
+        if not question.engine.is_pipeline(built.engine.module):
+            return _PlainSteps(built, batch, self._micro_batches, question.accumulation, self._recorder, self._loss)
         if question.loss is not None:
             raise PlanError(
                 "loss: got a function, and the last stage of a pipeline has its own (PipelineModule(loss_fn=...))"
             )
-        pair = as_pair(batch, engine.module)
-        return PipelineSteps(engine, pair, self._micro_batches, question.accumulation, self._recorder)
+        pair = as_pair(batch, built.engine.module)
+        return PipelineSteps(built, pair, self._micro_batches, question.accumulation, self._recorder)
 
     def _batch(self, model: nn.Module) -> Batch:
         question = self._question
@@ -246,8 +247,8 @@ class _Run:
             self._notes.append(note)
         return found.float().mean()
 
-    def _name_states(self, engine: Any) -> None:
-        ledger, shards = self._recorder.ledger, engine._parts.shards
+    def _name_states(self, shards: ZeroOptimizer) -> None:
+        ledger = self._recorder.ledger
         runtime = shards.runtime
         for unit in runtime.units:
             for group in unit.groups:
@@ -262,9 +263,9 @@ class _Run:
             if (view := home.view()) is not None:
                 ledger.rename([view], "states", home.tier)
 
-    def _result(self, engine: Any, batch: Batch, record: Record) -> Replay:
+    def _result(self, built: BuiltEngine, batch: Batch, record: Record) -> Replay:
         recorder = self._recorder
-        infos = engine._parts.shards.runtime.infos
+        infos = built.shards.runtime.infos
         if recorder.unknown:
             names = ", ".join(sorted(recorder.unknown)[:5])
             self._notes.append(
@@ -278,14 +279,14 @@ class _Run:
         return Replay(
             trace=recorder.trace,
             segments=record.segments(),
-            resident={**record.resident, "model buffers": {DEVICE: _buffer_bytes(engine.module)}},
+            resident={**record.resident, "model buffers": {DEVICE: _buffer_bytes(built.engine.module)}},
             ledger=recorder.ledger,
             messages=record.messages(),
             parameters=sum(info.numel for info in infos),
             trainable=sum(info.numel for info in infos if info.trainable),
             tokens=tokens_of(batch),
             rank=self._question.rank,
-            experts=_experts(engine.module),
+            experts=_experts(built.engine.module),
             communicators=len(recorder.communicators),
             notes=self._notes,
             stage=record.stage,
@@ -302,14 +303,14 @@ class _PlainSteps:
     """
 
     def __init__(
-        self, engine: Any, batch: Batch, micro_batches: int, accumulation: int, recorder: Recorder, loss: Any
+        self, built: BuiltEngine, batch: Batch, micro_batches: int, accumulation: int, recorder: Recorder, loss: Any
     ) -> None:  # fmt: skip
-        self._engine, self._batch, self._recorder, self._loss = engine, batch, recorder, loss
+        self._built, self._batch, self._recorder, self._loss = built, batch, recorder, loss
         self._micro_batches, self._accumulation = micro_batches, accumulation
 
     def run(self, traffic: Any) -> Record:
         """Train for one update. See `Steps.run`."""
-        engine, batch, recorder = self._engine, self._batch, self._recorder
+        engine, batch, recorder = self._built.engine, self._batch, self._recorder
         record = Record(recorder.trace, traffic)
         for number in range(self._micro_batches):
             recorder.begin("forward")
@@ -318,7 +319,7 @@ class _PlainSteps:
             engine.backward(loss)
             del loss
             if number == self._micro_batches - 1:
-                record.resident = engine._parts.shards.state_bytes_by_tier()
+                record.resident = self._built.shards.state_bytes_by_tier()
                 recorder.begin("step")
             else:
                 record.cut()

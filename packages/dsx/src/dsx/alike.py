@@ -7,7 +7,7 @@ configuration, and for errors before there is a process group.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -33,9 +33,9 @@ _OWN = frozenset(
 _PATIENCE = timedelta(seconds=20)
 
 
-def config_facts(config: Config, request: Request) -> dict[str, str]:
+def config_facts(config: Config, request: Request, extensions: Sequence[object]) -> dict[str, str]:
     """The configuration in effect as text by path, without the sections that may differ between ranks (logs and their
-    places).
+    places), and what else of the arguments must be the same: the schedule, the classes of the extensions.
     """
     rows = {row.path: repr(row.value) for row in config.explain().rows}
     facts = {path: text for path, text in rows.items() if not _is_own(path)}
@@ -45,6 +45,7 @@ def config_facts(config: Config, request: Request) -> dict[str, str]:
         facts["initialize(lr_scheduler=...)"] = (
             type(given).__name__ if made else getattr(given, "__name__", "a callable")
         )
+    facts["initialize(extensions=...)"] = ", ".join(type(one).__name__ for one in extensions)
     return facts
 
 

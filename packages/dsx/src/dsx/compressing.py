@@ -1,6 +1,7 @@
-"""Builds the compression of an engine from the configuration: techniques on the model, and their scheduler.
+"""The compression of an engine (`compression_training`, `quantize_training`): techniques on the model, and their
+scheduler.
 
-This is part of the wiring. A model that the caller has prepared with `init_compression` is used unchanged; any other
+A model that the caller has prepared with `init_compression` is used unchanged; any other
 model is prepared here, before it is moved, cast and sharded. `quantize_training` is the same quantisation of weights,
 for all layers: the forward pass uses the quantised weight, and the optimizer's master keeps its precision, in every
 precision mode and ZeRO stage.
@@ -13,17 +14,56 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import dsx_comm
 import dsx_zero
 import torch
+from dsx_comm import RankSets
 from torch import nn
 from torch.nn.utils import parametrize
 
 from .config import Config
+from .engine.compressing import CompressionSession, StagedSchedule
 from .engine.errors import EngineArgumentError
 from .engine.request import Request
+from .extension import Extension, Stateful, Watch, Watched, mean_over_ranks
+from .pipelining import is_pipeline
 from .utils.logging import logger
 
-__all__ = ["build_scheduler", "compressed"]
+__all__ = ["Compression", "build_scheduler", "compressed"]
+
+
+class Compression(Extension):
+    """The sections `compression_training` and `quantize_training`."""
+
+    name = "compression"
+
+    def __init__(self) -> None:
+        self._state: Stateful | None = None
+
+    def before_shard(self, request: Request, config: Config, topology: RankSets) -> Request:
+        """See `compressed`."""
+        return compressed(request, config)
+
+    def join(self, watch: Watch, to: Watched) -> None:
+        """Advance the techniques' schedule after each step."""
+        scheduler = build_scheduler(
+            to.module, to.config, stage=to.config.zero.stage, mean=mean_over_ranks(to.topology),
+            loss_scale=to.loss_scale,
+        )  # fmt: skip
+        if scheduler is None:
+            return
+        watch.observers.append(CompressionSession(scheduler, lambda: watch.eigenvalues()))
+        self._state = StagedSchedule(scheduler, _objects_of_all_ranks) if is_pipeline(to.module) else scheduler
+
+    def state(self) -> Stateful | None:
+        """The schedule."""
+        return self._state
+
+
+def _objects_of_all_ranks(mine: Any) -> list[Any]:
+    found = [None] * dsx_comm.get_world_size()
+    dsx_comm.all_gather_object(found, mine)
+    return found
 
 
 def _asked(config: Config) -> Any:

@@ -1,7 +1,6 @@
-"""Builds parts of an engine from the sections `data_efficiency`, `curriculum_learning` and `progressive_layer_drop`.
+"""The extensions for the sections `data_efficiency`, `curriculum_learning` and `progressive_layer_drop`.
 
-This is part of the wiring. Layers are converted before the model is sharded; the parts that control them are built with
-the other parts of the engine.
+Layers are converted before the model is sharded; the parts that control them join the engine (`engine/efficiency.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import dsx_data
+from dsx_comm import RankSets
 from torch import nn
 
 from .config import Config
@@ -25,128 +25,159 @@ from .engine.efficiency import (
     takes_any_keyword,
 )
 from .engine.errors import EngineArgumentError
-from .engine.report import Counters
+from .engine.request import Request
+from .extension import Extension, Stateful, Watch, Watched
 from .pipelining import is_pipeline
 from .utils.logging import logger
 
-__all__ = ["Conversion", "build_parts", "convert", "loader_rule", "token_batches"]
+__all__ = ["Curriculum", "DataSampling", "LayerDrop", "TokenDrop"]
 
 LoaderRule = Callable[[Any, LoaderOptions], LoaderOptions]
+_NUMBERED = "a stage holds some of the layers, and layers are numbered over the whole model"
 
 
-@dataclasses.dataclass(frozen=True)
-class Conversion:
-    """The conversion of a model's layers.
-
-    Attributes:
-        layer_drop: the object that skippable layers share (`dsx_data.LayerDrop`); None if there are none.
-        token_drop: the same for layers that drop tokens (`dsx_data.TokenDrop`).
-        undo: restores the layers' own behaviour.
-    """
-
-    layer_drop: Any
-    token_drop: Any
-    undo: Callable[[], None]
-
-
-def convert(model: nn.Module, config: Config) -> Conversion:
-    """Convert the layers that the configuration names."""
-    _check_pipeline(model, config)
-    undo: list[Callable[[], Any]] = []
-    token_drop = _convert_tokens(model, config, undo)
-    layer_drop = _convert_layers(model, config, undo)
-
-    def undo_all() -> None:
-        while undo:
-            undo.pop()()
-
-    return Conversion(layer_drop, token_drop, undo_all)
-
-
-def _check_pipeline(model: nn.Module, config: Config) -> None:
-    """Refuse settings that do not work in a pipeline, where a rank has only some layers and some stages read no
+def _refuse_in_pipeline(model: nn.Module, key: str, reason: str) -> None:
+    """Refuse a setting that does not work in a pipeline, where a rank has only some layers and some stages read no
     batches.
     """
-    if not is_pipeline(model):
-        return
-    efficiency = config.use("data_efficiency")
-    sampling, routing = efficiency.data_sampling, efficiency.data_routing
-    for asked, key, reason in (
-        (
-            efficiency.enabled and sampling.enabled and sampling.dynamic_batching.enabled,
-            "data_efficiency.data_sampling.dynamic_batching",
-            "the stages between the first and the last read no batches, so they do not know their sizes",
-        ),
-        (
-            efficiency.enabled and routing.enabled and routing.random_ltd.enabled,
-            "data_efficiency.data_routing.random_ltd",
-            "a stage holds some of the layers, and layers are numbered over the whole model",
-        ),
-        (
-            config.use("progressive_layer_drop").enabled and dsx_data.find_layer_drop(model) is None,
-            "progressive_layer_drop",
-            "a stage holds some of the layers, and layers are numbered over the whole model; convert the layers with"
-            " dsx.data.convert_to_layer_drop before PipelineModule takes them",
-        ),
-    ):
-        if asked:
-            raise EngineArgumentError(f"{key}: got enabled with a pipeline, expected false: {reason}")
+    if is_pipeline(model):
+        raise EngineArgumentError(f"{key}: got enabled with a pipeline, expected false: {reason}")
 
 
-def _convert_tokens(model: nn.Module, config: Config, undo: list[Callable[[], Any]]) -> Any:
-    section = config.use("data_efficiency")
-    routing = section.data_routing
-    if not (section.enabled and routing.enabled and routing.random_ltd.enabled):
-        return None
-    schedule = dsx_data.RandomLTDScheduler(routing.random_ltd, global_batch_size=config.batch.train)
-    drop = dsx_data.TokenDrop.from_config(routing.random_ltd, schedule)
-    if not dsx_data.bind_token_drop(model, drop) and hasattr(model, "_no_split_modules"):
-        dsx_data.convert_to_random_ltd(model, config=drop)
-        undo.append(lambda: dsx_data.remove_random_ltd(model))
-    logger.info("random_ltd: layers %s keep %d tokens at first", schedule.layer_ids, schedule.current_seq)
-    return drop
+class Curriculum(Extension):
+    """The section `curriculum_learning`: sequences that grow."""
+
+    name = "curriculum_learning"
+
+    def __init__(self) -> None:
+        self._part: SeqlenCurriculum | None = None
+
+    def join(self, watch: Watch, to: Watched) -> None:
+        """Cut the batches."""
+        section = to.config.use("curriculum_learning")
+        if section.enabled:
+            scheduler = dsx_data.CurriculumScheduler(section, name="curriculum_learning")
+            self._part = watch.add(SeqlenCurriculum(scheduler, dsx_data.truncate_batch, to.module, to.counters))
+
+    def state(self) -> Stateful | None:
+        """The schedule."""
+        return self._part
 
 
-def _convert_layers(model: nn.Module, config: Config, undo: list[Callable[[], Any]]) -> Any:
-    section = config.use("progressive_layer_drop")
-    if not section.enabled:
-        return None
-    schedule = dsx_data.ProgressiveLayerDrop(section.theta, section.gamma)
-    found = dsx_data.find_layer_drop(model)
-    if found is not None:
-        found.use_schedule(schedule)
-        return found
-    if {"pld_theta", "progressive_layer_drop"} & set(inspect.signature(model.forward).parameters):
-        return dsx_data.LayerDrop(schedule, 0)  # the model drops layers itself
-    try:
-        made = dsx_data.convert_to_layer_drop(model, schedule=schedule)
-    except dsx_data.DataArgumentError as error:
-        if takes_any_keyword(model):  # DeepSpeed's contract: the model reads the arguments from its `**kwargs`
-            logger.info("progressive_layer_drop: pld_theta is given to %s, which takes **kwargs", type(model).__name__)
-            return dsx_data.LayerDrop(schedule, 0)
-        raise EngineArgumentError(
-            f"progressive_layer_drop: which layers may be skipped is not known ({error}); call"
-            " dsx.data.convert_to_layer_drop(model, LayerClass, schedule=...) before dsx.initialize, or give the"
-            " model's forward an argument pld_theta and drop there"
-        ) from error
-    undo.append(lambda: dsx_data.remove_layer_drop(model))
-    logger.info("progressive_layer_drop: %d layers, theta falls to %g", made.layers, section.theta)
-    return made
+class TokenDrop(Extension):
+    """The section `data_efficiency.data_routing.random_ltd`: layers that skip some of the tokens."""
+
+    name = "random_ltd"
+
+    def __init__(self) -> None:
+        self._drop: Any = None
+        self._undo: Callable[[], Any] | None = None
+        self._part: TokenDropping | None = None
+
+    def before_shard(self, request: Request, config: Config, topology: RankSets) -> Request:
+        """Convert the layers of a model that names them; others are converted by the script."""
+        section, model = config.use("data_efficiency"), request.model
+        routing = section.data_routing
+        if not (section.enabled and routing.enabled and routing.random_ltd.enabled):
+            return request
+        _refuse_in_pipeline(model, "data_efficiency.data_routing.random_ltd", _NUMBERED)
+        schedule = dsx_data.RandomLTDScheduler(routing.random_ltd, global_batch_size=config.batch.train)
+        self._drop = dsx_data.TokenDrop.from_config(routing.random_ltd, schedule)
+        if not dsx_data.bind_token_drop(model, self._drop) and hasattr(model, "_no_split_modules"):
+            dsx_data.convert_to_random_ltd(model, config=self._drop)
+            self._undo = lambda: dsx_data.remove_random_ltd(model)
+        logger.info("random_ltd: layers %s keep %d tokens at first", schedule.layer_ids, schedule.current_seq)
+        return request
+
+    def join(self, watch: Watch, to: Watched) -> None:
+        """Advance the schedule after each step."""
+        if self._drop is not None:
+            self._part = watch.add(TokenDropping(self._drop, dsx_data.bind_token_drop, to.module))
+        if self._undo is not None:
+            watch.closing.callback(self._undo)
+
+    def state(self) -> Stateful | None:
+        """The schedule."""
+        return self._part
 
 
-def build_parts(model: nn.Module, config: Config, conversion: Conversion, counters: Counters) -> dict[str, Any]:
-    """The parts that work on batches and steps, by the name of their section, in the order of their use."""
-    parts: dict[str, Any] = {}
-    section = config.use("curriculum_learning")
-    if section.enabled:
-        scheduler = dsx_data.CurriculumScheduler(section, name="curriculum_learning")
-        parts["curriculum_learning"] = SeqlenCurriculum(scheduler, dsx_data.truncate_batch, model, counters)
-    drop = conversion.layer_drop
-    if drop is not None:
-        parts["progressive_layer_drop"] = LayerDropping(drop.schedule, drop if drop.layers else None, model)
-    if conversion.token_drop is not None:
-        parts["random_ltd"] = TokenDropping(conversion.token_drop, dsx_data.bind_token_drop, model)
-    return parts
+class LayerDrop(Extension):
+    """The section `progressive_layer_drop`: layers that are skipped more and more often."""
+
+    name = "progressive_layer_drop"
+
+    def __init__(self) -> None:
+        self._drop: Any = None
+        self._undo: Callable[[], Any] | None = None
+        self._part: LayerDropping | None = None
+
+    def before_shard(self, request: Request, config: Config, topology: RankSets) -> Request:
+        """Convert the layers, unless the model drops layers itself."""
+        section, model = config.use("progressive_layer_drop"), request.model
+        if not section.enabled:
+            return request
+        found = dsx_data.find_layer_drop(model)
+        if found is None:
+            way = "convert the layers with dsx.data.convert_to_layer_drop before PipelineModule takes them"
+            _refuse_in_pipeline(model, "progressive_layer_drop", f"{_NUMBERED}; {way}")
+        schedule = dsx_data.ProgressiveLayerDrop(section.theta, section.gamma)
+        if found is not None:
+            found.use_schedule(schedule)
+        self._drop = found or self._converted(model, schedule)
+        return request
+
+    def _converted(self, model: nn.Module, schedule: Any) -> Any:
+        if {"pld_theta", "progressive_layer_drop"} & set(inspect.signature(model.forward).parameters):
+            return dsx_data.LayerDrop(schedule, 0)  # the model drops layers itself
+        try:
+            made = dsx_data.convert_to_layer_drop(model, schedule=schedule)
+        except dsx_data.DataArgumentError as error:
+            if takes_any_keyword(model):  # DeepSpeed's contract: the model reads the arguments from its `**kwargs`
+                text = "progressive_layer_drop: pld_theta is given to %s, which takes **kwargs"
+                logger.info(text, type(model).__name__)
+                return dsx_data.LayerDrop(schedule, 0)
+            raise EngineArgumentError(
+                f"progressive_layer_drop: which layers may be skipped is not known ({error}); call"
+                " dsx.data.convert_to_layer_drop(model, LayerClass, schedule=...) before dsx.initialize, or give the"
+                " model's forward an argument pld_theta and drop there"
+            ) from error
+        self._undo = lambda: dsx_data.remove_layer_drop(model)
+        logger.info("progressive_layer_drop: %d layers, theta falls to %g", made.layers, schedule.theta)
+        return made
+
+    def join(self, watch: Watch, to: Watched) -> None:
+        """Advance the schedule after each step, and give it to a model that takes it as an argument."""
+        drop = self._drop
+        if drop is not None:
+            self._part = watch.add(LayerDropping(drop.schedule, drop if drop.layers else None, to.module))
+        if self._undo is not None:
+            watch.closing.callback(self._undo)
+
+    def state(self) -> Stateful | None:
+        """The step, and the seed of converted layers."""
+        return self._part
+
+
+class DataSampling(Extension):
+    """The section `data_efficiency.data_sampling`: which samples a batch has, and how many. With `elasticity`, epochs
+    of whole updates.
+    """
+
+    name = "data_sampling"
+
+    def before_shard(self, request: Request, config: Config, topology: RankSets) -> Request:
+        """Refuse batches of unequal size in a pipeline."""
+        section = config.use("data_efficiency")
+        if section.enabled and section.data_sampling.enabled and section.data_sampling.dynamic_batching.enabled:
+            reason = "the stages between the first and the last read no batches, so they do not know their sizes"
+            _refuse_in_pipeline(request.model, "data_efficiency.data_sampling.dynamic_batching", reason)
+        return request
+
+    def join(self, watch: Watch, to: Watched) -> None:
+        """Choose the samples of the training loader, and weight losses of batches of unequal size."""
+        parts = lambda: to.micro_batches() * to.topology.batches[1]  # noqa: E731
+        watch.batches = token_batches(to.config, lambda: to.optimizer.param_groups, parts)
+        watch.loader_rule = loader_rule(to.config)
 
 
 def token_batches(

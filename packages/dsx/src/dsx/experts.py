@@ -1,29 +1,30 @@
-"""Builds the expert parallelism of an engine from the configuration: conversion before sharding, and an observer of
-steps.
+"""The expert parallelism of an engine: conversion before sharding, and an observer of steps.
 
-This is part of the wiring. The groups of experts are those of `dsx_comm.parallel_groups`; the sharding finds them by
+The groups of experts are those of `dsx_comm.parallel_groups`; the sharding finds them by
 attributes of the parameters. This module also tells checkpoints which part of a tensor a rank's experts are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import dsx_comm
 import dsx_moe
 import dsx_zero
+from dsx_comm import RankSets
 from torch import nn
 
 from .config import Config
 from .engine.observers import Event
 from .engine.report import StepReport
+from .engine.request import Request
+from .extension import Extension, Watch, Watched
 from .pipelining import is_pipeline
 from .utils.logging import logger
 
-__all__ = ["ExpertParts", "with_experts"]
+__all__ = ["Experts", "with_experts"]
 
 
 def with_experts(model: nn.Module, config: Config) -> None:
@@ -86,35 +87,28 @@ class ExpertSession:
         return dsx_moe.moe_events(self._model, report.global_samples)
 
 
-@dataclass(frozen=True)
-class ExpertParts:
-    """The parts of an engine for its experts.
+class Experts(Extension):
+    """The section `expert_parallel`, and the experts that a model has without it."""
 
-    Attributes:
-        session: is called after each step; None without experts.
-        places: `dsx.checkpoint.Place` by parameter name, for tensors of which this rank holds a part.
-    """
+    name = "expert_parallel"
 
-    session: ExpertSession | None = None
-    places: Mapping[str, Any] = field(default_factory=dict)
+    def before_shard(self, request: Request, config: Config, topology: RankSets) -> Request:
+        """See `with_experts`."""
+        with_experts(request.model, config)
+        return request
 
-    @classmethod
-    def of(cls, model: nn.Module) -> ExpertParts:
-        """The parts for a model; empty if it has no experts."""
-        if not dsx_moe.has_expert_layers(model):
-            return cls()
-        from dsx_checkpoint import Place
+    def join(self, watch: Watch, to: Watched) -> None:
+        """Balance the routers after each step, and tell checkpoints which part of a tensor this rank's experts are."""
+        if not dsx_moe.has_expert_layers(to.module):
+            return
+        from dsx_checkpoint import Place  # lazy imports: few programs have experts
         from dsx_checkpoint.boxes import Box
 
-        places = {
+        session = ExpertSession(to.module)
+        watch.observers.append(session)
+        if to.first:
+            watch.sources.append(session.events)
+        watch.places = {
             name: Place(part.name, part.shape, Box(part.offset, part.size))
-            for name, part in dsx_moe.expert_slices(model).items()
+            for name, part in dsx_moe.expert_slices(to.module).items()
         }
-        return cls(ExpertSession(model), places)
-
-    def join(self, watch: Any, *, first: bool) -> None:
-        """Add the session to the watchers of an engine; `first`: this rank writes events."""
-        if self.session is not None:
-            watch.observers.insert(0, self.session)
-            if first:
-                watch.sources.append(self.session.events)

@@ -9,20 +9,15 @@ points of the group `dsx.extensions`, whose name is that of the section.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import nn
 
-from .engine.clock import Clock, NoClock
-from .engine.efficiency import Batches, FixedBatches
 from .engine.errors import EngineArgumentError
-from .engine.hooks import StepHook
-from .engine.inputs import BatchTransform
-from .engine.observers import Event, StepObserver
-from .engine.report import Counters, StepReport
+from .engine.report import Counters
+from .engine.watch import Watch
 
 if TYPE_CHECKING:
     from dsx_comm import RankSets
@@ -30,12 +25,19 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from .config import Config
-    from .data import LoaderOptions
-    from .engine.engine import Engine
-    from .engine.parts import EngineParts
     from .engine.request import Request
 
-__all__ = ["Extension", "Stateful", "Watch", "Watched", "checked_extensions", "mean_over_ranks", "named", "sections_of", "states_of"]
+__all__ = [
+    "Extension",
+    "Stateful",
+    "Watch",
+    "Watched",
+    "checked_extensions",
+    "mean_over_ranks",
+    "named",
+    "sections_of",
+    "states_of",
+]
 
 
 class Stateful(Protocol):
@@ -136,81 +138,6 @@ class Watched:
     def device(self) -> torch.device:
         """The device of the model."""
         return next((p.device for p in self.module.parameters()), torch.device("cpu"))
-
-
-class Monitor(Protocol):
-    """The writers of events (`dsx_monitor.MonitorMaster`)."""
-
-    @property
-    def enabled(self) -> bool: ...
-
-    def write_events(self, events: list[Event]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class NoMonitor:
-    """Writes nothing."""
-
-    enabled = False
-
-    def write_events(self, events: list[Event]) -> None:
-        """Drops the events."""
-
-    def close(self) -> None:
-        """Does nothing."""
-
-
-@dataclass
-class Watch:
-    """What extensions add to an engine.
-
-    Attributes:
-        clock: times the parts of a step.
-        monitor: the writers of events, also for the caller.
-        hooks: are called while a step runs.
-        observers: are called after each step.
-        sources: return events of a step for the writers.
-        transforms: change a batch before the model.
-        closing: is closed with the engine, the last entry first.
-        batches: the size of an update, and its learning rates.
-        loader_rule: from dataset and options to the options of the training loader.
-        places: the place (`dsx.checkpoint.Place`) of tensors of which this rank holds a part, by parameter name.
-        forward: a further context of the forward pass.
-        eigenvalues: returns the latest relative eigenvalue of each block by module name.
-        make_engine: makes the engine of its parts; None: `Engine`.
-    """
-
-    clock: Clock = field(default_factory=NoClock)
-    monitor: Monitor = field(default_factory=NoMonitor)
-    hooks: list[StepHook] = field(default_factory=list)
-    observers: list[StepObserver] = field(default_factory=list)
-    sources: list[Callable[[StepReport], list[Event]]] = field(default_factory=list)
-    transforms: list[BatchTransform] = field(default_factory=list)
-    closing: ExitStack = field(default_factory=ExitStack)
-    batches: Batches = field(default_factory=FixedBatches)
-    loader_rule: Callable[[Any, LoaderOptions], LoaderOptions] = lambda dataset, options: options
-    places: Mapping[str, Any] = field(default_factory=dict)
-    forward: Callable[[], AbstractContextManager[Any]] | None = None
-    eigenvalues: Callable[[], dict[str, float]] = dict
-    make_engine: Callable[[EngineParts], Engine] | None = None
-
-    def add(self, thing: Any) -> Any:
-        """Add an object to the hooks, observers, transforms or sources of events, by its methods."""
-        for method, group in (
-            ("before_forward", self.hooks), ("after_step", self.observers), ("__call__", self.transforms),
-        ):  # fmt: skip
-            if hasattr(thing, method):
-                group.append(thing)
-        if hasattr(thing, "events"):
-            self.sources.append(thing.events)
-        if hasattr(thing, "close"):
-            self.closing.callback(thing.close)
-        return thing
-
-    def close(self) -> None:
-        """End every measurement, write remaining results and close the writers."""
-        self.closing.close()
 
 
 def mean_over_ranks(topology: RankSets) -> Callable[[torch.Tensor], Any] | None:

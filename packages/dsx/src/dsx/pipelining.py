@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -24,12 +25,43 @@ from .engine.engine import Engine
 from .engine.errors import EngineArgumentError
 from .engine.parts import EngineParts
 from .engine.pipeline import PipelineEngine, PipelineParts
-from .engine.request import Request
+from .engine.request import Request, joins_others
 from .engine.shared_weights import SharedWeights, shared_weight_ranks
-from .errors import DsxConfigError
+from .extension import Extension, Watch, Watched
 from .utils.logging import logger
 
-__all__ = ["build", "is_pipeline", "rank_sets", "record_use", "with_parallelism"]
+__all__ = ["Pipelines", "is_pipeline", "rank_sets", "with_parallelism"]
+
+
+class Pipelines(Extension):
+    """The sections `pipeline` and `tensor_parallel`, and a `PipelineModule` that the script has made."""
+
+    name = "pipeline"
+
+    def prepare(self, keys: Mapping[str, Any], request: Request) -> Request:
+        """See `with_parallelism`."""
+        request = with_parallelism(keys, request, joins_others(request.dist_init_required))
+        self._model = request.model
+        return request
+
+    def configured(self, config: Config) -> None:
+        """Record which sections have had their effect: they were read before the configuration was loaded."""
+        if config.tensor_parallel.autotp_size > 1:
+            config.use("tensor_parallel")
+        if is_pipeline(self._model) or config.pipeline.stages == 1:
+            config.use("pipeline")
+
+    def before_shard(self, request: Request, config: Config, topology: RankSets) -> Request:
+        """Make each layer of a stage a unit of ZeRO."""
+        if not is_pipeline(request.model):
+            return request
+        prepare(request.model)
+        return dataclasses.replace(request, ranks_of=rank_sets(request.model, topology))
+
+    def join(self, watch: Watch, to: Watched) -> None:
+        """Let the engine be one of a pipeline."""
+        if is_pipeline(to.module):
+            watch.make_engine = build
 
 
 def is_pipeline(model: nn.Module) -> bool:
@@ -38,18 +70,18 @@ def is_pipeline(model: nn.Module) -> bool:
     return pipe is not None and isinstance(model, pipe.PipelineModule)
 
 
-def with_parallelism(source: Any, request: Request, joins: bool) -> Request:
+def with_parallelism(keys: Mapping[str, Any], request: Request, joins: bool) -> Request:
     """The request with the model cut as the configuration asks, and the grid of the ranks as its `mpu`. Collective.
 
     Args:
-        source: the configuration, as given; `load_config` reports its mistakes later.
+        keys: of the configuration as they were written; `load_config` reports their mistakes later.
         joins: whether a process group has to be made.
 
     Raises:
         EngineArgumentError: an `mpu` has other groups than the configuration asks for, an optimizer or parameters
             cannot be given the parameters of the cut model, or the ranks cannot be divided.
     """
-    pipeline, slices = _sections(source)
+    pipeline, slices = _sections(keys)
     stages = pipeline.stages if pipeline is not None and pipeline.stages != "auto" else 1
     sliced = slices.autotp_size if slices is not None else 0
     if is_pipeline(request.model):
@@ -95,22 +127,8 @@ def with_parallelism(source: Any, request: Request, joins: bool) -> Request:
     return dataclasses.replace(request, model=model, mpu=grid)
 
 
-def record_use(config: Config, model: nn.Module) -> None:
-    """Record which sections have had their effect: `with_parallelism` reads them before the configuration is loaded."""
-    if config.tensor_parallel.autotp_size > 1:
-        config.use("tensor_parallel")
-    if is_pipeline(model) or config.pipeline.stages == 1:
-        config.use("pipeline")
-
-
-def _sections(source: Any) -> tuple[Any, Any]:
+def _sections(data: Mapping[str, Any]) -> tuple[Any, Any]:
     """The two validated sections of a configuration; None for a section that is missing or wrong."""
-    from .config.source import read
-
-    try:
-        data = read(source).data
-    except DsxConfigError:
-        return None, None
     if not isinstance(data.get("pipeline"), dict) and not isinstance(data.get("tensor_parallel"), dict):
         return None, None
     from dsx_pipe.config import Pipeline, TensorParallel  # lazy import: pydantic
@@ -264,18 +282,14 @@ def prepare(model: nn.Module) -> None:
 
 
 def rank_sets(model: nn.Module, sets: RankSets) -> Any:
-    """The argument `ranks_of` of `dsx_zero.shard` for this model; None if nothing is special."""
-    if not is_pipeline(model):
-        return None
+    """The argument `ranks_of` of `dsx_zero.shard` for a pipeline."""
     ties = tuple(model.ties.ties)  # type: ignore[union-attr]
     return shared_weight_ranks(sets, ties) if ties else sets
 
 
 def build(parts: EngineParts) -> Engine:
-    """The engine for these parts: `PipelineEngine` for a pipeline, otherwise `Engine`."""
-    model = parts.module
-    if not is_pipeline(model):
-        return Engine(parts)
+    """The engine of a pipeline."""
+    model: Any = parts.module
     import dsx_pipe  # lazy import: most programs have no pipeline
 
     # No hook knows whether a stage's parameters are gathered for a separate backward of the weights (decision 0032).

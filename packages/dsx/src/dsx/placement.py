@@ -13,12 +13,26 @@ differs.
 
 from __future__ import annotations
 
+import dsx_zero
 import torch
 from torch import nn
 
+from .precision import Precision
 from .utils.logging import logger
 
-__all__ = ["place"]
+__all__ = ["place", "place_for"]
+
+
+def place_for(precision: Precision, model: nn.Module, device: torch.device | None) -> None:
+    """Give a model the dtypes of the configuration, and move its buffers to the device; see `place`."""
+    dsx_zero.release_model(model)  # an earlier engine's model cannot be converted while it is divided
+    place(
+        model,
+        device=device,
+        parameters=None if precision.params == "fp32" else precision.dtype("params"),
+        buffers=precision.buffer_dtype,
+        partitioned=dsx_zero.PartitionedParameter,
+    )
 
 
 def place(

@@ -6,12 +6,28 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from dsx_plan.engine import StepWatcher
 from torch import nn
 
+from .engine.engine import Engine
+from .engine.pipeline import PipelineEngine
 from .errors import DsxConfigError
 from .pipelining import is_pipeline
 
 __all__ = ["PlannedEngine"]
+
+
+class Built:
+    """An engine, and what a plan reads of it (`dsx_plan.engine.BuiltEngine`)."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.shards = engine._parts.shards
+        self.pipeline = engine._pipe if isinstance(engine, PipelineEngine) else None
+
+    def add_hook(self, hook: StepWatcher) -> None:
+        """Call `hook` after those of the engine's extensions."""
+        self.engine._parts.watch.hooks.append(hook)  # pyright: ignore[reportArgumentType]
 
 
 class PlannedEngine:
@@ -57,7 +73,7 @@ class PlannedEngine:
         model: nn.Module,
         optimizer: Callable[[Any], torch.optim.Optimizer] | None,
         store: Any,
-    ) -> Any:
+    ) -> Built:
         """See `wiring.build_engine`."""
         from .engine.request import Request
         from .wiring import build_engine
@@ -74,4 +90,4 @@ class PlannedEngine:
             dist_init_required=None,
             store=store,
         )
-        return build_engine(dict(config), request)
+        return Built(build_engine(dict(config), request))

@@ -1,5 +1,5 @@
-"""Applies the `activation_checkpointing` section to an engine: it configures `dsx.checkpointing`, makes a pipeline
-recompute with it, and warns if the model never calls it.
+"""The section `activation_checkpointing` of an engine: it configures `dsx.checkpointing`, makes a pipeline recompute
+with it, and warns if the model never calls it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,42 @@ from dsx_core import with_code
 from .config import Config
 from .engine.errors import EngineArgumentError
 from .engine.report import StepReport
+from .engine.request import Request
+from .extension import Extension, Stateful, Watch, Watched
 from .pipelining import is_pipeline
 from .utils.logging import logger
 
-__all__ = ["apply_budget", "apply_section", "section_observers"]
+__all__ = ["Recomputing"]
 
 
-def apply_section(config: Config, model: Any) -> None:
+class Recomputing(Extension):
+    """The section `activation_checkpointing`; its memory budget has a state."""
+
+    name = "activation_budget"
+
+    def __init__(self) -> None:
+        self._budget: Any = None
+
+    def before_shard(self, request: Request, config: Config, topology: RankSets) -> Request:
+        """See `_apply_section`."""
+        _apply_section(config, request.model)
+        return request
+
+    def join(self, watch: Watch, to: Watched) -> None:
+        """Keep the model within its memory budget, or look whether anything is recomputed."""
+        section = to.config.activation_checkpointing
+        if section.model_fields_set and section.memory_budget is None:
+            watch.observers.append(_NeverCalled())
+        self._budget = _apply_budget(section.memory_budget, to.module, to.topology)
+        if self._budget is not None:
+            watch.closing.callback(self._budget.remove)
+
+    def state(self) -> Stateful | None:
+        """What the budget recomputes; None without one."""
+        return self._budget
+
+
+def _apply_section(config: Config, model: Any) -> None:
     """Configure `dsx.checkpointing` as the section says, if there is one. Collective if inputs are divided."""
     section = config.use("activation_checkpointing")
     if not section.model_fields_set:
@@ -32,13 +61,12 @@ def apply_section(config: Config, model: Any) -> None:
         model.set_checkpoint_function(dsx_activations.checkpoint)
 
 
-def apply_budget(config: Config, model: Any, topology: RankSets) -> Any:
+def _apply_budget(budget: Any, model: Any, topology: RankSets) -> Any:
     """Keep a sharded model's activations within the section's `memory_budget`; returns None if there is no budget.
 
     Raises:
         EngineArgumentError: the model is a pipeline, whose stages hold several micro-batches at the same time.
     """
-    budget = config.activation_checkpointing.memory_budget
     if budget is None:
         return None
     if is_pipeline(model):
@@ -50,13 +78,6 @@ def apply_budget(config: Config, model: Any, topology: RankSets) -> Any:
     return dsx_activations.apply_memory_budget(
         model, budget, group=topology.data.group, announce=logger.info if first else logger.debug
     )
-
-
-def section_observers(config: Config) -> list[Any]:
-    """The observers of steps for the section."""
-    section = config.activation_checkpointing
-    by_calls = section.model_fields_set and section.memory_budget is None
-    return [_NeverCalled()] if by_calls else []
 
 
 class _NeverCalled:

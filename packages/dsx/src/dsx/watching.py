@@ -1,8 +1,8 @@
-"""Builds the watchers of an engine from the configuration: a clock, hooks during the step, observers after it.
+"""The extensions that watch an engine: a clock, hooks during the step, observers after it, writers of events.
 
-This is part of the wiring. The clock, the trace, the straggler comparison and eigenvalues run on every rank, because
-they are collective or need all ranks; everything else runs on rank 0 only. A watcher that is not configured is not
-built.
+The clock, the trace, the straggler comparison and eigenvalues run on every rank, because they are collective or need
+all ranks; everything else runs on rank 0 only. A watcher that is not configured is not built. An engine without an
+optimizer has the writers only, for events of the caller.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import dsx_comm
 import dsx_monitor
 import dsx_zero
 import torch
-from dsx_comm import RankSets
 
 from .config import Config
 from .engine.accessors import moments
@@ -40,43 +39,83 @@ from .engine.observers import (
 )
 from .engine.pipeline_times import PipelineTimes
 from .engine.sessions import CurvatureSession, FlopsSession, NoiseSession, TimelineSession
-from .extension import Watch, Watched, mean_over_ranks
+from .extension import Extension, Watch, Watched, mean_over_ranks
 
 _WRITERS = ("tensorboard", "wandb", "csv_monitor", "jsonl", "comet")
 
 
-def build_watch(to: Watched) -> Watch:
-    """Build every watcher of the configuration, in the order of use: figures first, then the lines that show them."""
-    clock, monitor = _clock(to), _monitor(to)
-    watch = Watch(clock, monitor)
-    watch.closing.callback(monitor.close)
-    times = StepTimes(clock, dsx_monitor.phase_times)
-    if not isinstance(clock, NoClock):
-        watch.add(times)  # on every rank, because the results of a clock must be read
-        if to.distributed:
-            watch.closing.callback(dsx_comm.observe(clock))
-    if to.first:
-        _add_figures(to, watch)
-    elif to.stages > 1:
-        _add_flops(to, watch, lambda flops_per_sample: None)
-    if to.stages > 1:
-        _add_stage_times(to, watch)
-    _add_straggler(to, watch, times)
-    _add_timeline(to, watch)
-    _add_curvature(to, watch)
-    if to.first:
-        _add_lines(to, watch, times)
-    if monitor.enabled and to.first:
-        watch.observers.append(MonitorEvents(monitor.write_events, watch.sources))
-    return watch
+class Monitoring(Extension):
+    """The clock, the writers, and the figures of every step."""
+
+    name = "monitor"
+
+    def join(self, watch: Watch, to: Watched) -> None:
+        """Measure the steps first: other watchers read the figures."""
+        watch.monitor = _monitor(to)
+        watch.closing.callback(watch.monitor.close)
+        if not to.trains:
+            return
+        watch.clock = _clock(to)
+        watch.times = StepTimes(watch.clock, dsx_monitor.phase_times)
+        if not isinstance(watch.clock, NoClock):
+            watch.add(watch.times)  # on every rank, because the results of a clock must be read
+            if to.distributed:
+                watch.closing.callback(dsx_comm.observe(watch.clock))
+        if to.first:
+            _add_figures(to, watch)
+        elif to.stages > 1:
+            _add_flops(to, watch, lambda flops_per_sample: None)
+        if to.stages > 1:
+            _add_stage_times(to, watch)
 
 
-def no_watch(to: Watched) -> Watch:
-    """The watchers of an engine that does not train: only the writers, for events of the caller."""
-    monitor = _monitor(to)
-    watch = Watch(monitor=monitor)
-    watch.closing.callback(monitor.close)
-    return watch
+class Stragglers(Extension):
+    """The section `straggler`: which rank delays the others."""
+
+    name = "straggler"
+
+    def join(self, watch: Watch, to: Watched) -> None:
+        """Compare the ranks after each step."""
+        if to.trains and _compares(to):
+            _add_straggler(to, watch)
+
+
+class Trace(Extension):
+    """The section `timeline`: a trace of some steps on every rank."""
+
+    name = "timeline"
+
+    def join(self, watch: Watch, to: Watched) -> None:
+        """Trace the steps of the section."""
+        if to.trains:
+            _add_timeline(to, watch)
+
+
+class Curvature(Extension):
+    """The sections `eigenvalue` and `gradient_noise_scale`."""
+
+    name = "curvature"
+
+    def join(self, watch: Watch, to: Watched) -> None:
+        """Look at the gradients."""
+        if to.trains:
+            _add_curvature(to, watch)
+
+
+class Lines(Extension):
+    """The lines and events of each step: after all that have figures for them."""
+
+    name = "lines"
+
+    def join(self, watch: Watch, to: Watched) -> None:
+        """Log the times, and send the events to the writers."""
+        if not to.trains or not to.first:
+            return
+        every = to.config.steps_per_print or 0
+        if to.config.wall_clock_breakdown and every:
+            watch.observers.append(TimeLine(every, watch.times))
+        if watch.monitor.enabled:
+            watch.observers.append(MonitorEvents(watch.monitor.write_events, watch.sources))
 
 
 def run_dir(config: Config) -> Path:
@@ -154,12 +193,6 @@ def _tell_start(to: Watched, samples: int) -> None:
     )
 
 
-def _add_lines(to: Watched, watch: Watch, times: StepTimes) -> None:
-    every = to.config.steps_per_print or 0
-    if to.config.wall_clock_breakdown and every:
-        watch.observers.append(TimeLine(every, times))
-
-
 def _breakdown(to: Watched) -> dict[str, int]:
     return dsx_monitor.memory_breakdown(to.optimizer.state_bytes(), dsx_monitor.memory_snapshot(pss=True))
 
@@ -207,9 +240,7 @@ def _add_stage_times(to: Watched, watch: Watch) -> None:
         watch.sources.append(times.events)
 
 
-def _add_straggler(to: Watched, watch: Watch, times: StepTimes) -> None:
-    if not _compares(to):
-        return
+def _add_straggler(to: Watched, watch: Watch) -> None:
     section = to.config.straggler
 
     def write(record: dict[str, Any]) -> None:
@@ -222,7 +253,7 @@ def _add_straggler(to: Watched, watch: Watch, times: StepTimes) -> None:
     keep = write if to.config.jsonl.enabled else lambda record: None
     gather = partial(rows_of_ranks, to)
     monitor = dsx_monitor.StragglerMonitor(gather, every=section.every, ratio=section.ratio, share=section.share)
-    watch.add(StragglerWatch(monitor, times, keep if to.first else None))
+    watch.add(StragglerWatch(monitor, watch.times, keep if to.first else None))
 
 
 def _add_timeline(to: Watched, watch: Watch) -> None:

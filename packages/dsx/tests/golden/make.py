@@ -141,7 +141,7 @@ def run(rank, world, case, folder):
     client = client_state() if spec.get("client") else None
     engine.save_checkpoint(folder, client_state=client, exclude_frozen_parameters=spec.get("exclude_frozen", False))
     tensors = state_of(engine, spec["states"])
-    facts = {"losses": losses, "loss_scale": engine._parts.scaler.state_dict(), "lr": engine.get_lr()}
+    facts = {"losses": losses, "loss_scale": engine._parts.update.scaler.state_dict(), "lr": engine.get_lr()}
     facts["next_losses"] = train(engine, rank, world, STEPS, 2)
     return (tensors, facts) if rank == 0 else None
 

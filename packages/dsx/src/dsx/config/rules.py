@@ -152,8 +152,8 @@ def _sections(root: Any, where: Any, prefix: str = "") -> Iterator[Problem]:
     for name in type(root).model_fields:
         value, path = getattr(root, name), f"{prefix}{name}"
         if isinstance(value, BaseModel):
-            if hasattr(value, "findings"):
-                yield from (_problem(found, where, f"{path}.") for found in value.findings())
+            findings = getattr(value, "findings", tuple)
+            yield from (_problem(found, where, f"{path}.") for found in findings())
             yield from _sections(value, where, f"{path}.")
 
 

@@ -58,7 +58,7 @@ class StragglerJudge:
 
         parts = engine._parts
         patience = parts.config.elasticity.replace_stragglers
-        watch = next((one for one in parts.observers if isinstance(one, StragglerWatch)), None)
+        watch = next((one for one in parts.watch.observers if isinstance(one, StragglerWatch)), None)
         if patience and watch is None:
             logger.warning(
                 "elasticity.replace_stragglers: nothing compares the ranks; set straggler.enabled to true (and use"

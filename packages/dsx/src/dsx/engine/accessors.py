@@ -51,7 +51,7 @@ class EngineAccessors:
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples per rank in one forward and backward."""
-        return self._custom_batch or self._parts.settings.micro_batch_size
+        return self._custom_batch or self._parts.loader.micro_batch_size
 
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches per update."""
@@ -92,7 +92,7 @@ class EngineAccessors:
         """The writers of events. Use it for your own events: `engine.monitor.write_events([(label, value,
         samples)])`.
         """
-        return self._parts.monitor
+        return self._parts.watch.monitor
 
     # - Optimizer
 
@@ -104,7 +104,7 @@ class EngineAccessors:
     @property
     def lr_scheduler(self) -> Any:
         """The learning-rate scheduler, stepped by the engine; None without one."""
-        return self._parts.lr_scheduler
+        return self._parts.update.schedule.scheduler
 
     @lr_scheduler.setter
     def lr_scheduler(self, scheduler: Any) -> None:
@@ -120,12 +120,13 @@ class EngineAccessors:
             )
         driver = NoSchedule() if scheduler is None else DrivenSchedule(scheduler)
         parts = self._parts
-        saved = dataclasses.replace(parts.checkpointer, schedule=driver, scheduled=scheduler is not None)
-        self._parts = dataclasses.replace(parts, lr_scheduler=scheduler, schedule=driver, checkpointer=saved)
+        saved = dataclasses.replace(parts.checkpointer, schedule=driver)
+        update = dataclasses.replace(parts.update, schedule=driver)
+        self._parts = dataclasses.replace(parts, update=update, checkpointer=saved)
 
     def loss_scale(self) -> float:
         """Factor on the loss of the next backward; 1.0 without loss scaling."""
-        return self._parts.scaler.scale
+        return self._parts.update.scaler.scale
 
     def _groups(self) -> list[dict[str, Any]]:
         optimizer = self._parts.optimizer
@@ -140,8 +141,9 @@ class EngineAccessors:
         return moments(self._groups())
 
     def get_type(self) -> str:
-        """Name of the optimizer in use."""
-        return self._parts.settings.optimizer_name
+        """Class name of the optimizer in use; empty without one."""
+        optimizer = self._parts.optimizer
+        return "" if optimizer is None else type(optimizer.inner).__name__
 
     def get_global_grad_norm(self) -> float | None:
         """L2 norm of the latest update's unscaled gradients over all ranks, before clipping; None before the first."""
@@ -149,11 +151,11 @@ class EngineAccessors:
 
     def gradient_clipping(self) -> float:
         """Largest global gradient norm that is not clipped; 0.0: no clipping."""
-        return self._parts.settings.gradient_clipping
+        return self._parts.config.gradient_clipping
 
     def zero_optimization_stage(self) -> int:
         """The ZeRO stage: 0, 1, 2 or 3."""
-        return self._parts.settings.zero_stage
+        return self._parts.config.zero.stage
 
     # - Place
 

@@ -109,7 +109,6 @@ class Checkpointer:
         shards: the sharded state: parameters, masters and optimizer states.
         optimizer: the optimizer; the numbers in its parameter groups are saved. None without one.
         counters, schedule, scaler: parts of the engine; their states are saved.
-        scheduled: whether a schedule sets the learning rates.
         precision: the precision record as plain values.
         settings: the `checkpoint` section.
         gate: stops all ranks together between two updates.
@@ -129,7 +128,6 @@ class Checkpointer:
     counters: Counters
     schedule: ScheduleDriver
     scaler: LossScaler
-    scheduled: bool
     precision: dict[str, Any]
     settings: Any
     rank: int
@@ -142,6 +140,11 @@ class Checkpointer:
 
     _behind: list[Any] = field(default_factory=list)
     _rest: list[Rest] = field(default_factory=list)
+
+    @property
+    def _scheduled(self) -> bool:
+        """Whether a schedule sets the learning rates."""
+        return self.schedule.scheduler is not None
 
     @property
     def _ranks(self) -> Any:
@@ -460,9 +463,9 @@ class Checkpointer:
         undo.add(lambda: restore_numbers(groups, before, scheduled=True, others=True))
         goes_on = wanted.lr_scheduler and bool(state.lr_scheduler)
         changes = restore_numbers(
-            groups, saved, scheduled=goes_on if self.scheduled else wanted.optimizer, others=wanted.optimizer
+            groups, saved, scheduled=goes_on if self._scheduled else wanted.optimizer, others=wanted.optimizer
         )
-        if changes and not self.scheduled and self.rank == 0:
+        if changes and not self._scheduled and self.rank == 0:
             logger.info("load_checkpoint: as saved, not as configured: %s", "; ".join(changes))
 
     def _compare_precision(self, saved: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ def describe(parts: EngineParts) -> str:
 
 
 def _rows(parts: EngineParts) -> Iterator[tuple[str, Any]]:
-    topology, settings = parts.topology, parts.settings
+    topology, config = parts.topology, parts.config
     yield (
         "rank",
         f"{topology.rank} of {topology.world_size}, data parallel {topology.batches[0]} of {topology.batches[1]}",
@@ -29,18 +29,19 @@ def _rows(parts: EngineParts) -> Iterator[tuple[str, Any]]:
         "model",
         f"{type(parts.module).__name__}, {sum(p.numel() for p in parameters):,} parameters, {trained:,} trained",
     )
-    yield "zero stage", settings.zero_stage
-    yield "micro batch, accumulation", f"{settings.micro_batch_size}, {parts.accumulation.steps}"
-    yield "gradient clipping", settings.gradient_clipping or "off"
-    yield "loss scale", parts.scaler.scale
+    yield "zero stage", config.zero.stage
+    yield "micro batch, accumulation", f"{parts.loader.micro_batch_size}, {parts.accumulation.steps}"
+    yield "gradient clipping", config.gradient_clipping or "off"
+    yield "loss scale", parts.update.scaler.scale
     if parts.optimizer is not None:
-        yield "optimizer", settings.optimizer_name
+        yield "optimizer", type(parts.optimizer.inner).__name__
         for index, group in enumerate(parts.optimizer.param_groups):
             shown = {name: value for name, value in group.items() if name not in ("params", "param_names")}
             yield f"parameter group {index}", f"{len(group['params'])} tensors, {shown}"
         sizes = ", ".join(f"{name} {size / _MIB:.1f}" for name, size in parts.optimizer.state_bytes().items())
         yield "bytes held (MiB)", sizes
-    yield "schedule", type(parts.lr_scheduler).__name__ if parts.lr_scheduler is not None else "none"
-    watching = [type(each).__name__ for each in (*parts.hooks, *parts.observers)]
+    scheduler = parts.update.schedule.scheduler
+    yield "schedule", type(scheduler).__name__ if scheduler is not None else "none"
+    watching = [type(each).__name__ for each in (*parts.watch.hooks, *parts.watch.observers)]
     yield "watched by", ", ".join(dict.fromkeys(watching)) or "nobody"
-    yield "writers", ", ".join(getattr(parts.monitor, "active", ())) or "none"
+    yield "writers", ", ".join(getattr(parts.watch.monitor, "active", ())) or "none"

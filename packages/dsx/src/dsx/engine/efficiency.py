@@ -329,7 +329,7 @@ class EngineData:
     @property
     def random_ltd(self) -> Any:
         """The object that token-dropping layers share, a `dsx_data.TokenDrop`; None if random-LTD is off."""
-        part = self._parts.efficiency.get("random_ltd")
+        part = self._parts.checkpointer.parts.get("random_ltd")
         return None if part is None else part.drop
 
     @property
@@ -340,7 +340,7 @@ class EngineData:
     @property
     def curriculum_scheduler_legacy(self) -> Any:
         """The schedule of `curriculum_learning`; None if that section is off."""
-        part = self._parts.efficiency.get("curriculum_learning")
+        part = self._parts.checkpointer.parts.get("curriculum_learning")
         return None if part is None else part.scheduler
 
     def set_custom_curriculum_learning_schedule(self, schedule: Any) -> None:

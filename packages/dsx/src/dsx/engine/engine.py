@@ -65,13 +65,13 @@ class Engine(EngineCheckpoints, WeightsMixin, EngineByHand, EngineData, EngineAc
         parts = self._living()
         if torch.is_grad_enabled():
             parts.gate.begin_update()
-            parts.batches.before_forward()
+            parts.watch.batches.before_forward()
         else:
             parts.gate.at_rest()
         args, kwargs = parts.inputs(args, kwargs)
-        for hook in parts.hooks:
+        for hook in parts.watch.hooks:
             hook.before_forward(args, kwargs)
-        with parts.clock.range("forward"), parts.inputs.naming_the_cast(args, kwargs), parts.autocast():
+        with parts.watch.clock.range("forward"), parts.inputs.naming_the_cast(args, kwargs), parts.inputs.autocast():
             return parts.module(*args, **kwargs)
 
     def scale(self, loss: torch.Tensor, scale_wrt_gas: bool = True) -> torch.Tensor:
@@ -86,14 +86,14 @@ class Engine(EngineCheckpoints, WeightsMixin, EngineByHand, EngineData, EngineAc
         """
         parts = self._living()
         _check_loss(loss)
-        weight, divisor = parts.batches.weight(), self._divisor(scale_wrt_gas)
+        weight, divisor = parts.watch.batches.weight(), self._divisor(scale_wrt_gas)
         self._losses.add(loss.detach() / divisor)
         boundary = parts.accumulation.is_boundary()
         parts.accumulation.note_backward()
         self._begin_backward(boundary=boundary)
         if boundary:
-            parts.stepper.before_last_backward()
-        for hook in parts.hooks:
+            parts.update.stepper.before_last_backward()
+        for hook in parts.watch.hooks:
             hook.before_backward(loss, boundary)
         scaled = self._scaled(loss, divisor, weight)
         parts.backwards.watch(scaled)
@@ -107,7 +107,7 @@ class Engine(EngineCheckpoints, WeightsMixin, EngineByHand, EngineData, EngineAc
 
     def _scaled(self, loss: torch.Tensor, divisor: int, weight: float = 1.0) -> torch.Tensor:
         """`loss * loss_scale * weight / divisor` in fp32, and nothing else."""
-        return loss.float() * (self._parts.scaler.scale * weight / divisor)
+        return loss.float() * (self._parts.update.scaler.scale * weight / divisor)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Accumulate the gradients of a micro-batch's loss, and reduce them over the ranks when that is due.
@@ -121,7 +121,7 @@ class Engine(EngineCheckpoints, WeightsMixin, EngineByHand, EngineData, EngineAc
             The unscaled loss divided by the accumulation steps (detached).
         """
         scaled = self.scale(loss, scale_wrt_gas)
-        with self._parts.clock.range("backward"):
+        with self._parts.watch.clock.range("backward"):
             scaled.backward(retain_graph=retain_graph)
         return loss.detach() / self._divisor(scale_wrt_gas)
 
@@ -147,21 +147,21 @@ class Engine(EngineCheckpoints, WeightsMixin, EngineByHand, EngineData, EngineAc
 
     def _before_update(self) -> None:
         """Called when all gradients of the update have arrived. Nothing has been changed yet."""
-        for hook in self._parts.hooks:
+        for hook in self._parts.watch.hooks:
             hook.before_update()
 
     def _apply_update(self, lr_kwargs: dict[str, Any]) -> StepReport:
         """Step the optimizer and the schedule, and count."""
         parts, counters = self._parts, self.counters
-        scale = parts.scaler.scale
-        with parts.batches.rates():
+        scale = parts.update.scaler.scale
+        with parts.watch.batches.rates():
             lr = tuple(self.get_lr())
-            with parts.clock.range("step"):
-                outcome = parts.stepper.step()
-        samples = parts.batches.samples(self.train_batch_size())
+            with parts.watch.clock.range("step"):
+                outcome = parts.update.stepper.step()
+        samples = parts.watch.batches.samples(self.train_batch_size())
         self._applied = not outcome.overflow
         if self._applied:
-            parts.schedule.step(**lr_kwargs)
+            parts.update.schedule.step(**lr_kwargs)
         counters.skipped_steps += int(outcome.overflow)
         counters.global_steps += 1
         counters.global_samples += samples
@@ -179,7 +179,7 @@ class Engine(EngineCheckpoints, WeightsMixin, EngineByHand, EngineData, EngineAc
     def _end_update(self, report: StepReport) -> None:
         """Tell the observers."""
         self.last_step = report
-        for observer in self._parts.observers:
+        for observer in self._parts.watch.observers:
             observer.after_step(report)
 
     def _divisor(self, scale_wrt_gas: bool) -> int:
@@ -252,7 +252,7 @@ class Engine(EngineCheckpoints, WeightsMixin, EngineByHand, EngineData, EngineAc
         parts.gate.abandon_update()
         parts.accumulation.restart()
         self._losses.take()
-        parts.batches.forget()
+        parts.watch.batches.forget()
         self.zero_grad()
 
     # - Data
@@ -293,9 +293,9 @@ class Engine(EngineCheckpoints, WeightsMixin, EngineByHand, EngineData, EngineAc
             sampler=data_sampler,
         )
         trains = route == "train" and data_sampler is None
-        loader = TrainingLoader(dataset, self._parts.loader_rule(dataset, options) if trains else options)
+        loader = TrainingLoader(dataset, self._parts.watch.loader_rule(dataset, options) if trains else options)
         if trains:
-            loader.on_batch = self._parts.batches.note
+            loader.on_batch = self._parts.watch.batches.note
         return loader
 
     # - Life
@@ -315,7 +315,7 @@ class Engine(EngineCheckpoints, WeightsMixin, EngineByHand, EngineData, EngineAc
                 self._close_checkpoints()
             finally:
                 self._parts.window.close()
-                self._parts.release()
+                self._parts.watch.close()
                 self.training_dataloader = None
                 # An engine refers to itself in many places, and Python looks for such objects seldom: 80 engines of
                 # 300 MB, one after the other, ended a process with 23 GB (test_engine_freed.py).

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -36,10 +36,14 @@ class InputChain:
         transforms: the transforms.
         cast: applied to the positional arguments and to the keyword arguments.
         uncast: "bf16" or "fp16" if the model has parameters of this dtype and nothing casts inputs to it; else "".
+        autocast: makes the context in which the model runs.
     """
 
-    def __init__(self, transforms: Sequence[BatchTransform], cast: Callable[[Any], Any], *, uncast: str = "") -> None:
-        self._transforms, self.cast, self._uncast = tuple(transforms), cast, uncast
+    def __init__(
+        self, transforms: Sequence[BatchTransform], cast: Callable[[Any], Any], *, uncast: str = "",
+        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:  # fmt: skip
+        self._transforms, self.cast, self._uncast, self.autocast = tuple(transforms), cast, uncast, autocast
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """The arguments for the model."""

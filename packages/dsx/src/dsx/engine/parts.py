@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from dsx_comm import RankSets
 from torch import nn
@@ -14,16 +12,35 @@ from ..data import LoaderOptions
 from .accumulation import Accumulation, SyncWindow
 from .backwards import Backwards
 from .checkpointing import Checkpointer
-from .clock import Clock
-from .efficiency import Batches, FixedBatches
 from .gate import StepGate
-from .hooks import StepHook
 from .inputs import InputChain
-from .observers import StepObserver
 from .report import Counters
 from .schedule import ScheduleDriver
-from .stepper import LossScaler, Stepper
+from .stepper import LossScaler, NoStepper, Stepper
+from .watch import Watch
 from .weights import Gather
+
+if TYPE_CHECKING:
+    from dsx_zero import ZeroOptimizer
+
+    from ..config import Config
+
+__all__ = ["EngineParts", "Update"]
+
+
+@dataclass(frozen=True)
+class Update:
+    """The parts that change the parameters.
+
+    Attributes:
+        stepper: does one update.
+        scaler: the loss scale.
+        schedule: drives the learning-rate scheduler.
+    """
+
+    stepper: Stepper
+    scaler: LossScaler
+    schedule: ScheduleDriver
 
 
 @dataclass(frozen=True)
@@ -32,67 +49,38 @@ class EngineParts:
 
     Attributes:
         module: the sharded model.
-        optimizer: the optimizer that `initialize` returns; None without one.
-        shards: the sharded state that checkpoints read and write.
-        checkpointer: saves and loads the whole engine.
-        gate: stops all ranks together between two updates.
-        stepper: does one update.
-        scaler: the loss scale.
-        schedule: drives `lr_scheduler`.
-        accumulation, window: say which micro-batch is at the boundary, and when gradients are reduced.
-        backwards: judges backwards of losses that the engine did not scale.
-        inputs: transforms a batch before the model.
-        autocast: makes the context of the forward pass.
-        clock: times the parts of a step.
-        gather: gathers some parameters for the duration of a context.
+        shards: the sharded state of the model, which checkpoints read and write; the optimizer, if there is one.
         topology: the rank of this process, and the groups of ranks.
         config: the resolved configuration, for saving and for the accessors.
+        counters: the progress of training.
+        gate: stops all ranks together between two updates.
+        accumulation, window: say which micro-batch is at the boundary, and when gradients are reduced.
+        backwards: judges backwards of losses that the engine did not scale.
+        update: changes the parameters.
+        inputs: transforms a batch before the model, and makes the context of the forward pass.
+        watch: what the extensions have added: clock, hooks, observers, writers, the size of updates.
         loader: builds the loaders of `deepspeed_io`.
-        release: undoes the changes that sharding made to the model (hooks).
-        hooks: are called while a step runs.
-        observers: are called after each step.
-        batches: the size of an update, and its learning rates.
-        efficiency: parts for data efficiency, by the name of their section.
-        loader_rule: from dataset and options to the options of the training loader.
-        monitor: the writers of events, also for the caller; writes nothing if no writer is switched on.
+        gather: gathers some parameters for the duration of a context.
+        checkpointer: saves and loads the whole engine.
     """
 
     module: nn.Module
-    optimizer: Any
-    shards: Any
-    checkpointer: Checkpointer
+    shards: ZeroOptimizer
+    topology: RankSets
+    config: Config
+    counters: Counters
     gate: StepGate
-    stepper: Stepper
-    scaler: LossScaler
-    schedule: ScheduleDriver
-    lr_scheduler: Any
     accumulation: Accumulation
     window: SyncWindow
     backwards: Backwards
+    update: Update
     inputs: InputChain
-    autocast: Callable[[], AbstractContextManager[object]]
-    clock: Clock
-    gather: Gather
-    topology: RankSets
-    settings: EngineSettings
-    config: Any
+    watch: Watch
     loader: LoaderOptions
-    release: Callable[[], None]
-    counters: Counters = field(default_factory=Counters)
-    hooks: tuple[StepHook, ...] = ()
-    observers: tuple[StepObserver, ...] = ()
-    monitor: Any = None
-    batches: Batches = field(default_factory=FixedBatches)
-    efficiency: Mapping[str, Any] = field(default_factory=dict)
-    loader_rule: Callable[[Any, LoaderOptions], LoaderOptions] = lambda dataset, options: options
+    gather: Gather
+    checkpointer: Checkpointer
 
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """Plain values that accessors report and saving uses."""
-
-    micro_batch_size: int
-    zero_stage: int
-    gradient_clipping: float
-    optimizer_name: str
-    gather_weights_on_save: bool
+    @property
+    def optimizer(self) -> ZeroOptimizer | None:
+        """The optimizer that `initialize` returns; None without one."""
+        return None if isinstance(self.update.stepper, NoStepper) else self.shards

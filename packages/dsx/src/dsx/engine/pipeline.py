@@ -69,7 +69,7 @@ class PipelineEngine(Engine):
         self._backwards_left = 0
         self._half_done = ""  # why the parameters of the stages belong to different steps, or nothing
         self._pipe = self._build_runtime()
-        for observer in parts.observers:
+        for observer in parts.watch.observers:
             if isinstance(observer, PipelineTimes):
                 observer.follow(self.pipeline_report)
 
@@ -99,7 +99,7 @@ class PipelineEngine(Engine):
         """
         parts = self._usable()
         if parts.optimizer is None:
-            parts.stepper.step()  # raises an error that names what is missing
+            parts.update.stepper.step()  # raises an error that names what is missing
         parts.gate.begin_update()
         source = data_iter if data_iter is not None else self._next_batches()
         self._prepare = self._preparation()
@@ -107,7 +107,7 @@ class PipelineEngine(Engine):
         stages = len(self._pipe.stages)
         self._backwards_left = stages * self.micro_batches
         try:
-            with parts.backwards.known(), self._held(), parts.clock.range("forward_backward"):
+            with parts.backwards.known(), self._held(), parts.watch.clock.range("forward_backward"):
                 loss = self._pipe.train_batch(source)
             parts.window.close()
             with self._pipe.together("preparing the update"):
@@ -208,13 +208,13 @@ class PipelineEngine(Engine):
         """An item of the data, prepared and shown to the hooks."""
         prepare = self._prepare
         item = item if prepare is None else prepare(item)
-        for hook in self._parts.hooks:
+        for hook in self._parts.watch.hooks:
             hook.micro_batch_read(item)
         return item
 
     def _preparation(self) -> Callable[[Any], Any] | None:
         """A function for every item of the data: the caller's function, then the curriculum of lengths."""
-        prepare, curriculum = self._batch_fn, self._parts.efficiency.get("curriculum_learning")
+        prepare, curriculum = self._batch_fn, self._parts.checkpointer.parts.get("curriculum_learning")
         if curriculum is None:
             return prepare
         if curriculum.changed():
@@ -234,9 +234,9 @@ class PipelineEngine(Engine):
         if stage == 0:
             (value,), _ = parts.inputs((value,), {})
         if stage == min(self._pipe.stages):  # once per micro-batch, also if this rank holds several stages
-            for hook in parts.hooks:
+            for hook in parts.watch.hooks:
                 hook.before_forward((value,), {})
-        with parts.inputs.naming_the_cast(value if stage == 0 else ()), parts.autocast():
+        with parts.inputs.naming_the_cast(value if stage == 0 else ()), parts.inputs.autocast():
             return parts.module(value, stage=stage)
 
     def _before_backward(self, stage: int, micro_batch: int, last: bool) -> None:

@@ -5,18 +5,25 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from .errors import EngineArgumentError
 
+if TYPE_CHECKING:
+    from dsx_comm import RankSets
+
 
 @dataclass(frozen=True)
 class Request:
-    """The checked arguments of `initialize`. `store`: a store (`dsx_zero.homes.stored.TensorStore`, with `close`) that
-    is used for state on disk instead of a folder.
+    """The checked arguments of `initialize`, and what extensions have made of them.
+
+    Attributes:
+        store: a store (`dsx_zero.homes.stored.TensorStore`, with `close`) that is used for state on disk instead of a
+            folder.
+        ranks_of: the argument of `dsx_zero.shard`; None: the groups of all ranks.
     """
 
     model: nn.Module
@@ -29,6 +36,7 @@ class Request:
     distributed_port: int
     dist_init_required: bool | None
     store: Any = None
+    ranks_of: RankSets | Callable[[nn.Parameter], RankSets] | None = None
 
 
 def launched_as() -> tuple[int, int]:

@@ -67,7 +67,8 @@ class WeightsMixin:
             and returns False.
         """
         parts = self._living()
-        if not parts.settings.gather_weights_on_save:
+        zero = parts.config.zero
+        if zero.stage == 3 and zero.stage3_gather_16bit_weights_on_model_save is False:
             if parts.topology.rank == 0:
                 text = (
                     "save_16bit_model wrote nothing: zero_optimization.stage3_gather_16bit_weights_on_model_save is "

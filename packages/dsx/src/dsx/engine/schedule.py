@@ -12,7 +12,10 @@ from .errors import EngineArgumentError
 
 
 class ScheduleDriver(Protocol):
-    """The calls that the engine makes to a schedule."""
+    """The calls that the engine makes to a schedule, and the scheduler behind it; None without one."""
+
+    @property
+    def scheduler(self) -> Any: ...
 
     def step(self, **kwargs: Any) -> None: ...
 
@@ -23,6 +26,8 @@ class ScheduleDriver(Protocol):
 
 class NoSchedule:
     """Constant learning rates."""
+
+    scheduler = None
 
     def step(self, **kwargs: Any) -> None:
         """Does nothing. Arguments are refused, because they would have no effect."""

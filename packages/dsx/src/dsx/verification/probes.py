@@ -109,7 +109,7 @@ class Probes:
         try:
             other = torch.zeros_like(kept, requires_grad=False)  # type: ignore[arg-type]
             owner._parameters[leaf] = nn.Parameter(other)
-            self._engine._parts.optimizer.step()
+            self._engine._parts.shards.step()
             noticed = False
         except RuntimeError as error:
             noticed = name in str(error)

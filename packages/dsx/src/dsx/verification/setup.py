@@ -62,7 +62,7 @@ def build(
         groups=groups,
         loss=loss_fn,
         cast=parts.inputs.cast,
-        autocast=parts.autocast,
+        autocast=parts.inputs.autocast,
         share=1.0 / (engine.gradient_accumulation_steps() * ranks),
         max_norm=engine.gradient_clipping(),
     )
