@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         zero,
     )
     from .comm import init_distributed
+    from .config.typed import Bf16, Config, Fp16, OffloadOptimizer, OffloadParam, Optimizer, Scheduler, Zero
     from .data import RepeatingLoader
     from .engine import Engine, StepReport
     from .entry import initialize
@@ -47,6 +48,14 @@ if TYPE_CHECKING:
 
 _ATTRIBUTES = {
     "initialize": "entry",
+    "Bf16": "config.typed",
+    "Config": "config.typed",
+    "Fp16": "config.typed",
+    "OffloadOptimizer": "config.typed",
+    "OffloadParam": "config.typed",
+    "Optimizer": "config.typed",
+    "Scheduler": "config.typed",
+    "Zero": "config.typed",
     "Engine": "engine",
     "Extension": "extension",
     "StepReport": "engine",
@@ -88,15 +97,23 @@ _NOT_YET = {
 }
 
 __all__ = [
+    "Bf16",
+    "Config",
     "DsxConfigError",
     "Engine",
     "Extension",
+    "Fp16",
+    "OffloadOptimizer",
+    "OffloadParam",
+    "Optimizer",
     "PipelineModule",
     "Plan",
     "RepeatingLoader",
+    "Scheduler",
     "StepReport",
     "VerifyError",
     "VerifyReport",
+    "Zero",
     "__version__",
     "autotuning",
     "checkpoint",

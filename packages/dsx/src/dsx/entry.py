@@ -93,7 +93,8 @@ def initialize(
         mpu: model-parallel unit; gradients are averaged over its data-parallel group.
         dist_init_required: make a process group; None: only if there is none and a launcher started this process.
         collate_fn: makes a micro-batch from samples.
-        config: dictionary, path of a JSON file, or base64 of JSON. `config_params` is an older name of it.
+        config: dictionary (`dsx.Config` makes one that an editor checks), path of a JSON file, or base64 of JSON.
+            `config_params` is an older name of it.
         mesh_param: sequence-parallel mesh; not available yet.
         extensions: objects that take part in building the engine (`dsx.Extension`), beside those of installed
             packages.

@@ -32,6 +32,10 @@ two keys that contradict each other are errors; all of them are reported togethe
 Any value may be `"auto"`. Then it is the default, or it is computed (batch sizes), or it is taken from the optimizer
 (`scheduler.params.warmup_max_lr`). `dsx config explain FILE` shows every value in effect and where it came from.
 
+In Python the same keys are types: `dsx.Config(zero_optimization=dsx.Zero(stage=3))` makes a dictionary, and an editor
+completes its keys and marks a misspelt one. A dictionary that is annotated (`config: dsx.Config = {...}`) is checked in
+the same way. The types of all sections are in `dsx.config.typed`; whole numbers are integers there (`500_000_000`).
+
 The last column says whether a key works today. *not available* means that dsx does not have the feature: using the key
 is an error, and the text says why; a block that is switched off is accepted. *refused* means the same; the text says
 what to use instead. *no effect* means that the key is accepted with a warning, because published configurations have
