@@ -16,6 +16,7 @@ through PyTorch's dispatcher.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -98,7 +99,7 @@ class FakeCompute(TorchDispatchMode):
         if small and (kind is _IN_PLACE or not self._makes_large(func, args, kwargs)):
             return self._compute(func, args, kwargs)
         if kind is _EMPTY:
-            result = _run(func, args, kwargs)
+            result = self._empty(func, args, kwargs)
             result = self._watch.made(result.zero_() if is_small(result) else result, func, args)
         elif kind is _IN_PLACE:
             result = _written(func, args, kwargs)
@@ -114,6 +115,15 @@ class FakeCompute(TorchDispatchMode):
                 result.fill_(answer)
         self._watch.ran(func, args, kwargs, result, view=False)
         return result
+
+    def _empty(self, func: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return _run(func, args, kwargs)
+        except RuntimeError:
+            found = self._shape(func, args, kwargs)  # more than the system gives in one piece, or a mistake
+            if not isinstance(found, tuple):
+                raise
+            return without_memory(*found)
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = _run(func, args, kwargs)
@@ -150,10 +160,34 @@ class FakeCompute(TorchDispatchMode):
         if not isinstance(spec, tuple):
             return spec  # a number
         size, stride, dtype = spec
-        tensor = torch.empty_strided(size, stride, dtype=dtype)
+        tensor = without_memory(size, stride, dtype)
         if is_small(tensor):
             tensor.zero_()
         return self._watch.made(tensor, func, args)
+
+
+def without_memory(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor whose memory is not touched. It may be larger than this machine's memory.
+
+    Raises:
+        RuntimeError: the system refuses even that; `vm.overcommit_memory` is 2, or `ulimit -v` is too low.
+    """
+    try:
+        return torch.empty_strided(size, stride, dtype=dtype)
+    except RuntimeError:
+        # The system refuses memory that it can never provide, unless it is told that none need be kept for it.
+        most = 1 + sum((extent - 1) * step for extent, step in zip(size, stride))
+        try:
+            memory = mmap.mmap(-1, most * dtype.itemsize, flags=_UNKEPT)
+        except (OSError, ValueError, OverflowError):
+            memory = None
+        if memory is None:
+            raise
+        return torch.frombuffer(memory, dtype=dtype).as_strided(size, stride)
+
+
+_UNKEPT = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0) | getattr(mmap, "MAP_NORESERVE", 0x4000)
+"""Of Linux, where MAP_NORESERVE has had a name in Python since 3.13."""
 
 
 def _nothing(dtype: torch.dtype) -> bool | int | float | complex:

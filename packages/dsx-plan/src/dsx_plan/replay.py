@@ -340,7 +340,8 @@ def _hint(error: Exception) -> str:
     if isinstance(error, MemoryError) or "allocate memory" in str(error):
         return (
             "A plan takes address space for everything that a rank would hold, and touches none of it; the system"
-            " refuses so much: raise `ulimit -v`, or set vm.overcommit_memory to 1"
+            " refuses so much: raise `ulimit -v`, or set vm.overcommit_memory to 1 (with 0 it refuses what is gathered"
+            " of a single parameter above this machine's memory)"
         )
     return (
         "A plan runs the model on CPU tensors whose large ones have no values; leave values alone that decide what is"
