@@ -8,7 +8,7 @@ from typing import Any
 
 from .allocator import fragmentation
 from .configs import Ready
-from .cost import Timing, simulate
+from .cost import Timing, simulate, stragglers
 from .ledger import DEVICE, HOST, Peak
 from .machine import Machine
 from .pipelines import PipelineStep, step_of
@@ -79,6 +79,9 @@ def answer_of(
     samples = prepared.layout["data"] * prepared.micro * prepared.accumulation
     tokens = samples * found.tokens // max(1, prepared.micro)
     length = timing.step if step is None else step.seconds
+    late = length * stragglers(machine, world_size)
+    bubble = {} if step is None else {"bubble": max(0.0, length - timing.step)}
+    length += late
     seconds = max(length, 1e-12)
     operations = sum(rank.flops - rank.again for rank in ranks) / len(ranks)
     notes = dict.fromkeys(note for rank in ranks for note in rank.replay.notes)
@@ -108,7 +111,7 @@ def answer_of(
         flops=most.flops,
         recomputed_flops=most.again,
         step_seconds=length,
-        parts={**_parts(timing), **({} if step is None else {"bubble": max(0.0, length - timing.step)})},
+        parts={**_parts(timing), "stragglers": late, **bubble},
         tokens_per_second=tokens / seconds,
         mfu=operations / (seconds * machine.peak(prepared.dtype)),
         timeline=_timeline(most, step),
@@ -211,8 +214,8 @@ def _traffic(found: Replay) -> dict[str, float]:
 
 
 def _parts(timing: Timing) -> dict[str, float]:
-    names = ("products", "operators", "overhead", "optimizer", "communication", "exposed_communication", "copies",
-             "exposed_copies")  # fmt: skip
+    names = ("products", "attention", "operators", "overhead", "optimizer", "interference", "communication",
+             "exposed_communication", "copies", "exposed_copies")  # fmt: skip
     return {name: getattr(timing, name) for name in names}
 
 

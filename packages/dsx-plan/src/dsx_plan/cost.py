@@ -1,19 +1,24 @@
 """From a trace to seconds: every entry gets a time on its lane, on a given machine.
 
-The model, with the five constants of `machine.Constants`:
+The model, with the constants of `machine.Constants`:
 
 * an operator takes the time of its arithmetic and of its bytes, plus a constant. On a CPU a matrix product takes the
   longer of the two, because caches hide one behind the other. On a device it takes their sum: a tile's arithmetic waits
   for its first bytes, and its results are written after it. So narrow matrices are slower than their arithmetic says
   (decision 0050 has the errors with the sum and with the longer of the two);
+* fused attention reaches a share of the peak of its own, of the half of the arithmetic that a causal mask leaves;
 * a message between ranks takes the longer of its bytes inside the host and between hosts over their rates, plus a
-  constant times log2 of the ranks; messages share the links in the order in which they are issued;
+  constant times log2 of the ranks. The links of a host and those between hosts work at the same time; messages that
+  need the same link share it in the order in which they are issued;
+* computation is slower, by a share, while messages flow beside it: their kernels take some of the device;
 * on a CPU a message keeps the core of its rank busy: the same cores copy and add up what is sent, so it takes the lane
   that issues it as long, and nothing of it is hidden behind computation;
 * a copy between device and host, or host and disk, takes its bytes over that link's rate;
-* what a lane waits for holds it up; the rest runs beside each other.
+* what a lane waits for holds it up; the rest runs beside each other;
+* the step of a job is that of its slowest rank: with normal deviations, the greatest of N is about sqrt(2 ln N)
+  standard deviations above the mean.
 
-It leaves out: contention between compute and communication, the host's own time where a device works, and faults.
+It leaves out the host's own time where a device works, and faults.
 """
 
 from __future__ import annotations
@@ -24,6 +29,8 @@ from dataclasses import dataclass, field
 
 from .machine import Machine
 from .trace import (
+    ATTENTION,
+    CAUSAL,
     COMPUTE,
     COPY,
     MARK,
@@ -38,7 +45,7 @@ from .trace import (
     Trace,
 )
 
-__all__ = ["Span", "Timing", "message_seconds", "simulate"]
+__all__ = ["Span", "Timing", "message_seconds", "simulate", "stragglers"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,7 @@ class Timing:
     Attributes:
         step: of the whole.
         products: matrix products on the computing lane.
+        attention: fused attention there.
         operators: other operators there, bound by memory.
         overhead: the constant of every operator.
         optimizer: of all that the step itself computes, the update among it.
@@ -65,12 +73,14 @@ class Timing:
         exposed_communication: for which the computation waits.
         copies: between tiers, on their links.
         exposed_copies: for which the computation waits.
+        interference: by which messages beside it make computation longer; it is part of the operators' times.
         spans: the timeline.
         at: when each entry of the replayed trace ended on its lane, by its place, where it was last run.
     """
 
     step: float = 0.0
     products: float = 0.0
+    attention: float = 0.0
     operators: float = 0.0
     overhead: float = 0.0
     optimizer: float = 0.0
@@ -78,6 +88,7 @@ class Timing:
     exposed_communication: float = 0.0
     copies: float = 0.0
     exposed_copies: float = 0.0
+    interference: float = 0.0
     spans: list[Span] = field(default_factory=list)
     at: list[float] = field(default_factory=list)
 
@@ -107,31 +118,52 @@ def simulate(
     return _Simulation(trace, machine, ranks_per_host, waits_for_stages).run(segments)
 
 
+def stragglers(machine: Machine, world_size: int) -> float:
+    """By which share the slowest of the ranks is later than their mean."""
+    return machine.constants.jitter * math.sqrt(2.0 * math.log(max(1, world_size)))
+
+
 def message_seconds(message: Message, machine: Machine) -> float:
-    """How long a message keeps the links of its rank busy."""
-    constants = machine.constants
+    """How long a message takes where no other one is in its way."""
     if message.ranks == 1:
         return 0.0
-    inside = message.inside / (machine.link_bandwidth * constants.links)
-    outside = message.outside / (machine.network_bandwidth * constants.links)
-    return max(inside, outside) + constants.message_seconds * max(1.0, math.log2(message.ranks))
+    return max(_on_links(message, machine)) + machine.constants.message_seconds * max(1.0, math.log2(message.ranks))
+
+
+def _on_links(message: Message, machine: Machine) -> tuple[float, float]:
+    """Seconds for which a message keeps the links inside its host and those between hosts."""
+    share = machine.constants.links
+    return message.inside / (machine.link_bandwidth * share), message.outside / (machine.network_bandwidth * share)
+
+
+def _flops_per_second(machine: Machine) -> list[float]:
+    """Operations per second by the rate of an operator, the flags of attention included."""
+    constants = machine.constants
+    plain = [math.inf if name in ("plain", "host") else machine.rate(name) for name in RATES]
+    found = [math.inf] * RECOMPUTED
+    for number, (name, rate) in enumerate(zip(RATES, plain)):
+        attention = rate if constants.attention == 0.0 or rate == math.inf else machine.peak(name) * constants.attention
+        causal = attention if constants.attention == 0.0 else 2.0 * attention
+        found[number], found[number + ATTENTION], found[number + ATTENTION + CAUSAL] = rate, attention, causal
+    return found
 
 
 class _Simulation:
     def __init__(self, trace: Trace, machine: Machine, ranks_per_host: int, waits_for_stages: bool) -> None:
         self._trace, self._machine, self._waits_for_stages = trace, machine, waits_for_stages
-        constants = machine.constants
-        memory = machine.memory_bandwidth * constants.memory
-        self._bytes_per_second = [memory] * len(RATES)
+        memory = machine.memory_bandwidth * machine.constants.memory
+        self._slower = machine.constants.interference if machine.streams else 0.0
+        self._bytes_per_second = [memory] * RECOMPUTED
         self._bytes_per_second[RATES.index("host")] = machine.host_bandwidth / ranks_per_host
-        self._flops_per_second = [math.inf if name in ("plain", "host") else machine.rate(name) for name in RATES]
+        self._flops_per_second = _flops_per_second(machine)
         self._copy_rates = (
             machine.host_link_bandwidth, machine.host_link_bandwidth,
             machine.disk_bandwidth / ranks_per_host, machine.disk_bandwidth / ranks_per_host,
         )  # fmt: skip
         self._clock = [0.0] * trace.lanes
         self._cause = [0] * trace.lanes
-        self._links = 0.0  # when the links between ranks are free
+        self._links = [0.0, 0.0]  # when the links inside the host, and those between hosts, are free
+        self._flowing = 0.0  # until when messages flow
         self._copying = [0.0] * len(self._copy_rates)
         self._arrived: dict[int, float] = {}
         self._marked: dict[int, tuple[float, int]] = {}
@@ -152,7 +184,7 @@ class _Simulation:
                     by_kind[kinds[place]](place, lane)
                     timing.at[place] = clock[lane]
         self._end_phase()
-        timing.step = max([*clock, self._links])
+        timing.step = max([*clock, self._flowing])
         return timing
 
     # - entries
@@ -164,10 +196,16 @@ class _Simulation:
         by_bytes = trace.extra[place] / self._bytes_per_second[rate]
         overhead = self._machine.constants.operator_seconds
         took = by_flops + by_bytes if self._machine.streams else max(by_flops, by_bytes)
+        if lane == COMPUTE and self._slower and self._flowing > self._clock[lane]:
+            longer = self._slower * min(took, self._flowing - self._clock[lane])
+            timing.interference += longer
+            took += longer
         self._clock[lane] += took + overhead
         if lane == COMPUTE:
             timing.overhead += overhead
-            if by_flops > 0.0:
+            if rate >= ATTENTION:
+                timing.attention += took
+            elif by_flops > 0.0:
                 timing.products += took
             else:
                 timing.operators += took
@@ -181,13 +219,24 @@ class _Simulation:
         arrives = message.op == "recv" and not self._waits_for_stages
         took = 0.0 if arrives else message_seconds(message, self._machine)
         if not message.small:
-            begin = max(begin, self._links)
-            self._links = begin + took
+            begin = self._take_links(message, begin, took)
         self._arrived[number] = begin + took
         self._timing.communication += took
         if not self._machine.streams:
             self._wait(lane, begin + took, 0)
         self._span("communication", message.op, begin, begin + took)
+
+    def _take_links(self, message: Message, begin: float, took: float) -> float:
+        """Keep the links that a message needs, from when all of them are free; returns when."""
+        busy = _on_links(message, self._machine)
+        begin = max([begin, *(free for free, seconds in zip(self._links, busy) if seconds > 0.0)])
+        if took > 0.0:
+            latency = took - max(busy)
+            self._links = [
+                begin + seconds + latency if seconds > 0.0 else free for free, seconds in zip(self._links, busy)
+            ]
+        self._flowing = max(self._flowing, begin + took)
+        return begin
 
     def _wait_message(self, place: int, lane: int) -> None:
         self._wait(lane, self._arrived.get(self._trace.number[place], 0.0), 0)

@@ -6,9 +6,49 @@ direction and per device. Memory is what `torch.cuda.get_device_properties` repo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-__all__ = ["DEVICES", "NETWORKS", "Device", "Network"]
+from .errors import MachineError
+
+__all__ = ["ALIASES", "DEVICES", "NETWORKS", "Constants", "Device", "Network"]
+
+
+@dataclass(frozen=True)
+class Constants:
+    """How much of a platform's figures is reached. A calibration measures the first five; those of the table of devices
+    were fitted to published step times (`Device.constants`).
+
+    Attributes:
+        products: share of the peak rate that matrix products reach.
+        memory: share of the memory bandwidth that other operators reach.
+        links: share of a link's rate that collectives reach.
+        operator_seconds: what every operator takes beside its work.
+        message_seconds: what every message takes beside its bytes, times log2 of the ranks.
+        attention: share of the peak rate that fused attention reaches, of the arithmetic that a causal mask leaves; 0:
+            it is not known, and attention is planned as a matrix product, the masked half included.
+        interference: by which share computation is slower while messages flow beside it.
+        jitter: standard deviation of a rank's step, as a share of it. All ranks wait for the slowest one.
+    """
+
+    products: float = 0.75
+    memory: float = 0.80
+    links: float = 0.75
+    operator_seconds: float = 4e-6
+    message_seconds: float = 1.2e-5
+    attention: float = 0.0
+    interference: float = 0.0
+    jitter: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("products", "memory", "links"):
+            if not 0.0 < getattr(self, name) <= 1.5:
+                raise MachineError(f"constants.{name}: got {getattr(self, name)}, expected a share above 0")
+        for name in ("operator_seconds", "message_seconds"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise MachineError(f"constants.{name}: got {getattr(self, name)}, expected seconds from 0 to below 1")
+        for name in ("attention", "interference", "jitter"):
+            if not 0.0 <= getattr(self, name) <= 1.5:
+                raise MachineError(f"constants.{name}: got {getattr(self, name)}, expected a share from 0")
 
 
 @dataclass(frozen=True)
@@ -25,6 +65,9 @@ class Device:
         host_gib: memory of the host.
         cuda_words: words of the name that CUDA reports.
         source: of the figures.
+        constants: how much of them is reached.
+        constants_from: which step times the constants were fitted to; "" where nobody has fitted them, and those of
+            another device are taken.
     """
 
     teraflops: dict[str, float]
@@ -37,6 +80,8 @@ class Device:
     host_gib: int
     cuda_words: tuple[str, ...]
     source: str
+    constants: Constants = field(default_factory=lambda: _AMPERE)
+    constants_from: str = ""
 
 
 @dataclass(frozen=True)
@@ -53,12 +98,21 @@ _H100 = "NVIDIA H100 data sheet (2023): 1979 TFLOPS bf16 with sparsity, that is 
 _PCIE3, _PCIE4, _PCIE5 = 12.0, 25.0, 50.0  # of 16, 32 and 64: what page-locked copies reach
 
 
-def _rates(half: float, single: float, *, eight: float = 0.0, bfloat: bool = True) -> dict[str, float]:
+_AMPERE = Constants()
+_HOPPER = Constants(products=0.69, memory=0.69, attention=0.18, interference=0.5)
+"""Fitted by `packages/dsx/bench/planner.py fit` to published step times of some models, and judged on other ones."""
+
+
+def _rates(
+    half: float, single: float, *, eight: float = 0.0, four: float = 0.0, bfloat: bool = True
+) -> dict[str, float]:
     found = {"float16": half, "float32": single, "float64": single / 2}
     if bfloat:
         found["bfloat16"] = half
     if eight:
         found["float8"] = eight
+    if four:
+        found["float4"] = four
     return found
 
 
@@ -98,30 +152,45 @@ DEVICES: dict[str, Device] = {
         "NVIDIA Ada whitepaper 1.1 (2023), dense, fp32 accumulation",
     ),
     "H100-PCIE": Device(
-        _rates(756, 378, eight=1513), 79.18, 2000, 50, _PCIE5, 25, 8, 2048, ("H100", "PCIE"), _H100,
+        _rates(756, 378, eight=1513), 79.18, 2000, 50, _PCIE5, 25, 8, 2048, ("H100", "PCIE"), _H100, _HOPPER,
     ),
     "H100-SXM": Device(
         _rates(989, 495, eight=1979), 79.18, 3350, 450, _PCIE5, 50, 8, 2048, ("H100", "HBM3"),
         f"{_H100}; 3350 GB/s; hosts with 8 devices and a 400 Gb/s port each",
+        _HOPPER, "MosaicML's MPT 1b, 7b and 30b on H100",
     ),
     "H200-SXM": Device(
         _rates(989, 495, eight=1979), 139.8, 4800, 450, _PCIE5, 50, 8, 2048, ("H200",),
-        "NVIDIA H200 data sheet (2024): as H100, 4800 GB/s; hosts with 8 devices and a 400 Gb/s port each",
+        "NVIDIA H200 data sheet (2024): as H100, 4800 GB/s; hosts with 8 devices and a 400 Gb/s port each", _HOPPER,
     ),
     "GH200": Device(
         _rates(989, 495, eight=1979), 94.5, 4000, 450, 400, 50, 1, 480, ("GH200",),
-        "NVIDIA GH200 data sheet (2023): 96 GB HBM3, NVLink-C2C 900 GB/s both ways",
+        "NVIDIA GH200 data sheet (2023): 96 GB HBM3, NVLink-C2C 900 GB/s both ways", _HOPPER,
     ),
     "B200": Device(
-        _rates(2250, 1125, eight=4500), 178.4, 8000, 900, _PCIE5, 50, 8, 4096, ("B200",),
-        "NVIDIA DGX B200 data sheet (2024): 36 PFLOPS bf16 with sparsity for 8, NVLink 1800 GB/s both ways",
+        _rates(2250, 1125, eight=4500, four=9000), 178.4, 8000, 900, _PCIE5, 50, 8, 4096, ("B200",),
+        "NVIDIA DGX B200 data sheet (2024): 36 PFLOPS bf16 with sparsity for 8, NVLink 1800 GB/s both ways", _HOPPER,
+    ),
+    "GB200": Device(
+        _rates(2500, 1250, eight=5000, four=10000), 184, 8000, 900, 225, 50, 72, 17280, ("GB200",),
+        "NVIDIA GB200 NVL72 data sheet (2024), a 72nd of it: 360 PFLOPS bf16 with sparsity, 13.4 TB HBM3e; NVLink"
+        " 1800 GB/s both ways; a Grace with NVLink-C2C of 900 GB/s both ways for two devices; the 72 devices of a"
+        " NVLink domain count as one host", _HOPPER,
+    ),
+    "GB300": Device(
+        _rates(2500, 1250, eight=5000, four=15000), 277, 8000, 900, 225, 100, 72, 17280, ("GB300",),
+        "NVIDIA GB300 NVL72 data sheet (2025), a 72nd of it: as GB200, 20 TB HBM3e, 1100 PFLOPS fp4 dense, a port of"
+        " 800 Gb/s each", _HOPPER,
     ),
     "MI300X": Device(
         _rates(1307, 654, eight=2615), 191.5, 5300, 384, _PCIE5, 50, 8, 2048, ("MI300X",),
-        "AMD MI300X data sheet (2023): 7 links of 128 GB/s both ways",
+        "AMD MI300X data sheet (2023): 7 links of 128 GB/s both ways", _HOPPER,
     ),
 }  # fmt: skip
 """By name. What stands in more than one kind of host has the one of its usual servers."""
+
+ALIASES = {"v100": "V100-32", "a100": "A100-80", "h100": "H100-SXM", "h200": "H200-SXM", "4090": "RTX-4090"}
+"""What people call a device that has more than one entry, or a longer name: that of its usual servers."""
 
 NETWORKS: dict[str, Network] = {
     "infiniband-ndr": Network(50.0, "NDR InfiniBand, a 400 Gb/s port for each device"),

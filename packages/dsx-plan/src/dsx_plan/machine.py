@@ -1,4 +1,4 @@
-"""What a rank runs on: facts from data sheets, and five constants that say how much of them is reached.
+"""What a rank runs on: facts from data sheets, and a few constants that say how much of them is reached.
 
 Facts are given or looked up; constants are measured (`calibrate`) or fitted. `Machine.named("H100-SXM")` is one device
 of the table with a host around it; `Machine.of_this_host()` is this machine.
@@ -15,39 +15,12 @@ from typing import Any
 
 from dsx_core import nearest
 
-from .devices import DEVICES, NETWORKS
+from .devices import ALIASES, DEVICES, NETWORKS, Constants
 from .errors import MachineError
 
 __all__ = ["Constants", "Machine"]
 
 GIB = 1 << 30
-
-
-@dataclass(frozen=True)
-class Constants:
-    """How much of a platform's figures is reached: the five numbers that a calibration finds.
-
-    Attributes:
-        products: share of the peak rate that matrix products reach.
-        memory: share of the memory bandwidth that other operators reach.
-        links: share of a link's rate that collectives reach.
-        operator_seconds: what every operator takes beside its work.
-        message_seconds: what every message takes beside its bytes, times log2 of the ranks.
-    """
-
-    products: float = 0.75
-    memory: float = 0.80
-    links: float = 0.75
-    operator_seconds: float = 4e-6
-    message_seconds: float = 1.2e-5
-
-    def __post_init__(self) -> None:
-        for name in ("products", "memory", "links"):
-            if not 0.0 < getattr(self, name) <= 1.5:
-                raise MachineError(f"constants.{name}: got {getattr(self, name)}, expected a share above 0")
-        for name in ("operator_seconds", "message_seconds"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise MachineError(f"constants.{name}: got {getattr(self, name)}, expected seconds from 0 to below 1")
 
 
 @dataclass(frozen=True)
@@ -125,11 +98,12 @@ class Machine:
         Raises:
             MachineError: the table has no such device or network.
         """
-        device, _, network = name.partition("+")
+        device, plus, network = name.partition("+")
+        device = ALIASES.get(device.lower(), device)
         found = _look_up(device, DEVICES, "device")
         rate = None if not network else _look_up(network, NETWORKS, "network")
         return cls(
-            name=name,
+            name=device + plus + network,
             device="cuda",
             memory_bytes=int(found.memory_gib * GIB),
             flops={key: value * 1e12 for key, value in found.teraflops.items()},
@@ -139,6 +113,7 @@ class Machine:
             host_link_bandwidth=found.host_link_gbs * 1e9,
             ranks_per_host=found.per_host,
             host_memory_bytes=found.host_gib * GIB,
+            constants=found.constants,
             source=found.source if rate is None else f"{found.source}; {rate.source}",
         )
 
@@ -269,7 +244,7 @@ def _processor() -> str:
 
 def device_in_table(name: str) -> str | None:
     """The entry of the table for a device as CUDA names it ("NVIDIA H100 80GB HBM3")."""
-    words = name.upper().replace("-", " ")
+    words = name.upper().replace("-", " ").split()  # whole words: GH200 is no H200
     fitting = [key for key, found in DEVICES.items() if all(word in words for word in found.cuda_words)]
     return max(fitting, key=lambda key: len(DEVICES[key].cuda_words), default=None)
 

@@ -21,7 +21,21 @@ from dsx_monitor.flops.rules import rule_for
 
 from .fake import is_small
 from .ledger import DEVICE, HOST, Ledger
-from .trace import COPY, MARK, MESSAGE, OPERATOR, PHASE, RATES, RECOMPUTED, WAIT_MARK, WAIT_MESSAGE, Message, Trace
+from .trace import (
+    ATTENTION,
+    CAUSAL,
+    COPY,
+    MARK,
+    MESSAGE,
+    OPERATOR,
+    PHASE,
+    RATES,
+    RECOMPUTED,
+    WAIT_MARK,
+    WAIT_MESSAGE,
+    Message,
+    Trace,
+)
 
 __all__ = ["HostMemory", "Recorder"]
 
@@ -33,10 +47,18 @@ _DTYPES = {
     torch.float64: _RATE["float64"],
     torch.float8_e4m3fn: _RATE["float8"],
     torch.float8_e5m2: _RATE["float8"],
+    torch.float4_e2m1fn_x2: _RATE["float4"],
 }
+_SCALED = frozenset({"_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"})
+"""Products with the rate of what they multiply, and not of their results: FP8, and MX formats with their scales."""
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _FREE = frozenset({*_EMPTY, "_local_scalar_dense", "is_same_size", "set_", "resize_"})
 """Operators that launch nothing."""
+_FUSED_ATTENTION = frozenset(
+    f"_scaled_dot_product_{kind}_attention{end}"
+    for kind in ("flash", "efficient", "cudnn") for end in ("", "_backward")
+) | {f"_scaled_dot_product_{kind}{end}" for kind in ("flash_attention_for_cpu", "fused_attention_overrideable")
+     for end in ("", "_backward")}  # fmt: skip
 _KERNELS = frozenset({"dsx_ops::quantize", "dsx_ops::dequantize_out"})
 """Kernels of ours that take the time of the bytes that they read and write."""
 _PARTIAL = frozenset(["embedding", "index_select", "gather", "index"])
@@ -164,7 +186,10 @@ class Recorder(RehearsalObserver):
         if self._on_host(args, result):
             rate = _RATE["host"]
         elif products:
-            rate = _DTYPES.get(_dtype(result) or _dtype(args) or torch.float32, 0)
+            of = args[0].dtype if name in _SCALED else _dtype(result) or _dtype(args) or torch.float32
+            rate = _DTYPES.get(of, 0)
+            if name in _FUSED_ATTENTION:
+                rate += ATTENTION + CAUSAL * _is_causal(func, args, kwargs)
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
             rate += RECOMPUTED  # inside a backward, where autograd itself records nothing
         self.trace.add(self._lane, OPERATOR, flops, nbytes, rate)
@@ -350,6 +375,14 @@ def _nbytes(value: Any) -> int:
     if isinstance(value, (list, tuple)):
         return sum(map(_nbytes, value))
     return 0
+
+
+def _is_causal(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator of attention was told that no query sees a later key."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == "is_causal":
+            return bool(args[place] if place < len(args) else kwargs.get("is_causal", False))
+    return False
 
 
 def _dtype(value: Any) -> torch.dtype | None:

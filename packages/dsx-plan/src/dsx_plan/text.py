@@ -141,15 +141,18 @@ def stage_row(stage: StagePlan) -> tuple[str, ...]:
 
 
 _PARTS = {
-    "products": "matrix products",
-    "operators": "other operators",
-    "overhead": "constant of operators",
-    "optimizer": "of these in the update",
-    "communication": "communication in all",
-    "exposed_communication": "communication that is waited for",
-    "copies": "copies in all",
-    "exposed_copies": "copies that are waited for",
-    "bubble": "waiting for other stages",
+    "products": "matmuls",
+    "attention": "attention kernels",
+    "operators": "memory-bound kernels",
+    "overhead": "kernel launch overhead",
+    "optimizer": "of these in the optimizer step",
+    "interference": "of these by communication beside them",
+    "communication": "communication, total",
+    "exposed_communication": "exposed communication",
+    "copies": "copies between tiers, total",
+    "exposed_copies": "stalls for copies",
+    "bubble": "pipeline bubble",
+    "stragglers": "wait for the slowest rank",
 }
 
 

@@ -10,18 +10,22 @@ from array import array
 from dataclasses import dataclass, field
 
 __all__ = [
-    "COMPUTE", "COPIES", "COPY", "MARK", "MESSAGE", "OPERATOR", "PHASE", "RATES", "RECOMPUTED", "WAIT_MARK",
-    "WAIT_MESSAGE", "Message", "Trace",
+    "ATTENTION", "CAUSAL", "COMPUTE", "COPIES", "COPY", "MARK", "MESSAGE", "OPERATOR", "PHASE", "RATES", "RECOMPUTED",
+    "WAIT_MARK", "WAIT_MESSAGE", "Message", "Trace",
 ]  # fmt: skip
 
 OPERATOR, MESSAGE, WAIT_MESSAGE, MARK, WAIT_MARK, COPY, PHASE = range(7)
 COMPUTE = 0
 """The lane of the computation."""
 
-RATES = ("plain", "float32", "bfloat16", "float16", "float64", "float8", "host")
+RATES = ("plain", "float32", "bfloat16", "float16", "float64", "float8", "host", "float4")
 """What an operator's speed depends on beside the bytes it moves: matrix products by dtype; work of the host."""
 
-RECOMPUTED = 16
+ATTENTION = 16
+"""Added to the rate of fused attention, whose kernels reach another share of the peak than matrix products."""
+CAUSAL = 32
+"""Added to that where a query sees no later key: kernels leave out half of the arithmetic that is counted."""
+RECOMPUTED = 64
 """Added to the rate of what is computed a second time, in backward."""
 
 COPIES = ("to host", "to device", "to disk", "from disk")
