@@ -9,6 +9,7 @@ import dsx_comm
 import pytest
 import torch
 from dsx_pipe import Pipeline, Schedule, StageError, build
+from dsx_pipe.runtime.messages import Groups
 from dsx_pipe.schedule import BUILDERS
 from dsx_testkit import run_ranks
 from torch import nn
@@ -148,3 +149,19 @@ def test_a_failure_is_sent_in_place_of_payloads_and_the_next_step_succeeds():
     assert len({text for text, _, _ in results}) == 1 and "stage 1 (rank 1)" in results[0][0]
     for batches in ([r[1] for r in results], [r[2] for r in results]):
         assert never_finished(batches) == []
+
+
+def two_pipelines(rank, world):
+    ranks = [rank % 2, rank % 2 + 2]
+    pipeline = dsx_comm.new_group(ranks, local=True)
+    groups = Groups(pipeline, torch.device("meta"))  # any device that is not the host's
+    for group in (groups.host, groups.payload):
+        assert group is not pipeline
+        total = torch.tensor([float(rank)])
+        dsx_comm.all_reduce(total, group=group)
+        assert total.item() == sum(ranks)
+
+
+def test_pipelines_side_by_side_make_their_groups_apart():
+    """With data parallelism each pipeline makes groups of its own ranks, at the same time as the others."""
+    run_ranks(two_pipelines, 4)

@@ -132,8 +132,9 @@ class Groups:
         self.batched = batched or device.type != "cpu"
         self.host = self.payload = group
         if device.type != "cpu" and self.size > 1:
-            self.host = dsx_comm.new_group(self.ranks, backend="gloo", description="pipeline headers")
-            self.payload = dsx_comm.new_group(self.ranks, description="pipeline tensors")
+            # Several pipelines make theirs at the same time, so only this pipeline's ranks meet.
+            self.host = dsx_comm.new_group(self.ranks, backend="gloo", description="pipeline headers", local=True)
+            self.payload = dsx_comm.new_group(self.ranks, description="pipeline tensors", local=True)
 
 
 class Mailbox:
