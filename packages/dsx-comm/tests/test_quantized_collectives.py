@@ -164,6 +164,20 @@ def test_every_part_arrives_at_its_owner():
     run_ranks(routes, 4)
 
 
+def of_two_groups(rank, world):
+    """Each of two groups has its hierarchy: each of its ranks is a node."""
+    members = [rank % 2, rank % 2 + 2]
+    group = dsx_comm.new_group(members, local=True)
+    hierarchy = dsx_comm.make_hierarchy(1, group)
+    output = torch.empty(4)
+    dsx_comm.quantized_reduce_scatter(output, torch.full((8,), float(rank)), hierarchy, 8, 4, dsx_comm.ReduceOp.SUM)
+    torch.testing.assert_close(output, torch.full((4,), float(sum(members))))
+
+
+def test_disjoint_groups_make_their_hierarchies_at_the_same_time():
+    run_ranks(of_two_groups, 4)
+
+
 def volumes(rank, world):
     """Against a plain reduce-scatter in float16: 4 times less in all, and D times less than that between nodes."""
     hierarchy, numel = dsx_comm.make_hierarchy(2), 1 << 15

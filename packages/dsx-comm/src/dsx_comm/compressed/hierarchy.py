@@ -39,7 +39,7 @@ class Hierarchy:
 
 
 def make_hierarchy(devices: int | None = None, group: Any = None) -> Hierarchy:
-    """Divide a group into nodes of `devices` ranks (collective over the default group).
+    """Divide a group into nodes of `devices` ranks (collective over the group).
 
     Args:
         devices: ranks per node; None: LOCAL_WORLD_SIZE, which launchers set.
@@ -60,9 +60,8 @@ def make_hierarchy(devices: int | None = None, group: Any = None) -> Hierarchy:
         )
     ranks, nodes = get_all_ranks_from_group(to.group), to.size // devices
     node, device = divmod(to.rank, devices)
-    rows = [ranks[n * devices : (n + 1) * devices] for n in range(nodes)]
-    columns = [ranks[d::devices] for d in range(devices)]
-    # every rank makes every group, in the same order, as torch wants it
-    intra = [new_group(row) for row in rows] if devices > 1 else [None] * nodes
-    inter = [new_group(column) for column in columns] if nodes > 1 else [None] * devices
-    return Hierarchy(to.group, intra[node], inter[device], nodes, devices, node, device)
+    row, column = ranks[node * devices : (node + 1) * devices], ranks[device::devices]
+    # Disjoint groups may make theirs at the same time, so only the members meet.
+    intra = new_group(row, local=True) if devices > 1 else None
+    inter = new_group(column, local=True) if nodes > 1 else None
+    return Hierarchy(to.group, intra, inter, nodes, devices, node, device)
