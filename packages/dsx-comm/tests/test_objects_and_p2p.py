@@ -242,6 +242,22 @@ def test_objects_go_through_the_tree(world, root):
     assert sum(sent for *_, sent in results) < 4000 * (world - 1)
 
 
+def merged(rank, world, many):
+    from dsx_comm import objects
+
+    objects.MANY_RANKS = many
+    with dsx_comm.count_traffic() as traffic:
+        found = dsx_comm.merge_objects({rank: "x" * 100, "first": rank}, lambda one, other: {**other, **one})
+    assert found == {"first": 0, **{r: "x" * 100 for r in range(world)}}
+    return set(traffic.by_op())
+
+
+@pytest.mark.parametrize("many", [2, 32])
+def test_merged_objects_are_on_every_rank(many):
+    ways = {"join_objects", "broadcast_object_list"} if many == 2 else {"all_gather_object"}
+    assert run_ranks(merged, 3, many) == [ways] * 3
+
+
 def one_speaks(rank, world, speaker):
     from dsx_comm import objects
 

@@ -121,6 +121,30 @@ def test_messages_stay_bounded_where_every_rank_differs() -> None:
     assert len(str(found[0])) < 500
 
 
+def test_of_equal_values_one_rank_sends_them() -> None:
+    found, exchange = on_ranks(20, lambda ranks: ranks.values({"a": ranks.rank % 3}))
+    assert found == [[({"a": kind}, list(range(kind, 20, 3))) for kind in range(3)]] * 20
+    assert sum(exchange.sent) == 20 + 3
+    found, exchange = on_ranks(20, lambda ranks: ranks.values(ranks.rank))
+    assert found == [[(kind, [kind]) for kind in range(4)]] * 20 and sum(exchange.sent) == 20 + 4
+
+
+def test_results_are_joined_on_their_way_to_rank_0() -> None:
+    found, _ = on_ranks(
+        5, lambda ranks: ranks.joined_first("", lambda: str(ranks.rank), str.__add__, lambda all_: [all_] * 5)
+    )
+    assert found == ["01234"] * 5
+
+    def fails(ranks: Together) -> Any:
+        return ranks.joined_first("joining", lambda: 1 // (ranks.rank % 3 - 1), max, lambda most: [most] * 5)
+
+    found, _ = on_ranks(5, fails)
+    assert {str(error) for error in found} == {
+        "joining: rank 1 failed: ZeroDivisionError: integer division or modulo by zero"
+    }
+    assert all(type(error) is OtherError for error in found)
+
+
 def test_a_rank_that_fails_before_tells_those_that_compare() -> None:
     def work(ranks: Together) -> None:
         with ranks.telling():

@@ -97,6 +97,7 @@ from .objects import (
     broadcast_object_list,
     gather_object,
     join_objects,
+    merge_objects,
     scatter_object_list,
     together,
 )
@@ -242,6 +243,7 @@ __all__ = [
     "join_objects",
     "log_summary",
     "make_hierarchy",
+    "merge_objects",
     "monitored_barrier",
     "new_group",
     "observe",

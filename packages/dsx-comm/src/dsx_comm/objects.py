@@ -6,6 +6,7 @@ go through the current CUDA device. Every byte is counted under the name of the 
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,6 +20,7 @@ from .collectives import settle, start_all_gather, start_broadcast
 from .errors import CommArgumentError, CommError
 from .groups import is_initialized, member
 from .object_tree import ObjectTree, host_bytes
+from .on_demand import MANY_RANKS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -177,6 +179,22 @@ def join_objects(
     to = member(group)
     _, target = root(dst, group_dst, to, "join_objects", "dst", 0)
     return ObjectTree(to, target, "join_objects", check_labels(labels)).join(obj, joining)
+
+
+def merge_objects(obj: T, merging: Callable[[T, T], T], group: Any = None) -> T:
+    """What `merging` makes of all ranks' objects, two at a time, in rank order, on every rank.
+
+    For objects that say much the same on all ranks, or of which each has a part: of many ranks none receives more than
+    a few objects and the result. `merging` is as `joining` of `join_objects`.
+    """
+    to = member(group)
+    if to.size < MANY_RANKS:
+        values: list[Any] = [None] * to.size
+        all_gather_object(values, obj, group)
+        return functools.reduce(merging, values)
+    found: list[Any] = [join_objects(obj, merging, group=group, group_dst=0)]
+    broadcast_object_list(found, group=group, group_src=0)
+    return found[0]
 
 
 def scatter_object_list(

@@ -203,15 +203,23 @@ class Together:
         digest = hashlib.sha256(repr(sorted(mine.items())).encode()).hexdigest()
         answers = self.gather((digest, None))
         self._raise_failures(doing, answers)
-        kinds: dict[str, list[int]] = {}
-        for rank, (found, _) in enumerate(answers):
-            kinds.setdefault(found, []).append(rank)
+        kinds = _kinds([found for found, _ in answers])
         if len(kinds) == 1:
             return
-        speakers = [ranks[0] for ranks in kinds.values()][:_MAX_KINDS]
-        by_rank = self.gather(mine if self.rank in speakers else None)
-        told = _differences([(by_rank[rank], kinds[answers[rank][0]]) for rank in speakers])
+        told = _differences(self._told_by_kinds(mine, kinds))
         raise self.differ(f"{doing}: the ranks differ in {told}. All ranks have to call it with equal arguments")
+
+    def values(self, value: T) -> list[tuple[T, list[int]]]:
+        """The different values that ranks have, each with the ranks that have it; of many different ones the first few.
+
+        The ranks compare a hash of `repr(value)`, and one rank of each kind sends its value.
+        """
+        return self._told_by_kinds(value, _kinds(self.gather(hashlib.sha256(repr(value).encode()).hexdigest())))
+
+    def _told_by_kinds(self, value: T, kinds: list[list[int]]) -> list[tuple[T, list[int]]]:
+        told = kinds[:_MAX_KINDS]
+        by_rank = self.gather(value if self.rank in [ranks[0] for ranks in told] else None)
+        return [(by_rank[ranks[0]], ranks) for ranks in told]
 
     @contextmanager
     def telling(self) -> Iterator[None]:
@@ -238,6 +246,14 @@ class Together:
             rank, error = failed[0]
             others = "" if len(failed) == 1 else f" (and so did rank {some_ranks(other for other, _ in failed[1:])})"
             raise self.differ(f"{doing}: rank {rank} failed{others}: {error}")
+
+
+def _kinds(digests: Sequence[str]) -> list[list[int]]:
+    """The ranks of each hash, by the lowest."""
+    kinds: dict[str, list[int]] = {}
+    for rank, found in enumerate(digests):
+        kinds.setdefault(found, []).append(rank)
+    return list(kinds.values())
 
 
 def some_ranks(ranks: Iterable[int]) -> str:

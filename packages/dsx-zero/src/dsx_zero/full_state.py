@@ -162,11 +162,13 @@ def _kinds_of_states(optimizer: ZeroOptimizer) -> dict[str, dict[str, Any]]:
         for part in optimizer.slices(lazily=True):
             mine[part.name] = {key: _single(value) for key, value in part.states.items() if "@" not in key}
     agree(_SAVE, {}, ranks.group)
-    by_rank: list[Any] = [mine]
-    if ranks.size > 1:
-        by_rank = [None] * ranks.size
-        dsx_comm.all_gather_object(by_rank, mine, group=ranks.group)
-    return {name: {key: value for kinds in by_rank for key, value in kinds[name].items()} for name in mine}
+    if ranks.size == 1:
+        return mine
+
+    def both(one: Any, other: Any) -> Any:
+        return {name: {**kinds, **other[name]} for name, kinds in one.items()}
+
+    return dsx_comm.merge_objects(mine, both, ranks.group)
 
 
 def _single(value: Any) -> Any:

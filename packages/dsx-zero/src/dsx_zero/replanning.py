@@ -266,12 +266,9 @@ class _Moves:
             mine.setdefault(move.group.ranks, {})[move.name] = found
         described: dict[str, _Described] = {}
         for ranks, names in mine.items():
-            everyone: list[Any] = [names]
             if ranks.size > 1 and not self.whole:
-                everyone = [None] * ranks.size
-                dsx_comm.all_gather_object(everyone, names, group=ranks.group)
-            for name in names:
-                described[name] = next((found[name] for found in everyone if found[name]), {})
+                names = dsx_comm.merge_objects(names, _first_known, ranks.group)
+            described |= names
         return described
 
     def _gather(self, move: _Move, described: _Described, templates: StateTemplates) -> _Whole:
@@ -293,6 +290,10 @@ class _Moves:
                 group.layout, move.name, mine.get(key), group.ranks, dtype=kind, device=device
             ).reshape(-1)
         return _Whole(master, states)
+
+
+def _first_known(one: dict[str, _Described], other: dict[str, _Described]) -> dict[str, _Described]:
+    return {name: found or other[name] for name, found in one.items()}
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ Edits of partitioned parameters (stage 3) need neither: all ranks write to them 
 
 from __future__ import annotations
 
+import hashlib
 import math
 import zlib
 from collections.abc import Collection, Iterable, Sequence
@@ -180,12 +181,12 @@ class EditAgreement:
     def _find_holders(self, sets: Sequence[dsx_comm.RankSet]) -> list[list[int]]:
         """Classes of ranks; the ranks of a class hold the same parameters (collective)."""
         groups = dict.fromkeys(ranks.holders for ranks in sets)
-        mine = [dsx_comm.get_all_ranks_from_group(group) for group in groups]
+        mine = repr([dsx_comm.get_all_ranks_from_group(group) for group in groups])
         by_rank: list[Any] = [None] * self._ranks.size
-        dsx_comm.all_gather_object(by_rank, mine, group=self._ranks.group)
-        classes: dict[str, list[int]] = {}
+        dsx_comm.all_gather_object(by_rank, hashlib.sha256(mine.encode()).digest(), group=self._ranks.group)
+        classes: dict[bytes, list[int]] = {}
         for rank, held in enumerate(by_rank):
-            classes.setdefault(repr(held), []).append(rank)
+            classes.setdefault(held, []).append(rank)
         return list(classes.values())
 
     def _edited(self) -> dict[str, int]:
@@ -228,8 +229,7 @@ class EditAgreement:
         Raises:
             ZeroStateError: always, on every rank; names the parameters and the ranks. Nothing has been stepped.
         """
-        by_rank: list[Any] = [None] * self._ranks.size
-        dsx_comm.all_gather_object(by_rank, (self._edited(), self._frozen()), group=self._ranks.group)
+        by_rank = self._changes_of_ranks()
         frozen = self._differing(self._trained_names, [frozen for _, frozen in by_rank])
         if frozen is not None:
             names, ranks = frozen
@@ -245,6 +245,22 @@ class EditAgreement:
             " inside `with dsx_zero.GatheredParameters(parameters, modifier_rank=0):` on every rank, which gives rank"
             " 0's values to all"
         )
+
+    def _changes_of_ranks(self) -> list[tuple[dict[str, int], dict[str, int]]]:
+        """What each rank has written and frozen. Where all ranks hold the same parameters, one rank of each of a few
+        kinds tells it; of further kinds, which differ from the first one too, it is taken to be that of the first.
+        """
+        mine = (self._edited(), self._frozen())
+        if self._of_some:
+            by_rank: list[Any] = [None] * self._ranks.size
+            dsx_comm.all_gather_object(by_rank, mine, group=self._ranks.group)
+            return by_rank
+        kinds = dsx_comm.together(self._ranks.group).values(mine)
+        by_rank = [kinds[0][0]] * self._ranks.size
+        for changes, ranks in kinds:
+            for rank in ranks:
+                by_rank[rank] = changes
+        return by_rank
 
     def _differing(self, names: Sequence[str], by_rank: Sequence[dict[str, int]]) -> tuple[str, str] | None:
         """The parameters that ranks changed differently, and the ranks that changed them, as texts; None: there are
