@@ -159,6 +159,25 @@ def test_what_does_not_fit_is_named_and_nothing_is_changed(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(before.values(), stored(model).values()))
 
 
+def _renamed(rank, world_size, folder):
+    """The user's own function fails on one rank, with an error that is not ours."""
+
+    def rename(name):
+        return {}[name] if rank == 1 else name
+
+    model = Net(seed=9)
+    before = stored(model)
+    with pytest.raises(dsx_zero.ZeroLoadError, match=r"dsx_zero.load: rank 1 failed: KeyError: 'blocks") as found:
+        dsx_zero.load(model, folder, rename=rename)
+    assert isinstance(found.value.__cause__, KeyError) == (rank == 1)
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), stored(model).values()))
+
+
+def test_an_error_of_the_users_function_on_one_rank_is_raised_on_all(tmp_path):
+    write(tmp_path, stored(Net()))
+    run_ranks(_renamed, 2, tmp_path, timeout=60)
+
+
 def test_the_report_of_a_load_that_is_not_strict(tmp_path):
     tensors = stored(Net())
     del tensors["blocks.0.0.bias"], tensors["blocks.2.0.weight"]

@@ -22,8 +22,7 @@ import torch
 from torch import nn
 
 from .access import OWNERS
-from .alike import hash_of
-from .errors import ZeroError, ZeroLoadError
+from .errors import ZeroLoadError
 from .homes.home import Home, write
 from .params.init import InitParameter
 from .params.partitioned import PartitionedParameter
@@ -108,18 +107,26 @@ def load(
             or nothing gives values to a parameter without any. Nothing has been changed, unless a file could not be
             read to its end: that message says so.
     """
-    together, plan = _Together(process_group), None
-    with together:
-        plan = _plan(model, path, strict=strict, rename=rename)
-    together.check({} if plan is None else plan.facts())
-    if plan is None:
-        raise ZeroLoadError("dsx_zero.load: planning failed")  # `check` has raised it with its reason
+    together, plans = dsx_comm.together(process_group, kinds=(ZeroLoadError,)), list[_Plan]()
+
+    def make_plan() -> str:
+        plans.append(_plan(model, path, strict=strict, rename=rename))
+        return plans[0].digest()
+
+    if len(set(together.run("dsx_zero.load", make_plan))) > 1:
+        raise ZeroLoadError(
+            "dsx_zero.load: the ranks read different files, or have different models; expected the same on all ranks"
+        )
+    (plan,) = plans
     with torch.no_grad():
         for module in plan.to_initialise:
             module.reset_parameters()  # type: ignore[operator]
-    with together, torch.no_grad():
-        plan.carry_out()
-    together.check({}, started=True)
+        try:
+            together.run("dsx_zero.load", plan.carry_out)
+        except ZeroLoadError as error:
+            raise ZeroLoadError(
+                f"{error} Some parameters have their new values already: load again before training"
+            ) from error.__cause__
     if plan.optimizer is not None:
         plan.optimizer.parameters_loaded()
     return plan.report
@@ -136,10 +143,10 @@ class _Plan:
     optimizer: ZeroOptimizer | None
     report: LoadReport
 
-    def facts(self) -> dict[str, str]:
-        """What has to be equal on all ranks."""
+    def digest(self) -> str:
+        """A short text for what has to be equal on all ranks: names, shapes and types."""
         text = repr([(t.names, tuple(t.tensor.shape), s, self.files[s].dtype) for t, s in self.sources])
-        return {"names, shapes and types": hashlib.sha256(text.encode()).hexdigest()[:16]}
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def carry_out(self) -> None:
         """Read everything this rank keeps."""
@@ -292,42 +299,3 @@ def _whole(tensor: torch.Tensor) -> Put:
         tensor[torch.unravel_index(index, tensor.shape)] = values.to(device=tensor.device, dtype=tensor.dtype)
 
     return put
-
-
-# All ranks together ---------------------------------------------------------------------------------------------------
-
-
-class _Together:
-    """Collects this rank's error, and raises the same one on every rank."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-        self._size = dsx_comm.get_world_size(group) if dsx_comm.is_initialized() else 1
-        self._error: Exception | None = None
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
-        if isinstance(error, (ZeroError, OSError)):
-            self._error = error
-            return True
-        return False
-
-    def check(self, facts: dict[str, str], *, started: bool = False) -> None:
-        """Raise what one of the ranks met, or what they differ in (collective)."""
-        mine = None if self._error is None else str(self._error)
-        told = hash_of(f"{key}: {facts[key]}" for key in sorted(facts))
-        by_rank: list[Any] = [(mine, told)] * self._size
-        if self._size > 1:
-            dsx_comm.all_gather_object(by_rank, (mine, told), group=self._group)
-        text = next((f"{_on(rank, self._size)}{error}" for rank, (error, _) in enumerate(by_rank) if error), None)
-        if text is None and any(other != told for _, other in by_rank):
-            text = "the ranks read different files, or have different models; expected the same on all ranks"
-        if text is not None:
-            partly = " Some parameters have their new values already: load again before training" if started else ""
-            raise ZeroLoadError(f"dsx_zero.load: {text}{partly}") from self._error
-
-
-def _on(rank: int, size: int) -> str:
-    return f"rank {rank}: " if size > 1 else ""
