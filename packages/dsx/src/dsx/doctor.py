@@ -72,12 +72,14 @@ def packages() -> list[Finding]:
 def torch_and_devices() -> list[Finding]:
     """torch, what it was built for, and the devices it sees."""
     import torch
+    from dsx_core.device import Device, accelerator_kind
 
+    kind = accelerator_kind()
     found = [
         Finding("torch", "version", f"{torch.__version__} ({os.path.dirname(torch.__file__)})"),
         Finding("torch", "built for CUDA", str(torch.version.cuda or "no")),
     ]
-    if torch.version.cuda and not torch.cuda.is_available():
+    if torch.version.cuda and kind is None:
         found.append(
             Finding(
                 "torch",
@@ -88,16 +90,12 @@ def torch_and_devices() -> list[Finding]:
             )
         )
         return found
-    for index in range(torch.cuda.device_count()):
-        device = torch.cuda.get_device_properties(index)
-        found.append(
-            Finding(
-                "torch",
-                f"device {index}",
-                f"{device.name}, {device.total_memory / 2**30:.0f} GiB, sm_{device.major}{device.minor}",
-            )
-        )
-    if not torch.cuda.is_available():
+    for index in range(Device.count()):
+        device = Device(kind or "", index).properties
+        capability = f", sm_{device.major}{device.minor}" if hasattr(device, "major") else ""
+        text = f"{device.name}, {device.total_memory / 2**30:.0f} GiB{capability}"
+        found.append(Finding("torch", f"device {index}", text))
+    if kind is None:
         found.append(Finding("torch", "devices", "none; jobs run on the CPU (dsx launch --num_procs N)"))
     return found
 

@@ -2,7 +2,8 @@
 
 For `Adam`, `AdamW`, `Lamb`, `Lion`, `Adagrad` and `SGD` the implementation is chosen: the fused one of `dsx_ops` if it
 is installed and can run, otherwise torch's fused one, otherwise torch's plain one. Any other class of `torch.optim` is
-found by its name, in upper or lower case. The reason for the choice is a text, which is logged and tested.
+found by its name, in upper or lower case, and so is one of an installed package (entry points of the group
+`dsx.optimizers`). The reason for the choice is a text, which is logged and tested.
 
 `Adam` decouples weight decay (AdamW) unless `adam_w_mode` is false, because that is the meaning of the name in existing
 configurations. `OneBitAdam`, `ZeroOneAdam` and `OneBitLamb` are those of `dsx_comm`; they communicate by themselves, so
@@ -19,8 +20,10 @@ from typing import Any
 
 import torch
 from dsx_comm.onebit import rules as one_bit
+from dsx_core.device import accelerator_kind
 from torch import nn
 
+from .config.components import optimizer_classes
 from .errors import DsxConfigError, Problem, in_checkout
 
 Build = Callable[..., torch.optim.Optimizer]
@@ -93,7 +96,7 @@ def choose_optimizer(
     if key == "adagrad":
         _drop_upstreams(arguments)
     if wide and not reference and not (key == "sgd" and not arguments.get("momentum")):
-        raise _narrow(type_name, f"torch's {type_name} keeps", wide)
+        raise _narrow(type_name, f"{type_name} keeps", wide)
     return _from_torch(type_name, arguments, reference)
 
 
@@ -254,7 +257,7 @@ def _one_bit(type_name: str, cls: Any, arguments: dict[str, Any]) -> OptimizerCh
     def build(parameters: Any, *, process_group: Any = None) -> torch.optim.Optimizer:
         return cls(parameters, process_group=process_group, **arguments)
 
-    kernels = dsx_comm.codec_status("cuda" if torch.cuda.is_available() else "cpu")
+    kernels = dsx_comm.codec_status(accelerator_kind() or "cpu")
     how = "dsx-ops' kernels" if kernels["native"] else f"plain torch, because {kernels['reason']}"
     return OptimizerChoice(type_name, build, f"dsx_comm.{cls.__name__}, compressing with {how}", communicates=True)
 
@@ -289,24 +292,22 @@ def _from_torch(type_name: str, arguments: dict[str, Any], plain: bool) -> Optim
         raise _unknown(type_name, classes.values())
     accepted = _check_arguments(cls, arguments, type_name)
     arguments = dict(arguments)
+    where = "torch.optim" if cls.__module__.startswith("torch.optim") else cls.__module__
     if plain:
         arguments.update({key: False for key in ("fused", "foreach") if key in accepted})
-        reason = f"torch.optim.{cls.__name__}, tensor by tensor"
+        reason = f"{where}.{cls.__name__}, tensor by tensor"
     elif cls.__name__ in _FUSED_EVERYWHERE and not {"fused", "foreach"} & arguments.keys():
         arguments["fused"] = True
-        reason = f"torch.optim.{cls.__name__}, fused"
+        reason = f"{where}.{cls.__name__}, fused"
     else:
-        reason = f"torch.optim.{cls.__name__}"
+        reason = f"{where}.{cls.__name__}"
     return OptimizerChoice(type_name, lambda parameters: cls(parameters, **arguments), reason)
 
 
 def torch_optimizers() -> dict[str, type[torch.optim.Optimizer]]:
-    """Every optimizer class of `torch.optim` by lower-case name."""
-    return {
-        name.lower(): value
-        for name, value in vars(torch.optim).items()
-        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
-    }
+    """Every optimizer class of `torch.optim`, and of installed packages, by lower-case name."""
+    found: dict[str, Any] = {name.lower(): value for name, value in optimizer_classes().items()}
+    return found
 
 
 def _check_arguments(cls: Any, arguments: Mapping[str, Any], type_name: str) -> set[str]:

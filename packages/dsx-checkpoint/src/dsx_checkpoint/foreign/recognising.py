@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Protocol
 
 from ..errors import CheckpointCorruptError, CheckpointError, words_of
 from ..folder import check_folder
@@ -13,7 +15,30 @@ from .plain import read_plain
 from .source import Source, of_reader
 from .torch_dcp import METADATA, read_dcp
 
-__all__ = ["read_foreign", "source_of"]
+__all__ = ["IMPORTERS", "Importer", "read_foreign", "source_of"]
+
+
+IMPORTERS = "dsx_checkpoint.importers"
+"""Group of entry points: functions without arguments (or classes) that make an `Importer`. They are asked first."""
+
+
+class Importer(Protocol):
+    """Reads the checkpoints of one program."""
+
+    def recognises(self, path: Path) -> bool:
+        """Whether this program wrote the file or folder. It is looked at only, and may be anything."""
+        ...
+
+    def read(self, path: Path, tag: str | None) -> Source:
+        """What the checkpoint holds, as names and functions that read single tensors.
+
+        Args:
+            tag: which of several checkpoints in a folder; None: the only one, or the latest.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        ...
 
 
 def source_of(checkpoint_dir: str | os.PathLike[str], tag: str | None = None) -> Source:
@@ -28,8 +53,8 @@ def source_of(checkpoint_dir: str | os.PathLike[str], tag: str | None = None) ->
 
 
 def read_foreign(path: str | os.PathLike[str], tag: str | None = None) -> Source:
-    """A checkpoint of another program: DeepSpeed's, torch.distributed.checkpoint's (FSDP), a file with a state dict, or
-    a folder with safetensors.
+    """A checkpoint of another program: DeepSpeed's, torch.distributed.checkpoint's (FSDP), a file with a state dict, a
+    folder with safetensors, or what an installed `Importer` recognises.
 
     Args:
         tag: the tag of a DeepSpeed checkpoint; None: the one that `latest` names.
@@ -52,6 +77,10 @@ def read_foreign(path: str | os.PathLike[str], tag: str | None = None) -> Source
 
 
 def _read(given: Path, tag: str | None) -> Source:
+    for one in entry_points(group=IMPORTERS):
+        importer: Importer = one.load()()
+        if importer.recognises(given):
+            return importer.read(given, tag)
     found = deepspeed_folder(given, tag)
     if found is not None:
         return read_deepspeed(found)

@@ -1,8 +1,8 @@
 """Checks of ``optimizer`` and ``scheduler``: known type, known and sensible arguments, available today.
 
-A table has the arguments of our own optimizers. For one-bit optimizers and classes of ``torch.optim``, the arguments
-are those of the constructor. One of our own schedules is built on a stand-in optimizer: an error of its constructor is
-a problem of the configuration.
+A table has the arguments of our own optimizers. For one-bit optimizers, classes of ``torch.optim`` and optimizers of
+installed packages, the arguments are those of the constructor. One of our own schedules is built on a stand-in
+optimizer: an error of its constructor is a problem of the configuration.
 """
 
 from __future__ import annotations
@@ -10,15 +10,22 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
 from typing import Any
 
 from dsx_comm.onebit import rules as one_bit
 from dsx_core import nearest
 
-from ..errors import Problem, ScheduleError
+from ..errors import DsxConfigError, Problem, ScheduleError
 from .translate import show
 
-__all__ = ["OPTIMIZER_ARGUMENTS", "argument_schema", "canonical_optimizer", "component_problems", "torch_classes"]
+__all__ = [
+    "OPTIMIZERS", "OPTIMIZER_ARGUMENTS", "argument_schema", "canonical_optimizer", "component_problems",
+    "installed_optimizers", "optimizer_classes", "torch_classes",
+]  # fmt: skip
+
+OPTIMIZERS = "dsx.optimizers"
+"""Group of entry points: optimizer classes of installed packages, by the name that `optimizer.type` has for them."""
 
 _TORCH_SWITCHES = ("maximize", "foreach", "capturable", "differentiable", "fused")
 _ADAM = ("lr", "betas", "eps", "weight_decay", "bias_correction", "amsgrad", "adam_w_mode", "torch_adam",
@@ -95,6 +102,34 @@ def torch_classes(module: str) -> dict[str, type]:
     }
 
 
+def installed_optimizers() -> dict[str, type]:
+    """The optimizer classes that installed packages offer, by name (entry points of the group `dsx.optimizers`).
+
+    Raises:
+        DsxConfigError: the name of one is that of another optimizer, or it is no class of an optimizer.
+    """
+    from torch.optim import Optimizer  # lazy import, as in `torch_classes`
+
+    found: dict[str, type] = {}
+    taken = {name.lower() for name in (*OPTIMIZER_ARGUMENTS, *torch_classes("torch.optim"))}
+    for one in entry_points(group=OPTIMIZERS):
+        made = one.load()
+        if one.name.lower() in taken:
+            raise DsxConfigError([Problem("conflict", "optimizer.type", f"{one.value} takes a name that is taken",
+                                          got=one.name, expected="another name of the entry point")])  # fmt: skip
+        if not isinstance(made, type) or not issubclass(made, Optimizer):
+            expected = "a subclass of torch.optim.Optimizer"
+            raise DsxConfigError([Problem("value", "optimizer.type", f"{one.value} is no class of an optimizer",
+                                          got=type(made).__name__, expected=expected)])  # fmt: skip
+        found[one.name] = made
+    return found
+
+
+def optimizer_classes() -> dict[str, type]:
+    """The optimizers that a configuration can name besides our own: those of torch and of installed packages."""
+    return {**torch_classes("torch.optim"), **installed_optimizers()}
+
+
 def component_problems(root: Any, where: Callable[[str], str]) -> Iterator[Problem]:
     """Yield the problems of ``optimizer`` and ``scheduler`` in a validated configuration."""
     if root.optimizer is not None:
@@ -109,7 +144,10 @@ def _optimizer_problems(section: Any, where: Any) -> Iterator[Problem]:
         yield from _argument_problems("optimizer.params", section.params, OPTIMIZER_ARGUMENTS[own], own, where)
         yield from _optimizer_values(section.params, where)
         return
-    yield from _torch_problems("optimizer", "torch.optim", section, list(OPTIMIZER_ARGUMENTS), ("params",), where)
+    classes = optimizer_classes()
+    yield from _class_problems(
+        "optimizer", "torch.optim", classes, section, list(OPTIMIZER_ARGUMENTS), ("params",), where
+    )
 
 
 def _optimizer_values(params: dict[str, Any], where: Any) -> Iterator[Problem]:
@@ -163,8 +201,9 @@ def _scheduler_problems(section: Any, where: Any) -> Iterator[Problem]:
 
     own = {name.lower(): name for name in SCHEDULES}.get(section.type.lower())
     if own is None:
-        yield from _torch_problems(
-            "scheduler", "torch.optim.lr_scheduler", section, list(SCHEDULES), ("optimizer",), where
+        module = "torch.optim.lr_scheduler"
+        yield from _class_problems(
+            "scheduler", module, torch_classes(module), section, list(SCHEDULES), ("optimizer",), where
         )
         return
     signature = inspect.signature(SCHEDULES[own])
@@ -205,10 +244,9 @@ def _required_problems(
     ]  # fmt: skip
 
 
-def _torch_problems(
-    key: str, module: str, section: Any, ours: list[str], skip: tuple[str, ...], where: Any
+def _class_problems(
+    key: str, module: str, classes: dict[str, type], section: Any, ours: list[str], skip: tuple[str, ...], where: Any
 ) -> Iterator[Problem]:
-    classes = torch_classes(module)
     chosen = classes.get(section.type) or {name.lower(): value for name, value in classes.items()}.get(
         section.type.lower()
     )

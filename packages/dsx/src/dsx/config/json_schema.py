@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .availability import MEANINGLESS, NOT_YET, REFUSED
-from .components import OPTIMIZER_ARGUMENTS, argument_schema, torch_classes
+from .components import OPTIMIZER_ARGUMENTS, argument_schema, optimizer_classes, torch_classes
 from .normal import SECOND_NAMES, SECTIONS_THAT_MAY_BE_NULL
 from .schema import Root
 from .sections import no_effect, whole_model
@@ -113,7 +113,7 @@ def _component(key: str) -> dict[str, Any]:
     if key == "optimizer":
         known.update({name: {argument: argument_schema(argument) for argument in arguments}
                       for name, arguments in OPTIMIZER_ARGUMENTS.items()})  # fmt: skip
-        known.update(_signatures(torch_classes("torch.optim"), "params", known))
+        known.update(_signatures(optimizer_classes(), "params", known))
     else:
         from ..lr_schedules import SCHEDULES  # lazy import: only this command pays for it
 
