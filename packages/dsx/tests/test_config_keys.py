@@ -447,3 +447,11 @@ def test_a_value_asks_for_its_feature_only_when_it_differs():
     assert not asks_for(root.pipeline, root.pipeline)
     assert asks_for(Root.model_validate({"autotuning": {"enabled": True}}).autotuning, root.autotuning)
     assert asks_for(Root.model_validate({"pipeline": {"stages": 2}}).pipeline, root.pipeline)
+
+
+def test_a_key_is_named_by_its_owner_and_by_those_that_use_it():
+    from pathlib import Path
+
+    packages = Path(__file__).parents[2]
+    sources = [file for file in packages.glob("*/src/**/*.py") if "gradient_clipping" in file.read_text("utf-8")]
+    assert 0 < len(sources) <= 6, [str(file.relative_to(packages)) for file in sources]

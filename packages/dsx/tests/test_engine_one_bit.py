@@ -268,7 +268,8 @@ def test_one_line_says_what_clipping_means(more, norm):
     said = [w for w in loaded.warnings if "clip" in w]
     assert len(said) == (norm > 0)
     if norm:
-        assert said[0].startswith(f"gradient_clipping {norm:g} with OneBitAdam: exact steps are clipped by the norm")
+        text = f"gradient_clipping: gradients clipped to the norm {norm:g} with OneBitAdam: exact steps are clipped"
+        assert said[0].startswith(text)
         assert "each rank clips its own gradient by its own norm" in said[0] and "\n" not in said[0]
 
 

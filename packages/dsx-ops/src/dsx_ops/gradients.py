@@ -1,7 +1,7 @@
 """Norms, clipping and checks of gradients under the names scripts know, over the one-pass kernels of `update`.
 
 These see one process. A norm over model-parallel ranks needs collectives, which this package has not: take the local
-`squared_norms`, add them up over the ranks, and scale; the dsx engine does so (`gradient_clipping`).
+`squared_norms`, add them up over the ranks, and scale; the dsx engine does so.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _refuse(mpu: object | None) -> None:
     if mpu is not None:
         raise HyperparameterError(
             f"mpu: got {type(mpu).__name__}, expected None: this package has no collectives; "
-            "add squared_norms() up over the model-parallel ranks, or clip through the engine (gradient_clipping)"
+            "add squared_norms() up over the model-parallel ranks, or let the engine clip, which its configuration says"
         )
 
 

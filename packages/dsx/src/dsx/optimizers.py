@@ -24,6 +24,7 @@ from dsx_core.device import accelerator_kind
 from torch import nn
 
 from .config.components import optimizer_classes
+from .config.notes import CLIPPING
 from .errors import DsxConfigError, Problem, in_checkout
 
 Build = Callable[..., torch.optim.Optimizer]
@@ -75,7 +76,7 @@ def choose_optimizer(
             "params.max_grad_norm",
             "optimizers do not clip gradients here",
             got=repr(params["max_grad_norm"]),
-            fix='remove it and set "gradient_clipping" at the top level',
+            fix=f'remove it and set "{CLIPPING}" at the top level',
         )
     arguments = dict(params)
     if "betas" in arguments:

@@ -214,12 +214,12 @@ def _parts(
 
 
 def _stepper(to: Watched, watch: Watch, scaler: LossScaler) -> Stepper:
-    max_norm = to.config.use("gradient_clipping")
+    max_norm = to.config.use("max_norm")
     if not to.trains:
         return NoStepper()
     batches = watch.batches
     return ShardedStepper(
-        to.optimizer, scaler, max_norm or None, batches.gradient_scale, known_before=batches.known_before,
+        to.optimizer, scaler, max_norm, batches.gradient_scale, known_before=batches.known_before,
         steps=lambda: to.counters.global_steps,
     )  # fmt: skip
 

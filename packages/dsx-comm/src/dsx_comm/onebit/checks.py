@@ -95,8 +95,8 @@ def check_group(group: dict[str, Any], index: int, may_skip_freezing: bool) -> N
     if group.get("max_grad_norm"):
         raise CommArgumentError(
             f"{where}.max_grad_norm: got {group['max_grad_norm']!r}, expected 0: the optimizer does not "
-            "clip; with dsx set "
-            "gradient_clipping in the configuration, in a plain loop clip each rank's gradients before step()"
+            "clip; dsx clips where its configuration "
+            "says so, in a plain loop clip each rank's gradients before step()"
         )
     if group.get("non_freeze") and not may_skip_freezing:
         raise CommArgumentError(f"{where}.non_freeze: only OneBitAdam has groups that are never frozen")

@@ -77,7 +77,7 @@ def conflicts(name: str, *, zero_stage: int, gradient_allreduce_op: str) -> Iter
 def clipping_note(name: str, max_norm: float) -> str:
     """One line that says what clipping gradients to `max_norm` means with an optimizer that averages by itself."""
     return (
-        f"gradient_clipping {max_norm:g} with {name}: exact steps are clipped by the norm of the mean "
+        f"gradients clipped to the norm {max_norm:g} with {name}: exact steps are clipped by the norm of the mean "
         "gradient; in all other steps no rank "
         "knows that norm, and each rank clips its own gradient by its own norm"
     )

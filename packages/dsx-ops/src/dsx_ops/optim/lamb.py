@@ -101,7 +101,7 @@ class FusedLamb(FusedOptimizer):
         if clips and self.norm_reducer is not None:
             raise HyperparameterError(
                 f"max_grad_norm: got {limits}, expected 0 with sharded parameters: a rank does not know the global"
-                " norm; clip through the engine (gradient_clipping)"
+                " norm; let the engine clip, which its configuration says"
             )
         batches, states = super()._collect(scale, copy_out)
         if clips:

@@ -109,8 +109,8 @@ class GradientAccess:
             raise ShardedGradientError(
                 f"the norm of the gradient of '{group.group.layout.names[index]}' was asked for, and the ranks have"
                 " different parameters (experts, slices of tensors): each would add up its own, and clip what all hold"
-                " by another factor. Clip with optimizer.step(max_norm=...) (gradient_clipping of the configuration),"
-                " which adds up all ranks; the norm of one parameter is p.grad.norm()"
+                " by another factor. Clip with optimizer.step(max_norm=...), or let the engine clip as its"
+                " configuration says: both add up all ranks; the norm of one parameter is p.grad.norm()"
             )
         self._complete()
         known, wanted = self._norms.get(order), (id(group), index)

@@ -3,7 +3,7 @@
     from dsx.config import load_config
 
     config = load_config("dsx.json", world_size=8)
-    config.gradient_clipping, config.zero_optimization.stage
+    config.steps_per_print, config.zero_optimization.stage
     print(config.explain())
 
 ``load_config`` takes a dictionary, a path, or base64 text; comments and trailing commas are allowed. Everything that is

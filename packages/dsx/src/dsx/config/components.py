@@ -17,6 +17,7 @@ from dsx_comm.onebit import rules as one_bit
 from dsx_core import nearest
 
 from ..errors import DsxConfigError, Problem, ScheduleError
+from .notes import CLIPPING
 from .translate import show
 
 __all__ = [
@@ -186,7 +187,7 @@ def _argument_problems(path: str, params: dict[str, Any], known: Any, owner: str
         full = f"{path}.{name}"
         if name == "max_grad_norm":
             yield Problem("value", full, "clipping is not the optimizer's work here", got=show(params[name]),
-                          where=where(full), fix="set the top-level key gradient_clipping")  # fmt: skip
+                          where=where(full), fix=f"set the top-level key {CLIPPING}")  # fmt: skip
             continue
         near = nearest(name, known)
         yield Problem(

@@ -1,6 +1,6 @@
 """``Config``: the loaded configuration, frozen, with the derived records that the engine uses.
 
-Every top-level key of the JSON is an attribute: ``config.gradient_clipping``, ``config.zero_optimization.stage``,
+Every top-level key of the JSON is an attribute: ``config.steps_per_print``, ``config.zero_optimization.stage``,
 ``config.fp16.enabled``. ``config.batch`` and ``config.precision`` are the resolved records. Code that uses a key calls
 ``config.use("optimizer")``, which returns the value and records the use; ``config.unused_report()`` then names keys
 that were configured and never used.
@@ -14,7 +14,7 @@ from typing import Any
 
 from ..precision import Precision
 from .batch import ACCUMULATION, MICRO, TRAIN, BatchSizes
-from .notes import NOTES
+from .notes import CLIPPING, NOTES
 from .report import Explanation, Row, UsageTracker, leaves
 from .sections import absent_section
 
@@ -24,6 +24,7 @@ _BEHIND = {
     "batch": (TRAIN, MICRO, ACCUMULATION),
     "precision": ("fp16", "bf16", "amp", "torch_autocast", "data_types", "communication_data_type"),
     "zero": ("zero_optimization",),
+    "max_norm": (CLIPPING,),
 }
 
 
@@ -62,6 +63,11 @@ class Config:
         raise AttributeError(f"the configuration has no key {name!r}")
 
     @property
+    def max_norm(self) -> float | None:
+        """The largest global norm of gradients; None: no clipping."""
+        return self.root.max_norm
+
+    @property
     def zero(self) -> Any:
         """The ``zero_optimization`` section, in the form that ``dsx_zero`` takes."""
         return self.root.zero_optimization
@@ -72,8 +78,8 @@ class Config:
         return self.root
 
     def use(self, name: str) -> Any:
-        """Return the value of a top-level key, or of ``batch``, ``precision`` or ``zero``, and record that it is
-        used.
+        """Return the value of a top-level key, or of ``batch``, ``precision``, ``zero`` or ``max_norm``, and record that
+        it is used.
         """
         self.tracker.mark(*_BEHIND.get(name, (name,)))
         return getattr(self, name)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-__all__ = ["ALWAYS_SHOWN", "NOTES"]
+__all__ = ["ALWAYS_SHOWN", "CLIPPING", "NOTES"]
+
+CLIPPING = "gradient_clipping"
 
 # Defaults that change training although the user did not set them; shown even if defaults are left out.
-ALWAYS_SHOWN = frozenset({"gradient_clipping"})
+ALWAYS_SHOWN = frozenset({CLIPPING})
 
 NOTES: dict[str, str] = {
-    "gradient_clipping": (
+    CLIPPING: (
         "Gradients are clipped to norm 1.0 by default; 0 switches it off. 1-bit optimizers do so only in steps"
         " without compression; in the other steps each rank clips its own gradient by its own norm."
     ),

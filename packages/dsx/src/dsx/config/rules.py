@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from ..errors import Problem
 from ..precision import name_of
+from .notes import CLIPPING
 
 __all__ = ["conflicts", "notices"]
 
@@ -49,9 +50,9 @@ def notices(root: Any) -> list[str]:
 
 def _clipping_notice(root: Any) -> list[str]:
     section = root.optimizer
-    if section is None or one_bit.find_optimizer(section.type) is None or not root.gradient_clipping:
+    if section is None or one_bit.find_optimizer(section.type) is None or root.max_norm is None:
         return []
-    return [one_bit.clipping_note(section.type, root.gradient_clipping)]
+    return [f"{CLIPPING}: {one_bit.clipping_note(section.type, root.max_norm)}"]
 
 
 def _predivide_notice(root: Any) -> list[str]:

@@ -173,3 +173,8 @@ class Root(Section):
     datastates_ckpt: dict[str, Any] | None = Field(
         None, description="DeepSpeed: asynchronous checkpoints of a third party"
     )
+
+    @property
+    def max_norm(self) -> float | None:
+        """The largest global norm of gradients; None: no clipping."""
+        return self.gradient_clipping or None

@@ -151,7 +151,7 @@ class EngineAccessors:
 
     def gradient_clipping(self) -> float:
         """Largest global gradient norm that is not clipped; 0.0: no clipping."""
-        return self._parts.config.gradient_clipping
+        return self._parts.config.max_norm or 0.0
 
     def zero_optimization_stage(self) -> int:
         """The ZeRO stage: 0, 1, 2 or 3."""

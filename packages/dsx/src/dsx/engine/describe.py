@@ -31,7 +31,7 @@ def _rows(parts: EngineParts) -> Iterator[tuple[str, Any]]:
     )
     yield "zero stage", config.zero.stage
     yield "micro batch, accumulation", f"{parts.loader.micro_batch_size}, {parts.accumulation.steps}"
-    yield "gradient clipping", config.gradient_clipping or "off"
+    yield "gradient clipping", config.max_norm or "off"
     yield "loss scale", parts.update.scaler.scale
     if parts.optimizer is not None:
         yield "optimizer", type(parts.optimizer.inner).__name__
