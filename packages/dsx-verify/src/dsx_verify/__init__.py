@@ -4,6 +4,7 @@
 tensors may differ, what differs), `seen` (what hooks see of a forward pass), `system` and `adapters` (how whole tensors
 of a system are read), `expected` (what a step should compute), `comparing` (each kind of value), `case`,
 `gradient_faults`, `update_faults` and `explaining` (the kind of a fault), `receipt`, `ranks`, and `auditing`.
+Beside it: `flight` and `watching` (why a job hangs), and `museum` (public bugs).
 """
 
 from ._version import __version__ as __version__
@@ -15,6 +16,9 @@ from .auditing import audit as audit
 from .compare import Tolerance as Tolerance
 from .errors import AuditError as AuditError
 from .expected import Expected as Expected
+from .flight import Hang as Hang
+from .flight import explain_dumps as explain_dumps
+from .flight import read_dumps as read_dumps
 from .receipt import KINDS as KINDS
 from .receipt import Fault as Fault
 from .receipt import Receipt as Receipt
@@ -23,6 +27,8 @@ from .report import Difference as Difference
 from .report import VerifyError as VerifyError
 from .report import VerifyReport as VerifyReport
 from .system import System as System
+from .watching import Watch as Watch
+from .watching import watch as watch
 
 __all__ = [
     "KINDS",
@@ -32,13 +38,18 @@ __all__ = [
     "Expected",
     "Fault",
     "Fsdp1System",
+    "Hang",
     "Receipt",
     "System",
     "Tolerance",
     "TorchSystem",
     "VerifyError",
     "VerifyReport",
+    "Watch",
     "WrongStepError",
     "adapter_for",
     "audit",
+    "explain_dumps",
+    "read_dumps",
+    "watch",
 ]
