@@ -1,4 +1,4 @@
-"""What the site shows beyond the files in docs/: the packages' READMEs and changelogs, the API pages, the version.
+"""What the site shows beyond the files in docs/: READMEs, changelogs, example programs, API pages, the version.
 
 The idea: these pages are made while the site is built, from the files that are already there, so that nothing is
 written twice. An API page lists the public names of a package (its `__all__`) one by one, so that the page and the
@@ -130,6 +130,24 @@ def package_pages() -> dict[str, str]:
     return pages
 
 
+def example_pages() -> dict[str, str]:
+    """Every example program with its text, and the page that lists them."""
+    listed = ROOT / "packages" / "dsx" / "examples" / "README.md"
+    pages = {"examples/index.md": plain_links(listed.read_text())}
+    for package in all_packages().values():
+        for file in sorted((package.path / "examples").glob("*.py")):
+            text = file.read_text()
+            said = (ast.get_docstring(ast.parse(text)) or "").split("\n\n")[0]
+            place = file.relative_to(ROOT).as_posix()
+            page = f"examples/{package.name}-{file.stem}.md"
+            pages[page] = f"# {file.stem}\n\n{said}\n\n`{place}`\n\n```python\n{text.rstrip()}\n```\n"
+            rows = {f"| `{place}`", f"| `{file.name}`" if listed.parent == file.parent else ""} - {""}
+            for row in rows:
+                linked = f"{row[:2]}[{row[2:]}]({Path(page).name})"
+                pages["examples/index.md"] = pages["examples/index.md"].replace(row, linked)
+    return pages
+
+
 def decision_index() -> str:
     """A page that lists the decision records."""
     rows = []
@@ -163,6 +181,7 @@ def on_config(config: Any) -> Any:
     handler["paths"] = [str(package.path / "src") for package in all_packages().values()]
     sections = {next(iter(entry)): entry for entry in config.nav}
     sections["Reference"]["Reference"].append({"Python API": sorted(api_pages(), key=_index_first)})
+    sections["Examples"]["Examples"] = sorted(example_pages(), key=_index_first)
     pages = sorted(package_pages(), key=_index_first)
     changes = [page for page in pages if page.endswith("-changes.md")]
     sections["Packages"]["Packages"] = [*(p for p in pages if p not in changes), {"What has changed": changes}]
@@ -177,7 +196,7 @@ def _index_first(path: str) -> tuple[bool, str]:
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages that are made here."""
-    made = {**api_pages(), **package_pages(), "decisions/index.md": decision_index()}
+    made = {**api_pages(), **package_pages(), **example_pages(), "decisions/index.md": decision_index()}
     for path, text in made.items():
         files.append(File.generated(config, path, content=text))
     for path, source in pictures().items():
