@@ -64,7 +64,7 @@ def test_config_file_through_the_command_line(tmp_path):
         ({"optimizer": 3}, "optimizer=.*got int"),
         ({"optimizer": lambda params: 3}, "returned int"),
         ({"lr_scheduler": 3}, "lr_scheduler=.*got int"),
-        ({"mesh_param": (1, 2)}, "not available yet"),
+        ({"mesh_param": (1, 2)}, "got 2 and mesh_param"),
         ({"model_parameters": []}, "got no parameters, .* leave it out"),
         ({"model_parameters": iter(())}, "got no parameters"),
         ({"model_parameters": [], "optimizer": lambda p: torch.optim.SGD(p, lr=0.1)}, "got no parameters"),

@@ -1,5 +1,5 @@
-"""The sections `activation_checkpointing` and `sequence_parallel` of a configuration. They need pydantic, so the package does
-not import this module.
+"""The sections `activation_checkpointing` and `sequence_parallel` of a configuration. They need pydantic,
+so the package does not import this module.
 """
 
 from __future__ import annotations

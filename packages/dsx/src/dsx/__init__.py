@@ -93,7 +93,6 @@ _MODULES = (
 _NOT_YET = {
     "init_inference": "no plan: dsx trains; use an inference engine for serving",
     "linear": "no plan: dsx-compress quantises weights, and peft has LoRA layers (decision 0020)",
-    "sequence": "sequence parallelism of models; no date. dsx_activations has attention over sequence shards",
 }
 
 __all__ = [

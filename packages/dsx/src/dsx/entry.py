@@ -95,7 +95,8 @@ def initialize(
         collate_fn: makes a micro-batch from samples.
         config: dictionary (`dsx.Config` makes one that an editor checks), path of a JSON file, or base64 of JSON.
             `config_params` is an older name of it.
-        mesh_param: sequence-parallel mesh; not available yet.
+        mesh_param: (data-parallel ranks, sequence-parallel ranks): the same as `sequence_parallel_size` in the
+            configuration.
         extensions: objects that take part in building the engine (`dsx.Extension`), beside those of installed
             packages.
 
@@ -120,11 +121,8 @@ def initialize(
         mpu=mpu,
         distributed_port=distributed_port,
         dist_init_required=dist_init_required,
+        mesh=_checked_mesh(mesh_param),
     )
-    if mesh_param is not None:
-        raise EngineArgumentError(
-            "initialize(mesh_param=...): sequence-parallel meshes are not available yet; leave it out"
-        )
     check_siblings()
     # Lazy import: the wiring imports most sibling packages, which a mistake in the arguments should not wait for.
     from .wiring import build_engine
@@ -158,6 +156,18 @@ def config_source(args: Any, config: Any, config_params: Any) -> Any:
         )
     (source,) = present.values()
     return source
+
+
+def _checked_mesh(mesh: Any) -> tuple[int, int] | None:
+    if mesh is None:
+        return None
+    sizes = tuple(mesh) if isinstance(mesh, Sequence) else ()
+    if len(sizes) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sizes):
+        raise EngineArgumentError(
+            f"initialize(mesh_param=...): got {mesh!r}, expected two numbers: data-parallel ranks and sequence-parallel"
+            " ranks"
+        )
+    return sizes
 
 
 def _checked_model(model: Any) -> nn.Module:

@@ -1,6 +1,7 @@
 """The features of an engine, in the order in which they take part in building it.
 
-The order matters. Experts and techniques of compression are made before a pipeline makes units of its layers. Layers
+The order matters. Experts and techniques of compression are made before a pipeline makes units of its layers. The groups
+of sequences are made before slices look for theirs. Layers
 that skip tokens are converted before layers that are skipped. What measures a step is called before what shows the
 figures (`Lines`). Extensions of the caller and of installed packages come last: a trial of the autotuner ends the
 program.
@@ -19,6 +20,7 @@ from .experts import Experts
 from .extension import Extension, Watch, Watched, named
 from .pipelining import Pipelines
 from .recomputing import Recomputing
+from .sequences import Sequences
 from .sparse import SparseAttention
 from .watching import Curvature, Lines, Monitoring, Stragglers, Trace
 
@@ -39,6 +41,7 @@ class GarbageBetweenSteps(Extension):
 FEATURES: tuple[type[Extension], ...] = (
     Experts,
     Compression,
+    Sequences,
     Pipelines,
     SparseAttention,
     Monitoring,

@@ -176,7 +176,8 @@ def _check_mpu(mpu: Any, stages: int, sliced: int, world: int) -> None:
             " call dsx.init_distributed and make the mpu's groups first"
         )
     found = dsx_comm.read_mpu(mpu)
-    if found.model.size != sliced or found.data.size * sliced != world:
+    sequences = 1 if found.sequence is None else found.sequence.size
+    if found.model.size != sliced or found.data.size * sequences * sliced != world:
         raise EngineArgumentError(
             f"initialize(mpu=...): got {found.model.size} model-parallel and {found.data.size} data-parallel ranks,"
             f" expected {sliced} and {world // sliced}: tensor_parallel.autotp_size is {sliced} and there are {world}"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -98,11 +98,11 @@ class SequenceParallel:
         if self.is_paused:
             yield
             return
-        self._set_paused(True)
+        self.pause(True)
         try:
             yield
         finally:
-            self._set_paused(False)
+            self.pause(False)
 
     def remove(self) -> None:
         """End the conversion. Calling it again does nothing."""
@@ -115,7 +115,10 @@ class SequenceParallel:
         """Call a function with True where a pause begins, and with False where it ends."""
         self._switches.append(function)
 
-    def _set_paused(self, paused: bool) -> None:
+    def pause(self, paused: bool) -> None:
+        """Begin or end a pause; see `paused`."""
+        if paused == self.is_paused:
+            return
         self.is_paused = paused
         for switch in self._switches:
             switch(paused)
@@ -187,6 +190,8 @@ class SequenceParallel:
                 " the same tokens: keys of earlier calls (a cache) and of other sequences are not cut over ranks;"
                 " generate with whole sequences inside parallel.paused()"
             )
+        if self._now.length is None:  # the first attention of a forward asks the other ranks
+            self._now = replace(self._now, length=self.agreed_length(q.shape[2], q.device))
         now = self._now
         return sequence_attention(
             q, k, v, self.group, order=self.order, length=now.length, documents=now.documents, **self._options, **given
@@ -214,8 +219,8 @@ def sequence_parallel(
             `F.scaled_dot_product_attention` or `nn.MultiheadAttention` on tokens of one sequence.
         group: ranks that share the sequence; None: all ranks, or this process alone.
         order: "plain" or "zigzag"; how the tokens are cut.
-        length: tokens of all sequences, if it never changes. None: Hugging Face models ask the other ranks once per
-            forward, others once per attention, unless `describe` tells them.
+        length: tokens of all sequences, if it never changes. None: the ranks ask each other once per forward, unless
+            `describe` tells them; on a device the host waits for it.
         team, overlap, kernel: as for `sequence_attention`.
 
     Returns:

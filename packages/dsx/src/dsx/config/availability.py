@@ -92,7 +92,9 @@ MEANINGLESS: dict[str, str] = {
     **{f"expert_parallel.{name}": reason for name, reason in expert_section.MEANINGLESS.items()},
     "flops_profiler.recompute_fwd_factor": "recomputation is counted as it runs",
     "optimizer.legacy_fusion": "there is one fp16 path",
-    "seq_parallel_communication_data_type": "dsx has no sequence-parallel groups whose gradients are reduced apart",
+    "seq_parallel_communication_data_type": (
+        "gradients are reduced over data- and sequence-parallel ranks together, in communication_data_type"
+    ),
     "timers.throughput.synchronized": "the clock is read between steps; the device is never waited for",
     "vocabulary_size": "DeepSpeed does not read it either",
     "zero_allow_untested_optimizer": (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from dsx_activations.config import ActivationCheckpointing
+from dsx_activations.config import ActivationCheckpointing, SequenceParallelSection
 from dsx_comm import config as comm_section
 from dsx_data.config import CurriculumLearning, DataEfficiency, ProgressiveLayerDrop
 from dsx_moe.config import ExpertParallelConfig
@@ -168,6 +168,12 @@ class Root(Section):
     elasticity: Elasticity = nested(Elasticity, "batch sizes for many world sizes")
     hybrid_engine: HybridEngine = nested(HybridEngine, "training and generation in one engine")
     nebula: Nebula = nested(Nebula, "checkpoints through a cloud service")
+    sequence_parallel_size: Count = Field(
+        1, description="ranks that share each sequence; they are no data-parallel ranks in the batch arithmetic"
+    )
+    sequence_parallel: SequenceParallelSection = nested(
+        SequenceParallelSection, "attention over the ranks of sequence_parallel_size"
+    )
     tensor_parallel: TensorParallel = nested(TensorParallel, "automatic tensor parallelism")
     compile: CompileSection = nested(CompileSection, "torch.compile of the model's blocks")
     datastates_ckpt: dict[str, Any] | None = Field(

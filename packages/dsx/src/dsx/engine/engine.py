@@ -51,6 +51,7 @@ class Engine(EngineCheckpoints, WeightsMixin, EngineByHand, EngineData, EngineAc
         self.counters = parts.counters
         self.last_step: StepReport | None = None
         self.training_dataloader: Any = None
+        self.sequence_parallel = parts.watch.sequence_parallel
 
     # - Training step
 

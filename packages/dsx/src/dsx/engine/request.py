@@ -23,6 +23,7 @@ class Request:
     Attributes:
         store: a store (`dsx_zero.homes.stored.TensorStore`, with `close`) that is used for state on disk instead of a
             folder.
+        mesh: numbers of data-parallel and sequence-parallel ranks.
         ranks_of: the argument of `dsx_zero.shard`; None: the groups of all ranks.
     """
 
@@ -36,6 +37,7 @@ class Request:
     distributed_port: int
     dist_init_required: bool | None
     store: Any = None
+    mesh: tuple[int, int] | None = None
     ranks_of: RankSets | Callable[[nn.Parameter], RankSets] | None = None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..data import LoaderOptions
 from .clock import Clock, NoClock
@@ -14,6 +14,9 @@ from .hooks import StepHook
 from .inputs import BatchTransform
 from .observers import Event, StepObserver, StepTimes
 from .report import StepReport
+
+if TYPE_CHECKING:
+    from dsx_activations import SequenceParallel
 
 __all__ = ["Monitor", "Watch"]
 
@@ -58,6 +61,7 @@ class Watch:
         places: the place (`dsx.checkpoint.Place`) of tensors of which this rank holds a part, by parameter name.
         forward: a further context of the forward pass.
         eigenvalues: returns the latest relative eigenvalue of each block by module name.
+        sequence_parallel: cuts tensors over the ranks of a sequence (`dsx_activations.SequenceParallel`), if sequences are cut.
         make_engine: makes the engine of its `EngineParts` (which hold this object); None: `Engine`.
     """
 
@@ -74,6 +78,7 @@ class Watch:
     places: Mapping[str, Any] = field(default_factory=dict)
     forward: Callable[[], AbstractContextManager[Any]] | None = None
     eigenvalues: Callable[[], dict[str, float]] = dict
+    sequence_parallel: SequenceParallel | None = None
     make_engine: Callable[[Any], Any] | None = None
 
     def add(self, thing: Any) -> Any:
