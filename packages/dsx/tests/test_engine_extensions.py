@@ -330,6 +330,7 @@ def test_the_declared_order_is_the_one_that_the_features_need():
     needed = [
         ("Experts", "Pipelines"),  # converted layers are made units of ZeRO
         ("Compression", "Pipelines"),
+        ("Sequences", "Pipelines"),  # slices look for the axis of sequences
         ("TokenDrop", "LayerDrop"),  # a layer that is skipped computes no tokens
         ("Monitoring", "Stragglers"),  # the clock comes first
         ("Monitoring", "Lines"),  # figures come before the lines that show them

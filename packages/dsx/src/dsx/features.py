@@ -1,8 +1,8 @@
 """The features of an engine, in the order in which they take part in building it.
 
-The order matters. Experts and techniques of compression are made before a pipeline makes units of its layers. The groups
-of sequences are made before slices look for theirs. Layers
-that skip tokens are converted before layers that are skipped. What measures a step is called before what shows the
+The order matters. Experts and techniques of compression are made before a pipeline makes units of its layers. The
+groups of sequences are made before slices look for theirs. Layers that skip tokens are converted before layers that are
+skipped. What measures a step is called before what shows the
 figures (`Lines`). Extensions of the caller and of installed packages come last: a trial of the autotuner ends the
 program.
 """

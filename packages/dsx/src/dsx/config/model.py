@@ -78,8 +78,8 @@ class Config:
         return self.root
 
     def use(self, name: str) -> Any:
-        """Return the value of a top-level key, or of ``batch``, ``precision``, ``zero`` or ``max_norm``, and record that
-        it is used.
+        """Return the value of a top-level key, or of ``batch``, ``precision``, ``zero`` or ``max_norm``, and record
+        that it is used.
         """
         self.tracker.mark(*_BEHIND.get(name, (name,)))
         return getattr(self, name)

@@ -61,7 +61,7 @@ class Watch:
         places: the place (`dsx.checkpoint.Place`) of tensors of which this rank holds a part, by parameter name.
         forward: a further context of the forward pass.
         eigenvalues: returns the latest relative eigenvalue of each block by module name.
-        sequence_parallel: cuts tensors over the ranks of a sequence (`dsx_activations.SequenceParallel`), if sequences are cut.
+        sequence_parallel: cuts tensors over the ranks of a sequence (`dsx_activations.SequenceParallel`).
         make_engine: makes the engine of its `EngineParts` (which hold this object); None: `Engine`.
     """
 
