@@ -143,13 +143,6 @@ VARIANTS = [
     variant("preempted", {"stage": 3, **WHOLE}, body="preempted"),
     variant("preempted-on-host", ON_HOST, body="preempted"),
     variant("preempted-at-stage-2", {"stage": 2}, "preempted", {"checkpoint": {"asynchronous": True}}),
-    variant(
-        "sparse-gradients",
-        {"stage": 0},
-        "sparse_embeddings",
-        {"sparse_gradients": True},
-        known="dsx-simcuda has no sparse tensors on the device",
-    ),
     variant("activations-on-host", {"stage": 3, **WHOLE}, body="activations_on_host", sample=(2,)),
     variant("activations-on-host-offloaded", ON_HOST, body="activations_on_host"),
     variant("activations-on-host-stage-2", {"stage": 2}, "activations_on_host", PRECISIONS["fp16"], tolerance=3e-2),
@@ -247,6 +240,7 @@ VARIANTS = [
         worlds=(2,),
         sample=(2,),
     ),
+    variant("sparse-gradients", {"stage": 0}, "sparse_embeddings", {"sparse_gradients": True}, sample=(2,)),
 ]
 
 CASES = {case.name: case for case in [*engine_cases(), *VARIANTS]}

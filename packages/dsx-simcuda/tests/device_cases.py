@@ -557,12 +557,86 @@ def _trained(recurrent, options, device):
     return [t.cpu() for t in (outputs.detach(), inputs.grad, *(p.grad for p in layer.parameters()))]
 
 
+INDICES, VALUES = [[0, 2, 2], [1, 0, 0]], [1.0, 2.0, 3.0]
+
+
+def _sparse(device="cuda"):
+    return torch.sparse_coo_tensor(INDICES, VALUES, (3, 2), device=device, check_invariants=True)
+
+
 @case
-def sparse_tensors_are_refused():
-    try:
-        torch.sparse_coo_tensor([[0, 2]], [1.0, 2.0], (3,), device="cuda")
-    except NotImplementedError as error:
-        return "SparseCUDA" in str(error)
+def sparse_tensors():
+    here, there = _sparse(), _sparse("cpu")
+    packed = here.coalesce()
+    assert (packed.indices().tolist(), packed.values().tolist()) == ([[0, 2], [1, 0]], [1.0, 5.0])
+    changed, dense = here.clone(), torch.ones(3, 2, device="cuda")
+    changed.mul_(2).add_(here)  # the second one has more values than there was room for
+    file = io.BytesIO()
+    torch.save(here, file)
+    file.seek(0)
+    equal = [
+        torch.equal(found.to_dense().cpu(), wanted.to_dense())
+        for found, wanted in [
+            (here, there),
+            (here + here, there + there),
+            (changed, there * 3),
+            (there.cuda(), there),
+            (here.t(), there.t()),
+            (here.half().float() / 2, there / 2),
+            (torch.cat([here, here]), torch.cat([there, there])),
+            (torch.eye(3, device="cuda").to_sparse(), torch.eye(3)),
+            (torch.load(file), there),
+            (_sparse("cuda:1").to("cuda:0"), there),
+        ]
+    ]
+    sums = [torch.sparse.mm(here, torch.ones(2, 1, device="cuda")).sum().item(), torch.sparse.sum(here).item()]
+    return all(equal), sums, dense.add_(here, alpha=2).tolist(), [str(packed.values().device), here.is_coalesced()]
+
+
+@case
+def what_sparse_tensors_lack_is_named():
+    said = []
+    for wrong in (
+        lambda: _sparse().cumsum(0),
+        lambda: torch.eye(3, device="cuda").to_sparse_csr(),
+        lambda: torch.ones(3, 2) + _sparse(),
+        lambda: torch.sparse_coo_tensor([[0, 5]], [1.0, 2.0], (3,), device="cuda", check_invariants=True),
+    ):
+        try:
+            wrong()
+        except (NotImplementedError, RuntimeError) as error:
+            said.append(str(error))
+    names = ["aten::cumsum for sparse tensors", "layout SparseCsr", "one is on cuda:0 and one on cpu", "found index 5"]
+    return [name in text for name, text in zip(names, said)]
+
+
+@case
+def sparse_gradients_of_an_embedding():
+    weights = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        table = nn.Embedding(10, 4, sparse=True).to(device)
+        optimizers = [torch.optim.SparseAdam(table.parameters(), lr=0.1), torch.optim.SGD(table.parameters(), lr=0.1)]
+        for step in range(3):
+            for power in (2, 3):  # the gradients are added
+                (table(torch.tensor([1, 3, 3, step], device=device)) ** power).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False) if step else optimizer.zero_grad()
+                (table(torch.tensor([2], device=device)) ** 2).sum().backward()
+        weights.append(table.weight.detach().cpu())
+    return torch.allclose(*weights)
+
+
+@case
+def sparse_values_on_two_streams():
+    side = torch.cuda.Stream()
+    gradient = _sparse()
+    gradient._values().mul_(2)  # LINE sparse_values_on_two_streams earlier
+    with torch.cuda.stream(side):
+        total = torch.ones(3, 2, device="cuda")
+        total.add_(gradient)  # LINE sparse_values_on_two_streams later
+    torch.cuda.current_stream().wait_stream(side)
 
 
 @case

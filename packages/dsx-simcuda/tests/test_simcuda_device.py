@@ -33,6 +33,7 @@ RACES = {  # case: the kinds of its reports
     "two_streams_use_a_pinned_block": {"read before write", "write after read"},
     "names_in_reports": {"read before write"},
     "race_in_backward": {"write after write"},
+    "sparse_values_on_two_streams": {"read before write"},
 }
 RESULTS = {
     "waits_right": 65536.0,
@@ -68,7 +69,9 @@ RESULTS = {
     "events_and_streams": [True, -1, 0, True, True],
     "profiler_ranges": [True, 0],
     "inductor_is_refused": True,
-    "sparse_tensors_are_refused": True,
+    "sparse_tensors": [True, [6.0, 6.0], [[1.0, 3.0], [1.0, 1.0], [11.0, 1.0]], ["cuda:0", False]],
+    "what_sparse_tensors_lack_is_named": [True] * 4,
+    "sparse_gradients_of_an_embedding": True,
 }
 
 

@@ -35,6 +35,8 @@ void wait_for_current(const char* why, int dev);  // a wait of the host
 c10::Allocator* device_allocator();
 const at::Generator& default_generator(int dev);
 at::Generator launch_generator(const std::optional<at::Generator>& given, int dev);  // the CPU kernel's own
+// A device tensor with what a kernel on a worker has made, filled on the stream.
+at::Tensor from_worker(Stream* s, const std::string& name, const at::Tensor& h);
 void storage_resize(const at::Tensor& t, int64_t bytes);
 const at::Tensor& resize_(const at::Tensor& self, c10::IntArrayRef size, std::optional<at::MemoryFormat>);
 at::Tensor& copy_(at::Tensor& self, const at::Tensor& src, bool non_blocking);

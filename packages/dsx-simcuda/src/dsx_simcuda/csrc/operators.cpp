@@ -33,6 +33,11 @@ struct Kernel {
     }
 };
 
+Tensor fresh(const Tensor& like) {
+    return at::detail::empty_strided_generic(like.sizes(), like.strides(), device_allocator(), c10::DispatchKeySet(DK),
+                                             like.scalar_type());
+}
+
 // One call of an operator: its arguments as the worker's kernel and as a meta kernel see them, and its results.
 class Call {
   public:
@@ -195,11 +200,6 @@ class Call {
         }
     }
 
-    static Tensor fresh(const Tensor& like) {
-        return at::detail::empty_strided_generic(like.sizes(), like.strides(), device_allocator(),
-                                                 c10::DispatchKeySet(DK), like.scalar_type());
-    }
-
     // Makes the results now and lets the stream fill them later.
     void launch() {
         std::vector<std::pair<int, std::vector<Tensor>>> fill;  // result number, where its tensors go
@@ -273,25 +273,15 @@ class Call {
                 synchronize(stream_);
             } catch (const std::runtime_error& e) { TORCH_CHECK(false, e.what()); }
         }
-        auto to_device = [&](const Tensor& h) {
-            if (!h.defined()) return h;
-            Tensor t = fresh(h);
-            auto fill = [to = seen(t), h]() mutable {
-                Below b;
-                to.copy_(h);
-            };
-            stream_->push(kernel_.name + " result", fill, {span_of(t, true)});
-            return t;
-        };
         for (size_t r = 0; r < same_.size(); r++) {
             const c10::IValue& v = (*out)[r];
             if (same_[r] >= 0) {
                 results_.push_back(args_[same_[r]]);
             } else if (v.isTensor()) {
-                results_.emplace_back(to_device(v.toTensor()));
+                results_.emplace_back(from_worker(stream_, kernel_.name, v.toTensor()));
             } else if (v.isTensorList()) {
                 c10::List<Tensor> list;
-                for (const Tensor& h : v.toTensorVector()) list.push_back(to_device(h));
+                for (const Tensor& h : v.toTensorVector()) list.push_back(from_worker(stream_, kernel_.name, h));
                 results_.emplace_back(list);
             } else {
                 results_.push_back(v);
@@ -310,4 +300,18 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 
 }  // namespace
+
+Tensor from_worker(Stream* s, const std::string& name, const Tensor& h) {
+    if (!h.defined()) return h;
+    TORCH_CHECK_NOT_IMPLEMENTED(h.layout() == at::kStrided, "simcuda: ", name, " makes a tensor of layout ", h.layout(),
+                                ", which the simulated device does not have: use torch.strided or torch.sparse_coo");
+    Tensor t = fresh(h);
+    auto fill = [to = seen(t), h]() mutable {
+        Below b;
+        to.copy_(h);
+    };
+    s->push(name + " result", fill, {span_of(t, true)});
+    return t;
+}
+
 }  // namespace sim
