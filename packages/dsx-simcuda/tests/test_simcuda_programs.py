@@ -38,6 +38,14 @@ def test_a_race_is_printed_with_both_lines_and_changes_the_exit_status(run_progr
     assert "2 reports: 1 x write after write, 1 x read before write" in done.stderr
 
 
+def test_reports_that_pytest_has_captured_are_printed_at_the_end(run_program, tmp_path):
+    (tmp_path / "test_race.py").write_text("def test_race():\n" + "".join(f"    {line}\n" for line in RACE.split("\n")))
+    done = run_program("-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path))
+    assert done.returncode == 86 and "1 passed" in done.stdout, done.stdout
+    assert done.stderr.count("write after write: aten::fill_ overwrites what aten::zero_ writes") == 1
+    assert "test_race.py:7 test_race" in done.stderr
+
+
 def test_reports_are_written_as_json_and_as_a_page(run_program, tmp_path):
     script = tmp_path / "race.py"
     script.write_text(RACE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -79,6 +80,23 @@ class Seen:
 
 
 _reports: list[Report] = []
+_printed_to: list[object] = []
+"""For each report that was printed, what stderr was then."""
+
+
+def _stderr() -> object:
+    """Tells one stderr from another: pytest, for example, puts a file of its own there while a test runs."""
+    try:
+        found = os.fstat(2)
+    except OSError:
+        return None
+    return id(sys.stderr), found.st_dev, found.st_ino
+
+
+def printed_elsewhere() -> list[Report]:
+    """Reports that were printed while stderr was another one than now, so that the user may not have seen them."""
+    now = _stderr()
+    return [report for report, then in zip(_reports, _printed_to) if then != now]
 
 
 def stack_of(number: int) -> tuple[Frame, ...]:
@@ -134,6 +152,7 @@ def _collect() -> None:
         report = _report(item, streams, advice.tensor_name(item["address"]))
         _reports.append(report)
         if len(_reports) <= PRINTED_AT_MOST:
+            _printed_to.append(_stderr())
             sys.stderr.write(f"{report}\n")
         elif len(_reports) == PRINTED_AT_MOST + 1:
             sys.stderr.write("simcuda: more reports are kept, and not printed\n")

@@ -18,7 +18,7 @@ from types import ModuleType
 
 from . import installing, native
 from .errors import SimcudaError
-from .findings import host_syncs, reports
+from .findings import host_syncs, printed_elsewhere, reports
 from .timeline import write
 
 REPORTS_FOUND = 86  # the exit status of a program that is right but for its reports
@@ -81,6 +81,8 @@ def _finish(pid: int) -> None:
     if failed:
         said.append(f"an operation failed, and no wait of the program has raised it: {failed}")
     found = reports()
+    for report in printed_elsewhere():
+        sys.stderr.write(f"{report}\n")
     if found:
         kinds = ", ".join(f"{times} x {kind}" for kind, times in Counter(r.kind for r in found).most_common())
         said.append(f"{len(found)} reports: {kinds}")
