@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -69,24 +71,29 @@ def test_a_different_order_is_named_on_both_ranks(ranks):
 
 
 DYING = """
-import os, sys, torch, torch.distributed as dist
-torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+import os, torch, torch.distributed as dist
+rank = int(os.environ["RANK"])
 dist.init_process_group("nccl")
 values = torch.ones(10, device="cuda")
 dist.all_reduce(values)
 torch.cuda.synchronize()
-if dist.get_rank() == 1:
+if rank == 1:
     os.kill(os.getpid(), 9)
 dist.all_reduce(values)
 print(values.sum().item())
 """
 
 
-def test_a_rank_that_dies_inside_a_collective_is_named(run_program, torchrun, tmp_path):
+def test_a_rank_that_dies_inside_a_collective_is_named(built, run_program, tmp_path):
+    """Without torchrun, which would kill the other rank, too."""
     script = tmp_path / "dying.py"
     script.write_text(DYING)
-    done = run_program(*torchrun(script))
-    assert done.returncode != 0
-    said = done.stderr
-    assert "simcuda: rank lost: 'all_reduce of 10 Float by sum' on rank 0" in said or "Signal 9" in said
-    assert "Signal 9" in said
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    with ThreadPoolExecutor(2) as pool:
+        other = pool.submit(run_program, str(script), env={**shared, "RANK": "1"})
+        done = run_program(str(script), env={**shared, "RANK": "0"})
+    assert other.result().returncode == -9
+    assert done.returncode != 0 and done.stdout == ""
+    assert "simcuda: rank lost: 'all_reduce of 10 Float by sum' on rank 0" in done.stderr
