@@ -105,17 +105,23 @@ void SimNccl::agree(const std::string& name, const Place& place) {
     }
 }
 
+// With the option, the device has room for one operation of all communicators at a time.
+static std::unique_lock<std::mutex> room_on_the_device() {
+    static std::mutex one_at_a_time;
+    std::unique_lock<std::mutex> alone(one_at_a_time, std::defer_lock);
+    if (options().one_collective) alone.lock();
+    return alone;
+}
+
 // Runs a collective when it is its turn: those of a communicator run in the order of their launch.
 void SimNccl::in_turn(uint64_t ticket, const std::string& name, const Place& place, const std::function<void()>& run) {
-    static std::mutex one_at_a_time;
     {
         std::unique_lock<std::mutex> g(turn_m_);
         turn_changed_.wait(g, [&] { return turn_ == ticket; });
     }
     std::string failed;
     try {
-        std::unique_lock<std::mutex> alone(one_at_a_time, std::defer_lock);
-        if (options().one_collective) alone.lock();
+        auto alone = room_on_the_device();
         agree(name, place);
         run();
     } catch (const std::exception& e) { failed = e.what(); }
@@ -201,6 +207,7 @@ WorkPtr SimNccl::endCoalescing() {
         return c10::make_intrusive<GroupWork>(c10d::OpType::COALESCED, getRank(), device_now(), current(device_now()));
     auto run = [all = batch_] {
         Below below;
+        auto alone = room_on_the_device();
         std::vector<WorkPtr> works;
         for (auto& start : all) works.push_back(start());
         for (auto& w : works) w->wait();
@@ -233,6 +240,7 @@ WorkPtr SimNccl::point(Tensors& ts, int peer, int tag, bool sends) {
     std::string name = (sends ? "send to " : "recv from ") + std::to_string(peer);
     auto run = [start] {
         Below below;
+        auto alone = room_on_the_device();
         start()->wait();
     };
     return launch(dev, true, {type, name, run, {span_of(ts[0], !sends)}, {ts[0]}, {ts[0]}}, s, false);
