@@ -53,7 +53,7 @@ def test_the_bits_of_plain_torch(init, accumulation, recompute):
     else:
         model = Deep(recompute)
     model, sharded = dsx_zero.shard(model, adamw, config=CONFIG)
-    assert (sharded.runtime.stage, sharded.runtime.resident) == (3, False)
+    assert sharded.runtime.stage == 3
     for number, x in enumerate(batches(4 * accumulation), 1):
         ours, theirs = model(x), plain(x)
         assert torch.equal(ours, theirs)

@@ -90,7 +90,7 @@ class View:
         self.masters: tuple[Master, ...] = self.optimizer.masters_of(self.name)
         self.index = self.group.layout.index(self.name)
         self.shape = self.group.layout.shapes[self.index]
-        if self.runtime.whole:
+        if self.runtime.stage == 0:
             self.part = self.group.whole_slice(self.index)
         else:
             self.part = self.group.layout.local_slice(self.name, self.group.rank) or LocalSlice(0, 0, 0)
@@ -142,7 +142,7 @@ class View:
     def whole(self, piece: torch.Tensor | None) -> torch.Tensor | None:
         """The whole tensor from every rank's piece; None when no rank has one."""
         ranks, layout = self.group.ranks, self.group.layout
-        if self.runtime.whole or ranks.size == 1:
+        if self.runtime.stage == 0 or ranks.size == 1:
             return None if piece is None else piece.detach().reshape(self.shape).clone()
         slices = [layout.local_slice(self.name, rank) for rank in range(ranks.size)]
         longest = max((part.numel for part in slices if part is not None), default=0)

@@ -374,7 +374,6 @@ class _Build:
             publisher=publisher,
             averaging=self.averaging,
             checks_overflow=self.precision.checks_overflow(dtypes),
-            resident=self.settings.stage < 3,
             load_masters=self.settings.load_from_fp32_weights,
             errors=tuple(getattr(self.transports, "keepers", ())[self._keepers :]),
         )
@@ -465,13 +464,13 @@ def assemble(builder: Builder, planned: Planned, runtime: Runtime, inner: Any, k
         for group in unit.trainable:
             if group.master is None:
                 tier = planned.placed(unit.index).masters
-                group.make_master(recipe.precision.master, whole=runtime.whole, tier=tier)
+                group.make_master(recipe.precision.master, whole=runtime.stage == 0, tier=tier)
     moves = any(record.placement.states is not None for record in planned.placements) or any(
         group.master is not None and group.master.view() is None for unit in runtime.units for group in unit.groups
     )
     most = sub_group_size(recipe.settings, moves=moves) if may_be_cut(inner) else None
     early = _early_units(recipe, planned, runtime, inner)
-    masters = make_masters(runtime.units, whole=runtime.whole, most=most, known=kept.masters)
+    masters = make_masters(runtime.units, whole=runtime.stage == 0, most=most, known=kept.masters)
     faces = _faces(recipe.model, runtime)
     shown: list[list[Any]] = [[faces.get(id(p), p) for p in group["params"]] for group in inner.param_groups]
     place_masters(inner, masters, keep=kept.held)

@@ -250,7 +250,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """The inner optimizer's state, which is kept by master; where masters are whole tensors, a parameter finds
         its own.
         """
-        return StateView(self.inner.state, self._find_master, whole=self._runtime.whole)
+        return StateView(self.inner.state, self._find_master, whole=self._runtime.stage == 0)
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -800,7 +800,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         itself; and which elements lie there. After writing: `parameters_loaded`.
         """
         group = self._groups[name]
-        whole = self._runtime.whole or (self._runtime.holds_whole_parameters and not group.trainable)
+        whole = self._runtime.stage == 0 or (self._runtime.stage < 3 and not group.trainable)
         index = group.layout.index(name)
         part = group.whole_slice(index) if whole else group.layout.local_slice(name, group.rank)
         home = group.master if group.trainable else None
@@ -826,7 +826,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return self._whole_tensors.of_optimizer(self)
         self._collect_edits()
         found = save_local(self)
-        if not self._runtime.whole or not hasattr(self.inner, "state_dict"):
+        if self._runtime.stage > 0 or not hasattr(self.inner, "state_dict"):
             return found
         whole = self.inner.state_dict()
         for group, saved in zip(found["param_groups"], whole["param_groups"]):
@@ -848,7 +848,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         self._abandon_step()
         plain = isinstance(state_dict, dict) and "state" in state_dict and "slices" not in state_dict
-        if not plain or not self._runtime.whole:
+        if not plain or self._runtime.stage > 0:
             load_local(self, state_dict)
             return
         try:
@@ -864,7 +864,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises:
             ZeroStateError: this rank's states are parts of tensors.
         """
-        if not self._runtime.whole:
+        if self._runtime.stage > 0:
             raise ZeroStateError(
                 f"{asked}: the states of this optimizer are divided among the ranks. With what dsx_zero.shard returned"
                 " (an engine's engine.optimizer): dsx_zero.full_state_dict(optimizer) and load_full_state_dict, on"
@@ -939,7 +939,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Give optimizers with per-tensor norms (Lamb) a way to sum them over the slices of a tensor."""
         run = self._runtime
         sets = {group.ranks for unit in run.trainable_units() for group in unit.trainable}
-        divided = any((ranks.size > 1 and not run.whole) or ranks.tensor_groups for ranks in sets)
+        divided = any((ranks.size > 1 and run.stage > 0) or ranks.tensor_groups for ranks in sets)
         if not divided:  # one rank has whole tensors at stage 3 and with offload too
             return
         if hasattr(self.inner, "norm_reducer"):

@@ -222,9 +222,9 @@ class _Moves:
             group = places.get(info.name)
             if group is not None:
                 index = group.layout.index(info.name)
-                part = group.whole_slice(index) if run.whole else group.layout.local_slice(info.name, group.rank)
+                part = group.whole_slice(index) if run.stage == 0 else group.layout.local_slice(info.name, group.rank)
                 moves.append(_Move(info.name, group, by_name.get(info.name, ()), part))
-        found = cls(tuple(moves), old.states, run.whole)
+        found = cls(tuple(moves), old.states, run.stage == 0)
         with old.groups.masters():
             templates = StateTemplates(old.states.inner)
             for move in found.moves:

@@ -58,6 +58,8 @@ class Publisher(Protocol):
 class Runtime:
     """The parts of one sharded model.
 
+    `stage` says what each rank holds, and nothing else does: at stage 0 (one rank alone may have it in place of 1 or 2)
+    every rank steps everything; below stage 3 whole parameters are in every rank's memory all the time.
     `ranks` are all data-parallel ranks: over them collectives are put in order and models compared. Which ranks share a
     parameter is its flat group's to say. `norm_groups`: over which the squares of gradients are summed.
     """
@@ -74,20 +76,9 @@ class Runtime:
     averaging: ByOptimizer | None
     """The optimizer, if it averages gradients itself in some steps."""
     checks_overflow: bool
-    resident: bool
     load_masters: bool = True
     errors: tuple[KeepsErrors, ...] = ()
     """What keeps errors of quantised messages."""
-
-    @property
-    def whole(self) -> bool:
-        """Does every rank step everything?"""
-        return self.stage == 0
-
-    @property
-    def holds_whole_parameters(self) -> bool:
-        """Are the whole parameters in every rank's memory all the time (stages 0-2)?"""
-        return self.resident
 
     @property
     def numel(self) -> int:

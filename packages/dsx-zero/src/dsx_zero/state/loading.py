@@ -132,7 +132,7 @@ def _read_master(load: SliceLoad, reader: Reader, master: Master, from_masters: 
 
 def _read_frozen(load: SliceLoad, runtime: Runtime, reader: Reader, name: str, place: Place) -> None:
     group = place.group
-    if runtime.holds_whole_parameters:
+    if runtime.stage < 3:
         part, home = group.whole_slice(place.index), group.all_visible()
     else:
         part, home = group.layout.local_slice(name, group.rank), group.shard

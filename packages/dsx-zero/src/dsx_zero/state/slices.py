@@ -152,7 +152,7 @@ def iter_slices(
     templates, errors = StateTemplates(inner), _GroupErrors(runtime)
     for info in runtime.infos:
         group, index = places[info.name].group, places[info.name].index
-        if held and (runtime.whole or (runtime.holds_whole_parameters and not info.trainable)):
+        if held and (runtime.stage == 0 or (runtime.stage < 3 and not info.trainable)):
             part, home = group.whole_slice(index), group.all_visible()
         else:
             # with hybrid sharding several ranks hold equal shards; only those of the first copy count

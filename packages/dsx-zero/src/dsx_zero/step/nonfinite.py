@@ -106,7 +106,7 @@ class NonFiniteWarning:
         # each rank sends as many names as are ever named: in a large job all ranks may hold thousands of them
         mine = names[:_MAX_NAMED], len(names)
         by_rank: list[tuple[list[str], int]] = [mine]
-        if everywhere and run.ranks.size > 1 and (run.norm_groups or not run.whole):
+        if everywhere and run.ranks.size > 1 and (run.norm_groups or run.stage > 0):
             by_rank = [mine] * run.ranks.size
             dsx_comm.all_gather_object(by_rank, mine, group=run.ranks.group)
         if everywhere and run.ranks.rank:

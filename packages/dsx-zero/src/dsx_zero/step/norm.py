@@ -222,7 +222,7 @@ class StepNorm:
             return torch.zeros(())
         groups = [group for group in run.norm_groups if not local or group != run.ranks.group]
         if self._total is None:
-            total, all_double = self._mine or self._squares(groups, whole=run.whole and not local)
+            total, all_double = self._mine or self._squares(groups, whole=run.stage == 0 and not local)
         else:
             total, all_double = self._total, self._all_double
             groups = [group for group in groups if group is not run.ranks.group]
@@ -251,7 +251,7 @@ class StepNorm:
 
     def _squares_to_add_up(self) -> tuple[torch.Tensor, bool]:
         """This rank's part of the squares that are added up over `Runtime.norm_groups`."""
-        return self._squares(self._runtime.norm_groups, whole=self._runtime.whole)
+        return self._squares(self._runtime.norm_groups, whole=self._runtime.stage == 0)
 
     def _launch(self) -> None:
         """Start computing this rank's part of the square of the norm on the device. The words of the other ranks travel

@@ -215,7 +215,7 @@ def plan_step(
     unit_of = {id(group): unit.index for unit in runtime.trainable_units() for group in unit.trainable}
     sizes = [(unit_of[id(master.group)], master.numel) for master in masters]
     units = [unit.index for unit in runtime.trainable_units()]
-    if runtime.whole or why_at_once(inner) is not None:
+    if runtime.stage == 0 or why_at_once(inner) is not None:
         return make_plan(sizes, units, moves=moves)
     gathers = runtime.stage in (1, 2) and runtime.ranks.size > 1
     return make_plan(

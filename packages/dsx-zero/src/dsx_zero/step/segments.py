@@ -55,7 +55,7 @@ def _sums(runtime: Runtime, row: dict[str, int]) -> Iterator[tuple[Any, list[int
         for group in unit.trainable:
             rows.setdefault(group.ranks, []).extend(row[name] for name in group.layout.names)
     for ranks, members in rows.items():
-        if ranks.size > 1 and not runtime.whole:
+        if ranks.size > 1 and runtime.stage > 0:
             yield ranks.group, members
         for group in ranks.tensor_groups:
             yield group, members
