@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from importlib.metadata import entry_points
 from typing import Any
 from unittest import mock
 
@@ -21,9 +20,6 @@ from .errors import AuditError
 from .system import Point, System, named, plain_name, whole
 
 __all__ = ["EngineSystem", "Fsdp1System", "TorchSystem", "adapter_for"]
-
-SYSTEMS = "dsx_verify.systems"
-"""Entry points of this group are functions (model, optimizer) -> System or None, for systems of other packages."""
 
 
 class TorchSystem:
@@ -40,10 +36,10 @@ class TorchSystem:
     def __init__(self, model: nn.Module, optimizer: Any, scaler: Any = None) -> None:
         self.model, self.scaler = model, scaler
         self.optimizer: torch.optim.Optimizer = _inner_optimizer(optimizer)
-        ddp = isinstance(model, nn.parallel.DistributedDataParallel)
-        self._prefix = "module" if ddp else ""
-        self.module: nn.Module = model.module if ddp else model
-        self.buffers_of_rank_0 = ddp and bool(model.broadcast_buffers)
+        forward = model._forward_module if type(model).__name__ == "_FabricModule" else model
+        ddp = isinstance(forward, nn.parallel.DistributedDataParallel)
+        self.module: nn.Module = forward.module if ddp else forward  # type: ignore[assignment]
+        self.buffers_of_rank_0 = ddp and bool(forward.broadcast_buffers)
 
     @contextlib.contextmanager
     def watch(self, point: Point) -> Iterator[None]:
@@ -62,15 +58,15 @@ class TorchSystem:
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """See `System`."""
-        return named(self.model.named_parameters(), self._prefix)
+        return named(self.module.named_parameters())
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """See `System`."""
-        return named(((name, p.grad) for name, p in self.model.named_parameters()), self._prefix)
+        return named(((name, p.grad) for name, p in self.module.named_parameters()))
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """See `System`."""
-        return named(self.model.named_buffers(), self._prefix)
+        return named(self.module.named_buffers())
 
     def learning_rates(self) -> list[float]:
         """See `System`."""
@@ -134,12 +130,16 @@ class EngineSystem:
                 return right(*args, **kwargs)
             point("before")
             result = right(*args, **kwargs)
-            if not getattr(self.engine, "skipped_now", lambda: False)():
+            if not self.skipped():
                 point("after")
             return result
 
         with mock.patch.object(self.engine, "step", step):
             yield
+
+    def skipped(self) -> bool:
+        """Whether the last update was left out, after an overflow. Engines that do not tell: no."""
+        return False
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """See `System`."""
@@ -176,14 +176,13 @@ class EngineSystem:
 
 
 def adapter_for(model: Any, optimizer: Any = None, scaler: Any = None) -> System:
-    """The adapter for a model: chosen by entry points of other packages, then by its class.
+    """The adapter for a model: what its method `audited()` returns, as dsx's engine has it, or one chosen by its class.
 
     Raises:
         AuditError: no adapter fits, or an optimizer is missing.
     """
-    for entry in entry_points(group=SYSTEMS):
-        if type(model).__module__.partition(".")[0] == entry.name:
-            return entry.load()(model)
+    if callable(getattr(type(model), "audited", None)):
+        return model.audited()
     if type(model).__module__.partition(".")[0] == "deepspeed" and "deepspeed" in sys.modules:
         utils = sys.modules["deepspeed"].utils
         return EngineSystem(model, utils.safe_get_full_fp32_param, utils.safe_get_full_grad)

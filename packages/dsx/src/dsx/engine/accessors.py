@@ -132,6 +132,12 @@ class EngineAccessors:
         optimizer = self._parts.optimizer
         return [] if optimizer is None else optimizer.param_groups
 
+    def audited(self) -> Any:
+        """What `dsx_verify.audit` reads this engine through."""
+        from ..verification.audited import AuditedEngine
+
+        return AuditedEngine(self)  # type: ignore[arg-type]
+
     def get_lr(self) -> list[float]:
         """Learning rate of each parameter group, as the next update will use it; 0.0 for a group without one."""
         return [float(group.get("lr", 0.0)) for group in self._groups()]
