@@ -14,3 +14,10 @@ def test_the_first_example_names_its_mistake(tmp_path, monkeypatch):
     assert (fault.kind, fault.name, fault.step) == ("scaled by accumulation", "0.weight", 1)
     assert any("times 2" in line for line in fault.evidence)
     assert "scaled by accumulation" in (tmp_path / "receipt.html").read_text()
+
+
+def test_the_second_example_watches():
+    assert len(EXAMPLES) == 2
+    scope = {}
+    exec(compile(EXAMPLES[1], "README.md", "exec"), scope)
+    assert scope["watching"].hang is None

@@ -134,9 +134,9 @@ class EngineAccessors:
 
     def audited(self) -> Any:
         """What `dsx_verify.audit` reads this engine through."""
-        from ..verification.audited import AuditedEngine
+        from .audited import AuditedEngine
 
-        return AuditedEngine(self)  # type: ignore[arg-type]
+        return AuditedEngine(self)
 
     def get_lr(self) -> list[float]:
         """Learning rate of each parameter group, as the next update will use it; 0.0 for a group without one."""

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from dsx_verify import EngineSystem
 from dsx_verify.system import plain_name, whole
-
-if TYPE_CHECKING:
-    from ..engine.engine import Engine
 
 __all__ = ["AuditedEngine"]
 
@@ -17,7 +14,7 @@ __all__ = ["AuditedEngine"]
 class AuditedEngine(EngineSystem):
     """An engine under audit; a parameter that is not trained is gathered as the module has it."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Any) -> None:
         import dsx_zero
 
         super().__init__(engine, dsx_zero.safe_get_full_fp32_param, self._unscaled)
