@@ -68,3 +68,9 @@ def test_wrong_questions_are_answered(words, text, tmp_path, capsys):
     (tmp_path / "empty.py").write_text("")
     assert main([str(tmp_path / "empty.py") if word == "EMPTY" else word for word in words]) == 2
     assert text in capsys.readouterr().err
+
+
+def test_dsx_calls_it_by_its_own_name(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"], prog="dsx verify")
+    assert "usage: dsx verify" in capsys.readouterr().out
