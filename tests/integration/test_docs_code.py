@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted(ROOT.glob("docs/**/*.md"))
 PAGES = [*DOCS, ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md"))]
-TAGS = {"python", "sh", "text", "json", "toml"}  # not mermaid: the site would show it as source
+TAGS = {"python", "sh", "text", "json", "toml", "diff"}  # not mermaid: the site would show it as source
 FENCE = re.compile(r"^ *```(\S*)[^\n]*\n(.*?)^ *```$", re.S | re.M)
 
 

@@ -22,6 +22,36 @@ def test_every_block_runs(number, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def both_sides() -> tuple[str, str, int]:
+    """The program before and after the README's diff, and how many lines the diff touches."""
+    (block,) = re.findall(r"```diff\n(.*?)```", README, re.S)
+    lines = block.splitlines()
+    before = "\n".join(line[1:] for line in lines if line[:1] != "+")
+    after = "\n".join(line[1:] for line in lines if line[:1] != "-")
+    return before, after, sum(line[:1] in ("+", "-") for line in lines)
+
+
+def test_the_diff_shards_a_plain_loop_and_keeps_its_loss(tmp_path):
+    before, after, touched = both_sides()
+    assert touched <= 10
+    (tmp_path / "plain.py").write_text(before)
+    (tmp_path / "train.py").write_text(after)
+    launch = [sys.executable, "-m", "dsx", "launch", "--num_procs", "2", "train.py"]
+    said = []
+    for command in ([sys.executable, "plain.py"], [sys.executable, "train.py"], launch):
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=180)
+        assert done.returncode == 0, done.stderr
+        said.append(set(re.findall(r"loss \d\.\d{4}", done.stdout)))
+    assert all(len(losses) == 1 for losses in said), said
+
+
+def test_the_first_screen_says_for_whom_and_shows_the_change():
+    first = README.splitlines()[:40]
+    assert any("choose dsx if" in line for line in first) and "```diff" in first
+    assert any("no part of dsx has run on a GPU" in line for line in first)
+    assert re.search(r"docs/assets/[\w-]+\.svg\)", README)
+
+
 def test_install_commands_name_whole_closures():
     packages = all_packages()
     rows = re.findall(r"^\| (.*?) \| `pip install (.*?)` \|$", README, re.M)
