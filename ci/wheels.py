@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from alone import AloneError, call
-from workspace import ROOT, Package, all_packages
+from workspace import ROOT, Package, all_packages, load
 
 BUILD_TOOLS = (
     "hatchling>=1.24",
@@ -76,11 +76,31 @@ def build(package: Package, python: Path, work: Path, out: Path) -> Path:
     return out / wheel.name
 
 
+def renamed(package: Package, meta: str, work: Path) -> Package:
+    """A copy of a package in `work` in which the distribution `dsx` is called `meta`; the module stays `dsx`.
+
+    The name stands in the metadata of dsx and of those that need it, and in `dsx/_version.py`.
+    """
+    copy = work / "packages" / package.path.name
+    shutil.copytree(package.path, copy, ignore=shutil.ignore_patterns("__pycache__", "*.so", "build", "dist"))
+    page = work / "docs" / "reference" / "errors.md"  # the build of dsx takes it along
+    page.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(ROOT / "docs" / "reference" / "errors.md", page)
+    project = copy / "pyproject.toml"
+    text = re.sub(r'^name = "dsx"$', f'name = "{meta}"', project.read_text(), flags=re.M)
+    project.write_text(re.sub(r'"dsx(?===|\[)', f'"{meta}', text))
+    version = copy / "src" / "dsx" / "_version.py"
+    if version.is_file():
+        version.write_text(version.read_text().replace('DISTRIBUTION = "dsx"', f'DISTRIBUTION = "{meta}"'))
+    return load(copy)
+
+
 def main() -> int:
     """Build all that is asked for; prints one line per wheel."""
     parser = argparse.ArgumentParser(description="Build manylinux wheels for every Python on PATH.")
     parser.add_argument("packages", nargs="*", help="names of packages; none: all")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "wheels", help="folder for the wheels")
+    parser.add_argument("--meta-name", default="dsx", help="another distribution name for the package dsx")
     arguments = parser.parse_args()
     known = all_packages()
     unknown = [name for name in arguments.packages if name not in known]
@@ -93,6 +113,8 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="dsx_wheels_") as folder:
             python = prepare(interpreter, Path(folder) / "venv")
             for package in chosen:
+                if arguments.meta_name != "dsx" and package.name in ("dsx", "dsx-compat"):
+                    package = renamed(package, arguments.meta_name, Path(folder) / "renamed")
                 if not package.native and package.name in made:
                     continue
                 wheel = build(package, python, Path(folder), arguments.out)

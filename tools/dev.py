@@ -8,6 +8,7 @@
     python3 tools/dev.py figures [...]    the tables of docs/figures/*.json into the pages that show them
     python3 tools/dev.py bench [package]  the benches of one package, or of all, peers side by side
     python3 tools/dev.py alone PACKAGE    build, install and test one package by itself, with and without native code
+    python3 tools/dev.py wheels [...]     manylinux wheels of all packages into build/wheels (--meta-name: another name)
     python3 tools/dev.py clients [...]    Accelerate, Trainer, peft, trl and Lightning on dsx (arguments go to pytest)
     python3 tools/dev.py gpu [STAGE ...]  everything that needs a GPU, in stages, with one report
     python3 tools/dev.py device [...]     dsx on the simulated CUDA device, all of the matrix (arguments go to pytest)
@@ -189,6 +190,11 @@ def alone(arguments: list[str]) -> int:
     return 0
 
 
+def wheels(arguments: list[str]) -> int:
+    """A folder of wheels that `pip install --no-index --find-links build/wheels dsx` takes; see ci/wheels.py."""
+    return ensure().run(str(ROOT / "ci" / "wheels.py"), *arguments, check=False)
+
+
 def gpu(arguments: list[str]) -> int:
     """The first hour on a GPU, in stages; see `tools/dev.py gpu --help`."""
     from gpu.command import gpu as run  # lazy import: no other verb needs it
@@ -207,6 +213,7 @@ VERBS = {
     "clients": clients,
     "device": device,
     "gpu": gpu,
+    "wheels": wheels,
 }
 
 

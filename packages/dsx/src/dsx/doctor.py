@@ -21,7 +21,7 @@ from importlib import metadata
 
 from dsx_core import CommandParser
 
-from ._version import __version__
+from ._version import DISTRIBUTION, __version__
 from .errors import in_checkout
 from .siblings import needed_siblings
 
@@ -55,8 +55,8 @@ def _usable_cores() -> int:
 def packages() -> list[Finding]:
     """Our distributions and their versions, which must be that of dsx: `initialize` refuses others."""
     found = []
-    wanted = metadata.version("dsx")
-    for name in ("dsx", *needed_siblings()):
+    wanted = metadata.version(DISTRIBUTION)
+    for name in (DISTRIBUTION, *needed_siblings()):
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:

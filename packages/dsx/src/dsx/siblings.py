@@ -10,7 +10,7 @@ import re
 import sys
 from importlib.metadata import PackageNotFoundError, requires, version
 
-from ._version import __version__
+from ._version import DISTRIBUTION, __version__
 from .errors import DsxError, in_checkout
 
 __all__ = ["MissingPartError", "check_siblings", "needed_siblings"]
@@ -35,7 +35,7 @@ def check_siblings() -> None:
 def needed_siblings() -> dict[str, str]:
     """Distribution -> version of what this dsx needs of us; empty where it is not installed but on the path."""
     try:
-        needed = requires("dsx") or []
+        needed = requires(DISTRIBUTION) or []
     except PackageNotFoundError:
         return {}  # the imports tell what is missing
     found = (re.fullmatch(r"(dsx-[a-z-]+)==([\w.]+)", requirement) for requirement in needed)
