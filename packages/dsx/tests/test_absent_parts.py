@@ -4,7 +4,7 @@ import dsx
 import pytest
 
 
-@pytest.mark.parametrize("name", ["sequence"])
+@pytest.mark.parametrize("name", ["linear"])
 def test_a_part_that_is_not_there_yet_says_what_brings_it(name):
     with pytest.raises(AttributeError, match=f"dsx.{name} is not available yet; it comes with"):
         getattr(dsx, name)
