@@ -35,7 +35,7 @@ def by_hand(rank, world, code):
 
 
 def test_the_second_example_gives_gradients():
-    assert len(EXAMPLES) == 3
+    assert len(EXAMPLES) == 4
     assert run_ranks(by_hand, 1, EXAMPLES[1]) == [True]
 
 
@@ -52,3 +52,16 @@ def test_the_third_example_does_not_depend_on_the_number_of_ranks():
         rows = [token for pair in segments for token in range(*pair)]
         torch.testing.assert_close(ours, out[:, :, rows])
         torch.testing.assert_close(its_grad, grad[:, :, rows], rtol=1e-4, atol=1e-5)
+
+
+def converted(rank, world, code):
+    return run(rank, world, code)["loss"].item()
+
+
+def test_a_model_over_cut_sequences():
+    """The example's weights and text are random: they are seeded here, and the loss is that of one rank."""
+    code = EXAMPLES[3].replace("model = Language()", "torch.manual_seed(0)\nmodel = Language()")
+    assert code != EXAMPLES[3]
+    (alone,) = run_ranks(converted, 1, code)
+    for loss in run_ranks(converted, 2, code):
+        assert abs(loss - alone) < 1e-5

@@ -19,6 +19,7 @@ over a sequence that is cut over ranks.
 
 from ._version import __version__ as __version__
 from .attention import (
+    SequenceLoader,
     SequenceParallel,
     UlyssesAttention,
     gather_documents,
@@ -56,6 +57,7 @@ __all__ = [
     "CheckpointingSettings",
     "MemoryBudget",
     "RngTracker",
+    "SequenceLoader",
     "SequenceParallel",
     "SequenceTiledCompute",
     "TiledFusedLogitsLoss",

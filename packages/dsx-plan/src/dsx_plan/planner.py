@@ -115,8 +115,8 @@ class Asked:
         prepared = ready(source, self.world_size, self.engine)
         if prepared.config.get("sequence_parallel_size", 1) > 1:
             raise PlanError(
-                f"sequence_parallel_size: got {prepared.config['sequence_parallel_size']}, expected 1: sequences that are"
-                " cut over ranks cannot be planned yet; plan with one rank for each sequence"
+                f"sequence_parallel_size: got {prepared.config['sequence_parallel_size']}, expected 1: sequences that"
+                " are cut over ranks cannot be planned yet; plan with one rank for each sequence"
             )
         return answer_of(
             self._replays(prepared, recompute), prepared, self.machine, model=self._name, world_size=self.world_size,

@@ -8,18 +8,21 @@ own tokens, and gets the attention of these tokens over the whole sequence, with
 
 `cutting` says which rank has which tokens, `ulysses` and `ring` are the two ways, `combined` both at once, `visible`
 masks and dropout, `pieces` the arithmetic, `swapping` the all-to-alls, `facts` what a call is about and the checks of
-its arguments. `models` converts whole models (`hugging_face`, `own_models`), `loss` has the exact mean over all ranks'
-tokens. Nothing here needs an engine or a sharded model.
+its arguments. `models` converts whole models (`handle`, `hugging_face`, `own_models`), `loader` cuts batches,
+`loss` has the exact mean over all ranks' tokens. Nothing here needs an engine or a sharded model.
 """
 
 from .combined import gather_documents, sequence_attention
 from .cutting import sequence_segments, shard_sequence
+from .handle import SequenceParallel
+from .loader import SequenceLoader
 from .loss import token_mean
-from .models import SequenceParallel, sequence_parallel
+from .models import sequence_parallel
 from .ring import ring_attention
 from .ulysses import UlyssesAttention
 
 __all__ = [
+    "SequenceLoader",
     "SequenceParallel",
     "UlyssesAttention",
     "gather_documents",

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..errors import ActivationArgumentError
 from .combined import gather_documents
-from .models import Described, SequenceParallel, add_hooks
+from .handle import Described, SequenceParallel, add_hooks
 
 __all__ = ["convert", "model_in"]
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..errors import ActivationArgumentError
-from .models import SequenceParallel, add_hooks
+from .handle import SequenceParallel, add_hooks
 
 __all__ = ["convert"]
 
