@@ -58,7 +58,7 @@ def test_every_name_of_the_tables_resolves():
     ("statement", "advice"),
     [
         ("from deepspeed import init_inference", "inference engine"),
-        ("from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF", "not available yet"),
+        ("from deepspeed.sequence.fpdt_layer import FPDT_Attention", "sequence_attention"),
         ("from deepspeed.module_inject.replace_module import ReplaceWithTensorSlicing", "dsx_pipe.tensor"),
         ("from deepspeed.compile import init_z3", "not available yet"),
         ("from deepspeed import DualPipeVEngine", "'zbv'"),

@@ -113,7 +113,7 @@ def test_known_documents_give_no_warning(tmp_path):
     "wrong",
     [
         {"zero_optimization": {"stage": 1, "reduce_bucket_sise": 5}},  # DeepSpeed refuses it, too
-        {"sequence_parallel_size": 2},  # DeepSpeed acts on it
+        {"weight_quantization": {"enabled": True}},  # DeepSpeed acts on it
     ],
 )
 def test_what_would_change_training_stays_an_error(wrong, tmp_path):

@@ -15,6 +15,7 @@ from dsx.entry import config_source
 
 from .engine import renamed
 from .getters import DeepSpeedConfig
+from .sequence import convert
 from .settings import client_config
 from .slicing import with_recorded_slices
 
@@ -55,6 +56,7 @@ def initialize(
     source = config_source(args, config, config_params)
     source = source.loaded if isinstance(source, DeepSpeedConfig) else client_config(source)
     source, mpu = with_recorded_slices(source, model, mpu)
+    convert(model, mpu)
     found = dsx.initialize(
         model=model,
         optimizer=optimizer,

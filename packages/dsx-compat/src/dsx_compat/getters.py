@@ -257,7 +257,7 @@ class DeepSpeedConfig:
     Args:
         config: as for `deepspeed.initialize`.
         mpu: tells how many ranks get different batches.
-        mesh_device: not used, because dsx has no sequence-parallel meshes.
+        mesh_device: not used: `mpu` or the groups in use tell the number of ranks.
 
     Raises:
         DsxConfigError: with every problem found.

@@ -331,10 +331,21 @@ MODULES: dict[str, dict[str, str]] = {
     "deepspeed.runtime.progressive_layer_drop": _of("dsx_data", "ProgressiveLayerDrop"),
     "deepspeed.runtime.eigenvalue": _of("dsx_monitor", "Eigenvalue"),
     "deepspeed.runtime.sequence_parallel": {},
+    "deepspeed.runtime.sequence_parallel.parallel_state_sp": {
+        "initialize_sequence_parallel": "dsx_compat.sequence:initialize_sequence_parallel",
+        **_of(
+            "dsx_comm.parallel_groups",
+            "get_sequence_parallel_group get_sequence_parallel_rank get_sequence_parallel_world_size"
+            " get_sequence_data_parallel_group get_sequence_data_parallel_rank get_sequence_data_parallel_world_size"
+            " get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size",
+        ),
+    },
     "deepspeed.runtime.sequence_parallel.ulysses_sp": {
-        "TiledMLP": "dsx_compat.sequence:TiledMLP",
+        **_of("dsx_compat.sequence", "TiledMLP UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter"),
         **_of("dsx_activations", "SequenceTiledCompute sequence_tiled_compute TiledFusedLogitsLoss"),
     },
+    "deepspeed.sequence": {},
+    "deepspeed.sequence.layer": _of("dsx_compat.sequence", "DistributedAttention"),
     "deepspeed.runtime.sparse_tensor": _of("dsx_compat.sparse_tensor", "SparseTensor"),
     "deepspeed.runtime.utils": _RUNTIME_UTILS,
     "deepspeed.runtime.zero": _ZERO,

@@ -29,7 +29,7 @@ from .errors import CompatWarning
 
 __all__ = ["client_config"]
 
-_READ_BY_DEEPSPEED = frozenset({"sequence_parallel_size", "weight_quantization"})
+_READ_BY_DEEPSPEED = frozenset({"weight_quantization"})
 """Keys that dsx does not have and that DeepSpeed acts on: they are not removed, so dsx refuses them."""
 
 _NEEDS_STAGE = {

@@ -10,10 +10,8 @@ __all__ = ["UNSUPPORTED", "UNSUPPORTED_MEMBERS", "UNSUPPORTED_MODULES", "UNSUPPO
 
 _SERVING = "dsx trains; serve the saved weights with an inference engine such as vLLM"
 _SLICING = "set tensor_parallel.autotp_size in the configuration, or slice layers with dsx_pipe.tensor"
-_SEQUENCE = (
-    "sequence parallelism of models is not available yet; dsx_activations.UlyssesAttention and ring_attention compute"
-    " attention over sequence shards by hand"
-)
+_CHUNKS = "call dsx_activations.sequence_attention, whose memory is linear in the length"
+_LOSS = "dsx_activations.linear_cross_entropy and token_mean compute the loss of sequence shards"
 _LAUNCHER = (
     "the command deepspeed takes --launcher pdsh, openmpi, mpich, impi, mvapich or slurm;"
     " dsx_launch.runners.BUILDERS holds a function for each of them that makes the commands"
@@ -83,8 +81,6 @@ UNSUPPORTED: dict[str, dict[str, str]] = {
         "_init_external_params": "deepspeed.zero.register_external_parameter is enough"
     },
     "deepspeed.runtime.sequence_parallel.ulysses_sp": {
-        "UlyssesSPAttentionHF": _SEQUENCE,
-        "UlyssesSPDataLoaderAdapter": _SEQUENCE,
         "AutogradComputeMLP": "use TiledMLP with one shard",
     },
     "deepspeed.ops.adam": {"ZenFlowCPUAdam": "ZenFlow is not available; use offload_optimizer with DeepSpeedCPUAdam"},
@@ -94,6 +90,9 @@ UNSUPPORTED: dict[str, dict[str, str]] = {
 }
 
 UNSUPPORTED_MODULES: dict[str, str] = {
+    "deepspeed.sequence.auto_sp": "set sequence_parallel_size in the configuration; the model needs no graph",
+    "deepspeed.sequence.cross_entropy": _LOSS,
+    "deepspeed.sequence.fpdt_layer": _CHUNKS,
     "deepspeed.compile": _PASSES,
     "deepspeed.checkpoint.deepspeed_checkpoint": _READ_CHECKPOINT,
     "deepspeed.checkpoint.zero_checkpoint": _READ_CHECKPOINT,
@@ -123,10 +122,8 @@ UNSUPPORTED_MODULES: dict[str, str] = {
     "deepspeed.runtime.domino": "use dsx_pipe.tensor",
     "deepspeed.runtime.hybrid_engine": "generate with deepspeed.zero.unwrap_model_for_generation(engine)",
     "deepspeed.runtime.rollout": "generate with deepspeed.zero.unwrap_model_for_generation(engine)",
-    "deepspeed.runtime.sequence_parallel.parallel_state_sp": _SEQUENCE,
     "deepspeed.runtime.superoffload": "set offload_optimizer.device in the configuration",
     "deepspeed.runtime.zenflow": "ZenFlow is not available; set offload_optimizer.device in the configuration",
-    "deepspeed.sequence": _SEQUENCE,
 }
 
 UNSUPPORTED_MEMBERS: dict[str, str] = {
