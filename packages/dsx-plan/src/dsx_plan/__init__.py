@@ -6,7 +6,7 @@
     answer.fits, answer.peak_bytes, answer.step_seconds, answer.tokens_per_second
 
 The engine itself is replayed on one rank, among ranks that are not there, on tensors without contents. A cost model
-with five constants gives what it did a time. Neither a device nor a process group is needed, and none is left behind.
+with a few constants gives what it did a time. Neither a device nor a process group is needed, and none is left behind.
 
 Names are imported on first use, so that the command line answers `--help` without torch.
 """

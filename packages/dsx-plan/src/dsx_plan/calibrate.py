@@ -1,6 +1,6 @@
 """`dsx plan calibrate`: measures this machine, in about a minute, and makes a `Machine` of it.
 
-Facts come from the table where it knows the device, else from measurements; the five constants follow from measurements
+Facts come from the table where it knows the device, else from measurements; the constants follow from measurements
 at sizes that training has: the three matrix products of a linear layer's forward and backward, the operators of a
 transformer layer that are no products, a tiny operator, and an all-reduce of two processes where there is more than one
 device or core.

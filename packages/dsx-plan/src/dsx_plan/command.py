@@ -49,7 +49,10 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="commands:\n  calibrate  measure this machine\n  machines   print the table of devices\n",
     )
-    parser.add_argument("model", help="file.py:function, package.module:function, or a folder with a config.json")
+    parser.add_argument(
+        "model", help="file.py:function, package.module:function, a folder with a config.json, or hf://NAME: a folder"
+        " or a model of the Hugging Face Hub",
+    )  # fmt: skip
     parser.add_argument("-c", "--config", required=True, metavar="FILE", help="the configuration of dsx.initialize")
     parser.add_argument("-n", "--gpus", type=int, required=True, metavar="N", help="number of ranks")
     parser.add_argument("--per-host", type=int, metavar="N", help="ranks of a host (default: the machine's)")
@@ -70,6 +73,14 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "zero_optimization.stage=[1,2,3]; may be given several times",
     )  # fmt: skip
     parser.add_argument(
+        "--set", action="append", default=[], metavar="PATH=JSON", help="change a key of the configuration, as"
+        " zero_optimization.stage=3; null takes it away; may be given several times",
+    )  # fmt: skip
+    parser.add_argument(
+        "--emit", choices=("torchtitan", "megatron", "deepspeed", "accelerate"),
+        help="print the layout (of the best plan) as that system's configuration, in place of the plan",
+    )  # fmt: skip
+    parser.add_argument(
         "--json", nargs="?", const="-", metavar="FILE", help="write the plan as JSON (alone or with -: print it)"
     )
     parser.add_argument("--html", metavar="FILE", help="write a page with a timeline and memory over time")
@@ -87,22 +98,22 @@ def _plan(args: argparse.Namespace) -> int:
         "world_size": args.gpus, "ranks_per_host": args.per_host, "machine": _machine(args.machine), "batch": batch,
         "sequence": args.sequence,
     }  # fmt: skip
-    space = _space(args, common["machine"])
+    config = _changed(args)
+    space = _space(args, config, common["machine"])
+    silent = args.json == "-" or args.emit is not None
     if space:
         with Progress(0, "planning", unit="configurations", shown=sys.stderr.isatty()) as bar:
-            found = search(
-                args.model, args.config, space, prune=args.search and not args.vary, progress=bar.reach, **common
-            )
-        if args.json != "-":
+            found = search(args.model, config, space, prune=args.search and not args.vary, progress=bar.reach, **common)
+        if not silent:
             sys.stdout.write(describe_search(found[:20], [key for key, values in space.items() if len(values) > 1]))
             sys.stdout.write(describe_skipped([(one.values, one.reason) for one in found.skipped]))
         best = found[0]
     else:
         with Progress(1, "planning", unit="configurations", shown=sys.stderr.isatty()) as bar:
             bar.add(0)
-            best = plan(args.model, args.config, recompute=args.recompute, **common)
+            best = plan(args.model, config, recompute=args.recompute, **common)
             bar.add(1)
-        if args.json != "-":
+        if not silent:
             sys.stdout.write(describe_plan(best))
     if args.json == "-":
         sys.stdout.write(best.to_json(indent=2) + "\n")
@@ -112,6 +123,8 @@ def _plan(args: argparse.Namespace) -> int:
         from .page import plan_page
 
         Path(args.html).write_text(plan_page(best), encoding="utf-8")
+    if args.emit:
+        _emit(best, args.emit)
     return 0 if best.fits else 3
 
 
@@ -136,14 +149,41 @@ def _machine(given: str | None) -> Any:
     return found
 
 
-def _space(args: argparse.Namespace, machine: Any) -> dict[str, list[Any]]:
+def _emit(best: Any, system: str) -> None:
+    from .emit import emit
+    from .text import verdict
+
+    found = emit(best, system)
+    sys.stdout.write(found.text)
+    sys.stderr.write("".join(f"{line}\n" for line in (verdict(best), *found.notes)))
+
+
+def _changed(args: argparse.Namespace) -> Any:
+    """The configuration with what --set changes."""
+    from .configs import with_values
+    from .engine import engine_to_plan
+    from .errors import PlanError
+
+    changes: dict[str, Any] = {}
+    for given in args.set:
+        path, sign, text = given.partition("=")
+        try:
+            changes[path] = json.loads(text)
+        except ValueError as error:
+            raise PlanError(f"--set: got {given!r}, expected PATH=JSON as zero_optimization.stage=3") from error
+        if not sign or not path:
+            raise PlanError(f"--set: got {given!r}, expected PATH=JSON as zero_optimization.stage=3")
+    return with_values(engine_to_plan().read(args.config), changes) if changes else args.config
+
+
+def _space(args: argparse.Namespace, config: Any, machine: Any) -> dict[str, list[Any]]:
     from .errors import PlanError
     from .searching import usual_space
 
     space: dict[str, list[Any]] = {}
     if args.search and not args.vary:
         on_host = args.per_host or machine.ranks_per_host
-        space = usual_space(args.config, args.gpus, on_host)
+        space = usual_space(config, args.gpus, on_host)
     for given in args.vary:
         path, sign, text = given.partition("=")
         try:
@@ -199,7 +239,8 @@ def _machines(words: Sequence[str], prog: str) -> int:
         rates = ", ".join(f"{dtype} {rate:g}" for dtype, rate in device.teraflops.items())
         sys.stdout.write(
             f"{name}: {device.memory_gib:g} GiB, {device.memory_gbs:g} GB/s, TFLOPS {rates}; links {device.link_gbs:g},"
-            f" host {device.host_link_gbs:g}, network {device.network_gbs:g} GB/s ({device.source})\n"
+            f" host {device.host_link_gbs:g}, network {device.network_gbs:g} GB/s ({device.source}); constants"
+            f" {'fitted to ' + device.constants_from if device.constants_from else 'not fitted to this device'}\n"
         )
     for name, network in sorted(NETWORKS.items()):
         sys.stdout.write(f"+{name}: {network.gbs:g} GB/s for each device ({network.source})\n")

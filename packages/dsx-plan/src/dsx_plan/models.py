@@ -22,6 +22,7 @@ Batch = Any
 """A tensor, a sequence of positional arguments, or a dictionary of keyword arguments: one micro-batch."""
 
 _SEQUENCE = 2048
+HUB = "hf://"
 
 
 def model_maker(model: Any) -> Callable[[], nn.Module]:
@@ -37,7 +38,9 @@ def model_maker(model: Any) -> Callable[[], nn.Module]:
     if isinstance(model, nn.Module):
         return lambda: _without_values(model)
     if isinstance(model, (str, os.PathLike)):
-        path = Path(model)
+        hub, path = str(model).startswith(HUB), Path(str(model).removeprefix(HUB))
+        if hub and not path.exists():
+            return _hugging_face(_from_hub(str(path)))
         if path.is_dir() or path.suffix == ".json":
             return _hugging_face(path)
         return _checked_maker(_named(str(model)), str(model))
@@ -91,6 +94,21 @@ def _named(text: str) -> Callable[[], Any]:
     if not callable(found):
         raise PlanError(f"model: {where} has no function {name!r}")
     return found
+
+
+def _from_hub(name: str) -> Path:
+    """The config.json of a model of the Hugging Face Hub, in its cache."""
+    try:
+        hub: Any = importlib.import_module("huggingface_hub")
+    except ImportError as error:
+        raise PlanError(f"model: {HUB}{name} needs the package huggingface_hub ({error})") from error
+    try:
+        return Path(hub.hf_hub_download(name, "config.json"))
+    except Exception as error:  # of its own and of its HTTP library, which differ between releases
+        raise PlanError(
+            f"model: {HUB}{name} is no folder here, and its config.json cannot be had from the Hub"
+            f" ({type(error).__name__}: {error}); give the folder in which the model's config.json lies"
+        ) from error
 
 
 def _hugging_face(path: Path) -> Callable[[], nn.Module]:

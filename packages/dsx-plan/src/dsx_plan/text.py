@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 
+from .configs import with_values
 from .plans import Change, Plan, StagePlan
 
 __all__ = ["bytes_text", "describe_plan", "describe_search", "describe_skipped", "saving_text", "seconds_text"]
@@ -87,12 +89,26 @@ def describe_plan(plan: Plan) -> str:
         for change in plan.changes:
             took = seconds_text(change.step_seconds)
             lines.append(f"  {change.what}: {bytes_text(change.peak_bytes)}, {took} for the same samples")
-            lines += [f"      {path}: {json.dumps(value)}" for path, value in change.config.items()]
+            lines += [f"      {line}" for line in _to_paste(change)]
     elif not plan.fits:
         lines += ["", "no change that was tried makes it fit: use more ranks or a device with more memory"]
     if plan.notes:
         lines += ["", "notes", *(f"  {note}" for note in plan.notes)]
     return "\n".join(lines) + "\n"
+
+
+def _to_paste(change: Change) -> list[str]:
+    """A change as JSON for the configuration, and as words of the command line."""
+    values = {path: value for path, value in change.config.items() if path != "recompute"}
+    kept = with_values({}, {path: value for path, value in values.items() if value is not None})
+    gone = [path for path, value in values.items() if value is None]
+    words = [shlex.quote(f"{path}={json.dumps(value)}") for path, value in values.items()]
+    line = [*(f"--set {word}" for word in words), *(["--recompute"] if change.config.get("recompute") else [])]
+    return [
+        *([f"in the configuration: {json.dumps(kept)}"] if kept else []),
+        *([f"taken away there: {', '.join(gone)}"] if gone else []),
+        f"to plan it: {' '.join(line)}",
+    ]
 
 
 def _without(plan: Plan) -> list[str]:
