@@ -6,7 +6,7 @@
 accumulation, optimizer states in host memory). Printed are predicted over measured step times, their median error and
 the rank correlation. A few minutes; nothing else should run.
 
-`published`: the rows of `published_rows.py`, planned with the constants that `dsx plan` has for their device. Judged
+`published`: the rows of `_published_rows.py`, planned with the constants that `dsx plan` has for their device. Judged
 are the rows of models and sources to which these constants were not fitted. A few minutes.
 
 `fit`: the constants of a device, fitted to the rows that are marked for it: what `dsx_plan/devices.py` has. It starts
@@ -29,22 +29,22 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from dsx.planned import PlannedEngine
+from _published_rows import ROWS, Row, example, maker, settings
 from dsx.planning import Constants, Machine, plan
 from dsx_plan.configs import ready
 from dsx_plan.cost import simulate, stragglers
+from dsx_plan.engine import engine_to_plan
 from dsx_plan.replay import MOST_MICRO_BATCHES, Question, Replay, replay
 from dsx_testkit import run_ranks
 from dsx_testkit.benches import GPT, batch, run_parts
 from dsx_testkit.results import Table
-from published_rows import ROWS, Row, example, maker, settings
 
 
 def replayed(row: Row) -> Replay:
-    prepared = ready(settings(row), row.devices, PlannedEngine())
+    prepared = ready(settings(row), row.devices, engine_to_plan())
     steps = min(row.accumulation, MOST_MICRO_BATCHES)
     question = Question(
-        engine=PlannedEngine(), make=maker(row), config={**prepared.config, "gradient_accumulation_steps": steps},
+        engine=engine_to_plan(), make=maker(row), config={**prepared.config, "gradient_accumulation_steps": steps},
         world_size=row.devices, rank=0, ranks_per_host=8, batch=example(row), micro=row.micro,
         accumulation=row.accumulation,
     )  # fmt: skip

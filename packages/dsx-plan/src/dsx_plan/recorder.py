@@ -19,23 +19,10 @@ from dsx_comm import RehearsalObserver, RehearsedMessage
 from dsx_comm.composed import staging
 from dsx_monitor.flops.rules import rule_for
 
+from . import trace as entries
 from .fake import is_small
 from .ledger import DEVICE, HOST, Ledger
-from .trace import (
-    ATTENTION,
-    CAUSAL,
-    COPY,
-    MARK,
-    MESSAGE,
-    OPERATOR,
-    PHASE,
-    RATES,
-    RECOMPUTED,
-    WAIT_MARK,
-    WAIT_MESSAGE,
-    Message,
-    Trace,
-)
+from .trace import COPY, MARK, MESSAGE, OPERATOR, PHASE, RATES, RECOMPUTED, WAIT_MARK, WAIT_MESSAGE, Message, Trace
 
 __all__ = ["HostMemory", "Recorder"]
 
@@ -54,11 +41,8 @@ _SCALED = frozenset({"_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm", "_scal
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _FREE = frozenset({*_EMPTY, "_local_scalar_dense", "is_same_size", "set_", "resize_"})
 """Operators that launch nothing."""
-_FUSED_ATTENTION = frozenset(
-    f"_scaled_dot_product_{kind}_attention{end}"
-    for kind in ("flash", "efficient", "cudnn") for end in ("", "_backward")
-) | {f"_scaled_dot_product_{kind}{end}" for kind in ("flash_attention_for_cpu", "fused_attention_overrideable")
-     for end in ("", "_backward")}  # fmt: skip
+_FUSED_ATTENTION = "_scaled_dot_product_"
+"""How the names of fused attention begin."""
 _KERNELS = frozenset({"dsx_ops::quantize", "dsx_ops::dequantize_out"})
 """Kernels of ours that take the time of the bytes that they read and write."""
 _PARTIAL = frozenset(["embedding", "index_select", "gather", "index"])
@@ -188,8 +172,8 @@ class Recorder(RehearsalObserver):
         elif products:
             of = args[0].dtype if name in _SCALED else _dtype(result) or _dtype(args) or torch.float32
             rate = _DTYPES.get(of, 0)
-            if name in _FUSED_ATTENTION:
-                rate += ATTENTION + CAUSAL * _is_causal(func, args, kwargs)
+            if name.startswith(_FUSED_ATTENTION):
+                rate += entries.ATTENTION + entries.CAUSAL * _is_causal(func, args, kwargs)
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
             rate += RECOMPUTED  # inside a backward, where autograd itself records nothing
         self.trace.add(self._lane, OPERATOR, flops, nbytes, rate)
