@@ -38,7 +38,7 @@ from .engine.stepper import LossScaler, NoStepper, ShardedStepper, Stepper
 from .engine.weights import NOTHING_TO_GATHER, Gather
 from .errors import DsxConfigError
 from .extension import Extension, Watch, Watched, sections_of, states_of
-from .features import all_extensions
+from .features import FEATURES, all_extensions
 from .forward import input_chain
 from .joining import batch_ranks, device_of, join_processes, rank_sets
 from .loss_scaler import build_loss_scale
@@ -78,7 +78,8 @@ def _build(
     topology = join_processes(config, request, joins, held)
     if topology.groups is not None:
         building.enter_context(dsx_comm.parallel_groups.speaking_of(topology.groups))
-    dsx_zero.agree(CALL, config_facts(config, request, extensions), ranks_of_job(topology))
+    further = extensions[len(FEATURES) :]
+    dsx_zero.agree(CALL, config_facts(config, request, further), ranks_of_job(topology))
     if topology.model_size > 1:
         building.enter_context(_telling_all_stages())
     with dsx_zero.telling(topology.data.group):

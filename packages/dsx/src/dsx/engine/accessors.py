@@ -15,8 +15,10 @@ from .schedule import DrivenSchedule, NoSchedule
 if TYPE_CHECKING:
     from torch import nn
 
+    from ..config import Config
     from .parts import EngineParts
     from .report import Counters, StepReport
+    from .watch import Monitor
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class EngineAccessors:
         return self._applied
 
     @property
-    def monitor(self) -> Any:
+    def monitor(self) -> Monitor:
         """The writers of events. Use it for your own events: `engine.monitor.write_events([(label, value,
         samples)])`.
         """
@@ -207,7 +209,7 @@ class EngineAccessors:
         return self._parts.topology.model_size
 
     @property
-    def config(self) -> Any:
+    def config(self) -> Config:
         """The resolved configuration."""
         return self._parts.config
 

@@ -39,6 +39,10 @@ from .training_state import TrainingState, Undo
 if TYPE_CHECKING:
     from dsx_checkpoint.loading import LoadDisks
     from dsx_checkpoint.writing import PlannedSave
+    from dsx_zero import ZeroOptimizer
+    from torch import nn
+
+    from ..config.training import Checkpoint
 
 __all__ = ["Checkpointer", "Wanted"]
 
@@ -122,14 +126,14 @@ class Checkpointer:
         gather: gathers parameters, and writes back the values that rank 0 has changed.
     """
 
-    module: Any
-    shards: Any
-    optimizer: Any
+    module: nn.Module
+    shards: ZeroOptimizer
+    optimizer: ZeroOptimizer | None
     counters: Counters
     schedule: ScheduleDriver
     scaler: LossScaler
     precision: dict[str, Any]
-    settings: Any
+    settings: Checkpoint
     rank: int
     gate: StepGate
     gather: Callable[..., AbstractContextManager[Any]]
