@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypedDict
 
-__all__ = ["ActivationCheckpointing", "ActivationQuantization", "ActivationQuantizationGroup", "ActivationQuantizationParams", "ActivationQuantizationShared", "Aio", "Amp", "Bf16", "CSV", "Checkpoint", "CheckpointWriter", "Comet", "CommsLogger", "CompileSection", "CompressionTraining", "Config", "CurriculumLearning", "CurriculumMetric", "CurriculumSchedule", "DataEfficiency", "DataRouting", "DataSampling", "DataTypes", "DynamicBatching", "Eigenvalue", "Elasticity", "ExpertParallel", "FlopsProfiler", "Fp16", "GradientNoise", "HeadPruning", "HeadPruningShared", "HybridEngine", "JSONL", "LayerReduction", "LayerTokenLrSchedule", "LeafModules", "LoCo", "LtdSchedule", "LtdScheduleConfig", "MixedQuantize", "Nebula", "OffloadOptimizer", "OffloadParam", "Optimizer", "ParallelWrite", "Pipeline", "ProgressiveLayerDrop", "PruningGroup", "PruningParams", "QuantizeAlgorithm", "QuantizeBits", "QuantizeSchedule", "QuantizeTraining", "RandomLtd", "SamplingCurriculum", "Scheduler", "SequenceParallelSection", "SparseAttention", "SparsePruning", "SparsePruningGroup", "SparsePruningShared", "Straggler", "StructuredPruning", "StructuredPruningShared", "TensorBoard", "TensorParallel", "ThroughputTimer", "Timeline", "Timers", "TorchAutocast", "Wandb", "WeightQuantization", "WeightQuantizationGroup", "WeightQuantizationParams", "WeightQuantizationShared", "Zero"]  # fmt: skip  # noqa: E501
+__all__ = ["ActivationCheckpointing", "ActivationQuantization", "ActivationQuantizationGroup", "ActivationQuantizationParams", "ActivationQuantizationShared", "Aio", "Amp", "Autotuning", "Bf16", "CSV", "Checkpoint", "CheckpointWriter", "Comet", "CommsLogger", "Compile", "CompressionTraining", "Config", "CurriculumLearning", "CurriculumMetric", "CurriculumSchedule", "DataEfficiency", "DataRouting", "DataSampling", "DataTypes", "DynamicBatching", "Eigenvalue", "Elasticity", "ExpertParallel", "FlopsProfiler", "Fp16", "GradientNoise", "HeadPruning", "HeadPruningShared", "HybridEngine", "JSONL", "LayerReduction", "LayerTokenLrSchedule", "LeafModules", "LoCo", "LtdSchedule", "LtdScheduleConfig", "MixedQuantize", "ModelInfo", "Nebula", "OffloadOptimizer", "OffloadParam", "Optimizer", "ParallelWrite", "Pipeline", "ProgressiveLayerDrop", "PruningGroup", "PruningParams", "QuantizeAlgorithm", "QuantizeBits", "QuantizeSchedule", "QuantizeTraining", "RandomLtd", "SamplingCurriculum", "Scheduler", "SequenceParallel", "SparseAttention", "SparsePruning", "SparsePruningGroup", "SparsePruningShared", "Straggler", "StructuredPruning", "StructuredPruningShared", "TensorBoard", "TensorParallel", "ThroughputTimer", "Timeline", "Timers", "TorchAutocast", "Wandb", "WeightQuantization", "WeightQuantizationGroup", "WeightQuantizationParams", "WeightQuantizationShared", "Zero"]  # fmt: skip  # noqa: E501
 
 Auto = Literal["auto"]
 
@@ -90,6 +90,36 @@ class Amp(TypedDict, total=False):
     verbosity: int | Auto
 
 
+class Autotuning(TypedDict, total=False):
+    """Search for the fastest ZeRO stage, micro-batch size and other settings: `dsx launch --autotuning tune|run`."""
+
+    enabled: bool | Auto
+    results_dir: str | Auto | None
+    exps_dir: str | Auto | None
+    overwrite: bool | Auto
+    metric: Literal["throughput", "latency", "FLOPS", "flops"] | Auto
+    start_profile_step: int | Auto
+    end_profile_step: int | Auto
+    fast: bool | Auto
+    max_train_batch_size: int | Auto | None
+    min_train_batch_size: int | Auto
+    max_train_micro_batch_size_per_gpu: int | Auto
+    min_train_micro_batch_size_per_gpu: int | Auto
+    mp_size: int | Auto
+    num_tuning_micro_batch_sizes: int | Auto
+    tuner_type: Literal["model_based", "gridsearch", "random"] | Auto
+    tuner_early_stopping: int | Auto
+    tuner_num_trials: int | Auto
+    arg_mappings: dict[str, str] | Auto | None
+    num_nodes: int | Auto | None
+    num_gpus: int | Auto | None
+    model_info: ModelInfo | Auto | None
+    model_info_path: str | Auto | None
+    metric_path: str | Auto | None
+    max_memory_per_gpu: int | Auto | None
+    trial_timeout: float | Auto | None
+
+
 class Bf16(TypedDict, total=False):
     """Training with bf16 parameters and fp32 masters; no loss scale."""
 
@@ -160,7 +190,7 @@ class CommsLogger(TypedDict, total=False):
     debug: bool | Auto
 
 
-class CompileSection(TypedDict, total=False):
+class Compile(TypedDict, total=False):
     """`torch.compile` of the model's blocks."""
 
     enabled: bool | Auto
@@ -477,6 +507,15 @@ class MixedQuantize(TypedDict, total=False):
     quantize_change_ratio: float | Auto
 
 
+class ModelInfo(TypedDict, total=False):
+    """What is known about the model, and whether an engine writes down what it finds."""
+
+    profile: bool | Auto
+    num_params: int | Auto | None
+    hidden_size: int | Auto | None
+    num_layers: int | Auto | None
+
+
 class Nebula(TypedDict, total=False):
     """Checkpoints through a cloud service."""
 
@@ -631,7 +670,7 @@ class Scheduler(TypedDict, total=False):
     params: dict[str, Any] | Auto
 
 
-class SequenceParallelSection(TypedDict, total=False):
+class SequenceParallel(TypedDict, total=False):
     """How the attention of a model runs over the ranks of `sequence_parallel_size`."""
 
     convert: bool | Auto
@@ -928,7 +967,8 @@ class Config(TypedDict, total=False):
     hybrid_engine: HybridEngine | Auto
     nebula: Nebula | Auto
     sequence_parallel_size: int | Auto
-    sequence_parallel: SequenceParallelSection | Auto
+    sequence_parallel: SequenceParallel | Auto
     tensor_parallel: TensorParallel | Auto
-    compile: CompileSection | Auto
+    compile: Compile | Auto
     datastates_ckpt: dict[str, Any] | Auto | None
+    autotuning: Autotuning | Auto

@@ -10,7 +10,7 @@ import re
 from functools import cache
 from typing import Any
 
-from .schema import Root
+from .sections import whole_model
 
 __all__ = ["class_name", "source"]
 
@@ -38,7 +38,7 @@ _WIDTH = 120
 
 def source() -> str:
     """Return the text of ``typed.py``."""
-    schema = Root.model_json_schema()
+    schema = whole_model().model_json_schema()
     sections = {class_name(name): section for name, section in schema["$defs"].items()}
     names = ", ".join(f'"{name}"' for name in sorted(["Config", *sections]))
     lines = [f"__all__ = [{names}]  # fmt: skip  # noqa: E501", "", 'Auto = Literal["auto"]', ""]
@@ -49,14 +49,16 @@ def source() -> str:
 
 
 def class_name(model: str) -> str:
-    """The name of a section's type: that of its model, without the word Config unless another model has that name."""
-    short = model.removesuffix("Config")
+    """The name of a section's type: that of its model, without the words Config and Section unless another model has that
+    name.
+    """
+    short = model.removesuffix("Config").removesuffix("Section")
     return model if short != model and short in _models() else short
 
 
 @cache
 def _models() -> frozenset[str]:
-    return frozenset(Root.model_json_schema()["$defs"])
+    return frozenset(whole_model().model_json_schema()["$defs"])
 
 
 def _class(name: str, section: dict[str, Any]) -> list[str]:
