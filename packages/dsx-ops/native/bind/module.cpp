@@ -40,8 +40,8 @@ template <class R> std::vector<int64_t> sizes_of(const std::vector<R>& rows) {
     return sizes;
 }
 
-void step(int algorithm, const py::buffer& table, const std::vector<int>& dtypes,
-          const std::vector<double>& hyper, int flags, uint32_t seed, int threads) {
+void step(int algorithm, const py::buffer& table, const std::vector<int>& dtypes, const std::vector<double>& hyper,
+          int flags, uint32_t seed, int threads) {
     const std::vector<Row> rows = step_rows(table);
     const std::vector<int64_t> sizes = sizes_of(rows);
     const Step s = step_of(algorithm, dtypes, hyper, flags, seed);
@@ -78,8 +78,8 @@ std::vector<std::pair<double, double>> lamb_update(const py::buffer& table, cons
     return out;
 }
 
-void lamb_apply(const py::buffer& table, const std::vector<int>& dtypes, const std::vector<double>& hyper,
-                int flags, const std::vector<float>& coefficients, int threads) {
+void lamb_apply(const py::buffer& table, const std::vector<int>& dtypes, const std::vector<double>& hyper, int flags,
+                const std::vector<float>& coefficients, int threads) {
     const std::vector<Row> rows = step_rows(table);
     const std::vector<int64_t> sizes = sizes_of(rows);
     if (coefficients.size() != rows.size()) throw std::invalid_argument("expected one coefficient per row");

@@ -49,8 +49,8 @@ def source() -> str:
 
 
 def class_name(model: str) -> str:
-    """The name of a section's type: that of its model, without the words Config and Section unless another model has that
-    name.
+    """The name of a section's type: that of its model, without the words Config and Section, unless another model has
+    that name.
     """
     short = model.removesuffix("Config").removesuffix("Section")
     return model if short != model and short in _models() else short
