@@ -9,7 +9,8 @@ from torch.nn import functional as F
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.0, "eps": 1e-2}},
+    "gradient_clipping": 0.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}},
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
 }
 
@@ -64,11 +65,10 @@ def trained(rank, world):
     return found
 
 
-@pytest.mark.xfail(reason="after the first update losses differ by 2e-4; the cause is not found yet", strict=True)
 def test_a_hugging_face_model_with_the_ulysses_classes():
     pytest.importorskip("transformers")
     model, expected = llama(), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0, eps=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     for tokens in samples():
         loss = model(tokens, labels=tokens).loss
         loss.backward()
