@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +223,11 @@ def _calibrate(words: Sequence[str], prog: str) -> int:
     return 0
 
 
+def _plain(value: Any) -> dict[str, Any]:
+    """A record or a read-only mapping as a dictionary, for JSON."""
+    return dict(value if isinstance(value, Mapping) else vars(value))
+
+
 def _machines(words: Sequence[str], prog: str) -> int:
     parser = CommandParser(prog=prog, description="Print the table of devices and networks.")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -232,7 +237,7 @@ def _machines(words: Sequence[str], prog: str) -> int:
     if as_json:
         table = {"devices": DEVICES, "networks": NETWORKS}
         found = {kind: {name: vars(one) for name, one in sorted(rows.items())} for kind, rows in table.items()}
-        sys.stdout.write(json.dumps(found, indent=1, default=dict) + "\n")
+        sys.stdout.write(json.dumps(found, indent=1, default=_plain) + "\n")
         return 0
 
     for name, device in sorted(DEVICES.items()):
