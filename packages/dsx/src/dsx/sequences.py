@@ -89,8 +89,8 @@ def _with_groups(keys: Mapping[str, Any], request: Request, joins: bool) -> Requ
         return request
     if is_pipeline(request.model) or _stages(keys) > 1:
         raise EngineArgumentError(
-            f"sequence_parallel_size: got {size} beside a pipeline, whose stages send parts of sequences only over a"
-            " grid with a sequence axis; give PipelineModule a topology with the axes pipe, data, sequence and model"
+            f"sequence_parallel_size: got {size} beside a pipeline, expected one of the two: stages of a pipeline"
+            " do not cut sequences yet; leave sequence_parallel_size (or mesh_param) out, or pipeline.stages"
         )
     if world % (size * slices) or (request.mesh is not None and request.mesh[0] * size * slices != world):
         mesh = "" if request.mesh is None else f" and mesh_param {request.mesh}"
