@@ -130,8 +130,13 @@ def test_other_shells_are_given_every_command(shell, tmp_path, capsys):
 
 def test_ctrl_c_ends_a_command_without_a_traceback():
     command = [sys.executable, "-m", "dsx", "elastic", "--rendezvous", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline().startswith("rendezvous")
-        process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # a suite that runs in the background of a shell ignores Ctrl-C, and so would its children
+    with subprocess.Popen(command, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), **pipes) as process:
+        try:
+            assert process.stdout.readline().startswith("rendezvous")
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode in (0, 130) and "Traceback" not in said
