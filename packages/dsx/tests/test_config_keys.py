@@ -454,4 +454,5 @@ def test_a_key_is_named_by_its_owner_and_by_those_that_use_it():
 
     packages = Path(__file__).parents[2]
     sources = [file for file in packages.glob("*/src/**/*.py") if "gradient_clipping" in file.read_text("utf-8")]
+    sources = [file for file in sources if file.name != "typed.py"]  # it is generated from the model of the keys
     assert 0 < len(sources) <= 6, [str(file.relative_to(packages)) for file in sources]
