@@ -23,7 +23,6 @@ from dsx_comm.onebit import rules as one_bit
 from dsx_core.device import accelerator_kind
 from torch import nn
 
-from .config.components import optimizer_classes
 from .config.notes import CLIPPING
 from .errors import DsxConfigError, Problem, in_checkout
 
@@ -307,6 +306,8 @@ def _from_torch(type_name: str, arguments: dict[str, Any], plain: bool) -> Optim
 
 def torch_optimizers() -> dict[str, type[torch.optim.Optimizer]]:
     """Every optimizer class of `torch.optim`, and of installed packages, by lower-case name."""
+    from .config.components import optimizer_classes  # lazy import: pydantic comes with the first configuration
+
     found: dict[str, Any] = {name.lower(): value for name, value in optimizer_classes().items()}
     return found
 
