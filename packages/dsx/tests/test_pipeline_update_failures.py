@@ -140,7 +140,7 @@ def _in_the_norm(rank, world, where):
     engine = engine_of(1)
     if rank == world - 1:
         if where == "squares":
-            import dsx_zero.step.step_norm as at
+            import dsx_zero.step.norm as at
 
             at.sum_of_squares = _raise
         else:

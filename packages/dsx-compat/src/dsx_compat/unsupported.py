@@ -83,6 +83,10 @@ UNSUPPORTED: dict[str, dict[str, str]] = {
     "deepspeed.runtime.sequence_parallel.ulysses_sp": {
         "AutogradComputeMLP": "use TiledMLP with one shard",
     },
+    "deepspeed.sequence.layer": {
+        "_DimZeroAllToAll": "call dsx_activations.UlyssesAttention, which exchanges heads and tokens by itself",
+        "UlyssesAttention": "use deepspeed.sequence.layer.DistributedAttention, or dsx_activations.UlyssesAttention",
+    },
     "deepspeed.ops.adam": {"ZenFlowCPUAdam": "ZenFlow is not available; use offload_optimizer with DeepSpeedCPUAdam"},
     "deepspeed.utils.timer": {
         "SynchronizedWallClockTimer": "use dsx_monitor.WallClock, or wall_clock_breakdown in the configuration"
