@@ -1,4 +1,6 @@
-"""Audits right configurations of four systems and counts false alarms: `python good_configurations.py`.
+"""Audits right configurations of four systems and counts false alarms.
+
+    python packages/dsx-verify/bench/good_configurations.py [--json FILE]
 
 Every combination of system, optimizer, accumulation, clipping, precision and dropout is trained on two ranks (plain: on
 one). A sample of them is in the suite (`test_verify_good_steps.py`).
@@ -6,12 +8,14 @@ one). A sample of them is in the suite (`test_verify_good_steps.py`).
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import sys
 from pathlib import Path
 
 import torch
 from dsx_testkit import run_ranks
+from dsx_testkit.results import Table, add_json_option
 from dsx_verify import Expected, audit
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -41,9 +45,18 @@ def alarms(rank: int, world: int, kind: str) -> list[str]:
     return found
 
 
-if __name__ == "__main__":
-    total = []
+def main() -> None:
+    """Audit all configurations; print the false alarms and a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_json_option(parser)
+    options = parser.parse_args()
+    table = Table({"system": "", "configurations": "", "false alarms": ""})
     for system in SYSTEMS:
-        total += run_ranks(alarms, 1 if system == "plain" else 2, system, timeout=600)[0]
-    print("\n".join(total))
-    print(f"{len(total)} false alarms over {len(SYSTEMS) * len(CHOICES)} configurations of {len(SYSTEMS)} systems")
+        found = run_ranks(alarms, 1 if system == "plain" else 2, system, timeout=600)[0]
+        print("".join(f"{one}\n" for one in found), end="")
+        table.add(system, len(CHOICES), len(found))
+    table.save(options.json)
+
+
+if __name__ == "__main__":
+    main()
