@@ -167,7 +167,7 @@ RACES = [
         program=lane_of_another_device,
     ),
     Race("gathered memory is freed without an event", freed_without_an_event, "handed out again on stream"),
-    Race("gathers do not see what the step wrote", gathers_do_not_see_the_step, "gathers.py"),
+    Race("gathers do not see what the step wrote", gathers_do_not_see_the_step, "plain.py"),
     Race("nobody waits for a gather", nobody_waits_for_a_gather, "is not ordered behind aten.copy_.default on stream"),
 ]
 
