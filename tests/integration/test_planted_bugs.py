@@ -813,7 +813,7 @@ MARK = "<!-- table: written by tests/integration/test_planted_bugs.py -->"
 
 
 def table() -> str:
-    rows = ["| planted bug | stage | kind | what dsx.verify says |", "|---|---|---|---|"]
+    rows = ["| injected fault | stage | kind | what dsx.verify says |", "|---|---|---|---|"]
     for bug, outcome in zip(BUGS, outcomes()):
         _, kind, text = outcome[True]
         stage = bug.settings["zero_optimization"]["stage"] if bug.settings else "-"
