@@ -52,7 +52,7 @@ def watch_forward(module: nn.Module, begin: Callable[[], Seen] | None = None, pr
 
     def ends(*_: Any) -> None:
         seen[0].passes += 1
-        seen[0].random = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:12]
+        seen[0].random = hashlib.sha256(bytes(torch.get_rng_state().tolist())).hexdigest()[:12]
 
     hooks = [module.register_forward_pre_hook(starts, prepend=True)]
     for name, part in module.named_modules():
