@@ -72,7 +72,9 @@ class CommandParser(argparse.ArgumentParser):
         if version is not None:
             self.add_argument("-V", "--version", action="version", version=version, help="print the version")
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> Any:
         """As argparse's, but nothing may be left: so the parser of the subcommand, which knows its options, says what
         was meant.
         """

@@ -114,7 +114,8 @@ class Computed:
     def mean(self) -> dict[str, torch.Tensor]:
         """The gradient of the update, before clipping."""
         names = self.parts[0]
-        return {name: sum(w * part[name] for w, part in zip(self.weights, self.parts)) for name in names}  # type: ignore[misc]
+        weighted = list(zip(self.weights, self.parts))
+        return {name: sum(weight * part[name] for weight, part in weighted) for name in names}  # type: ignore[misc]
 
     def terms(self, name: str) -> float:
         """The largest element of a summand: a sum that cancels keeps the rounding error of its terms."""

@@ -15,7 +15,21 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypedDict
 
-__all__ = ["ActivationCheckpointing", "ActivationQuantization", "ActivationQuantizationGroup", "ActivationQuantizationParams", "ActivationQuantizationShared", "Aio", "Amp", "Autotuning", "Bf16", "CSV", "Checkpoint", "CheckpointWriter", "Comet", "CommsLogger", "Compile", "CompressionTraining", "Config", "CurriculumLearning", "CurriculumMetric", "CurriculumSchedule", "DataEfficiency", "DataRouting", "DataSampling", "DataTypes", "DynamicBatching", "Eigenvalue", "Elasticity", "ExpertParallel", "FlopsProfiler", "Fp16", "GradientNoise", "HeadPruning", "HeadPruningShared", "HybridEngine", "JSONL", "LayerReduction", "LayerTokenLrSchedule", "LeafModules", "LoCo", "LtdSchedule", "LtdScheduleConfig", "MixedQuantize", "ModelInfo", "Nebula", "OffloadOptimizer", "OffloadParam", "Optimizer", "ParallelWrite", "Pipeline", "ProgressiveLayerDrop", "PruningGroup", "PruningParams", "QuantizeAlgorithm", "QuantizeBits", "QuantizeSchedule", "QuantizeTraining", "RandomLtd", "SamplingCurriculum", "Scheduler", "SequenceParallel", "SparseAttention", "SparsePruning", "SparsePruningGroup", "SparsePruningShared", "Straggler", "StructuredPruning", "StructuredPruningShared", "TensorBoard", "TensorParallel", "ThroughputTimer", "Timeline", "Timers", "TorchAutocast", "Wandb", "WeightQuantization", "WeightQuantizationGroup", "WeightQuantizationParams", "WeightQuantizationShared", "Zero"]  # fmt: skip  # noqa: E501
+__all__ = [
+    "ActivationCheckpointing", "ActivationQuantization", "ActivationQuantizationGroup", "ActivationQuantizationParams",
+    "ActivationQuantizationShared", "Aio", "Amp", "Autotuning", "Bf16", "CSV", "Checkpoint", "CheckpointWriter",
+    "Comet", "CommsLogger", "Compile", "CompressionTraining", "Config", "CurriculumLearning", "CurriculumMetric",
+    "CurriculumSchedule", "DataEfficiency", "DataRouting", "DataSampling", "DataTypes", "DynamicBatching", "Eigenvalue",
+    "Elasticity", "ExpertParallel", "FlopsProfiler", "Fp16", "GradientNoise", "HeadPruning", "HeadPruningShared",
+    "HybridEngine", "JSONL", "LayerReduction", "LayerTokenLrSchedule", "LeafModules", "LoCo", "LtdSchedule",
+    "LtdScheduleConfig", "MixedQuantize", "ModelInfo", "Nebula", "OffloadOptimizer", "OffloadParam", "Optimizer",
+    "ParallelWrite", "Pipeline", "ProgressiveLayerDrop", "PruningGroup", "PruningParams", "QuantizeAlgorithm",
+    "QuantizeBits", "QuantizeSchedule", "QuantizeTraining", "RandomLtd", "SamplingCurriculum", "Scheduler",
+    "SequenceParallel", "SparseAttention", "SparsePruning", "SparsePruningGroup", "SparsePruningShared", "Straggler",
+    "StructuredPruning", "StructuredPruningShared", "TensorBoard", "TensorParallel", "ThroughputTimer", "Timeline",
+    "Timers", "TorchAutocast", "Wandb", "WeightQuantization", "WeightQuantizationGroup", "WeightQuantizationParams",
+    "WeightQuantizationShared", "Zero",
+]  # fmt: skip
 
 Auto = Literal["auto"]
 

@@ -7,6 +7,7 @@ accepts; the types say what docs/config.md says.
 from __future__ import annotations
 
 import re
+import textwrap
 from functools import cache
 from typing import Any
 
@@ -41,7 +42,8 @@ def source() -> str:
     schema = whole_model().model_json_schema()
     sections = {class_name(name): section for name, section in schema["$defs"].items()}
     names = ", ".join(f'"{name}"' for name in sorted(["Config", *sections]))
-    lines = [f"__all__ = [{names}]  # fmt: skip  # noqa: E501", "", 'Auto = Literal["auto"]', ""]
+    rows = textwrap.wrap(f"{names},", _WIDTH, initial_indent="    ", subsequent_indent="    ")
+    lines = ["__all__ = [", *rows, "]  # fmt: skip", "", 'Auto = Literal["auto"]', ""]
     for name, section in sorted(sections.items()):
         lines += _class(name, section)
     lines += _class("Config", {**schema, "description": "A whole configuration."})
