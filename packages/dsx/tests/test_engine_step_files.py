@@ -10,7 +10,7 @@ from pathlib import Path
 
 import dsx
 import torch
-from dsx_testkit import count_calls, run_ranks
+from dsx_testkit import count_calls, run_ranks, tiny
 from torch import nn
 
 PACKAGES = (
@@ -18,15 +18,6 @@ PACKAGES = (
     "dsx_moe", "dsx_monitor", "dsx_nvme", "dsx_ops", "dsx_pipe", "dsx_plan", "dsx_sparse_attn", "dsx_zero",
 )  # fmt: skip
 MODEL = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
 
 
 @contextmanager
@@ -61,7 +52,7 @@ def _step(engine, batch):
 
 
 def _measure(rank, world_size, stage):
-    model = nn.Sequential(nn.Linear(8, 8), *(Block() for _ in range(4)))
+    model = nn.Sequential(nn.Linear(8, 8), *(tiny.ResidualBlock() for _ in range(4)))
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     engine, *_ = dsx.initialize(model=model, config={**MODEL, "gradient_clipping": 1.0, "zero_optimization": zero})
     batch = torch.randn(4, 8)

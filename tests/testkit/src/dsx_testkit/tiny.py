@@ -229,6 +229,17 @@ class OddSizes(_Regression):
         return y * (1.0 + self.scale) + self.pair.sum() + self.empty.sum()
 
 
+class ResidualBlock(nn.Module):
+    """`x + down(relu(up(x)))`: a block of four parameters."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
 class Residual(nn.Module):
     """Blocks `x + tanh(linear(x))` in a ModuleList named `blocks`. `model(x)` is the loss: the mean square, in float32.
 
