@@ -9,6 +9,7 @@
     python3 tools/dev.py bench [package]  the benches of one package, or of all, peers side by side
     python3 tools/dev.py alone PACKAGE    build, install and test one package by itself, with and without native code
     python3 tools/dev.py wheels [...]     manylinux wheels of all packages into build/wheels (--meta-name: another name)
+    python3 tools/dev.py release [...]    build, check, install, test, sign and publish (--dry-run: all but the last)
     python3 tools/dev.py clients [...]    Accelerate, Trainer, peft, trl and Lightning on dsx (arguments go to pytest)
     python3 tools/dev.py gpu [STAGE ...]  everything that needs a GPU, in stages, with one report
     python3 tools/dev.py device [...]     dsx on the simulated CUDA device, all of the matrix (arguments go to pytest)
@@ -37,6 +38,7 @@ TEST_ENV = {**QUIET, "OMP_NUM_THREADS": "1"}
 # Packages whose tests take as long as all others' together: on two cores and more both parts run side by side.
 FIRST_HALF = ("dsx", "dsx-compat")
 TESTS_FAILED = 1  # pytest's exit code
+RELEASE_TOOLS = ("twine>=6", "cyclonedx-bom>=6")  # checks metadata and uploads; writes the bill of materials
 MOST_RUN_AGAIN = 5  # more failures than this have a cause in the code
 
 
@@ -195,6 +197,12 @@ def wheels(arguments: list[str]) -> int:
     return ensure().run(str(ROOT / "ci" / "wheels.py"), *arguments, check=False)
 
 
+def release(arguments: list[str]) -> int:
+    """Every stage of a release, in an environment that also has its tools; see ci/release.py."""
+    environment = ensure(".venvs/release", extra=RELEASE_TOOLS)
+    return environment.run(str(ROOT / "ci" / "release.py"), *arguments, check=False)
+
+
 def gpu(arguments: list[str]) -> int:
     """The first hour on a GPU, in stages; see `tools/dev.py gpu --help`."""
     from gpu.command import gpu as run  # lazy import: no other verb needs it
@@ -214,6 +222,7 @@ VERBS = {
     "device": device,
     "gpu": gpu,
     "wheels": wheels,
+    "release": release,
 }
 
 
