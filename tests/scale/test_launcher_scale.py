@@ -5,12 +5,13 @@
 from __future__ import annotations
 
 import math
+import pickle
 import re
 import sys
 import threading
 import time
 from collections import Counter
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from dsx_launch import LaunchError, news, rendezvous
 from dsx_launch.elastic_rendezvous import meet
 from dsx_launch.elastic_settings import Elastic
+from dsx_launch.elastic_state import JsonState
 from dsx_launch.failures import RankFailure
 from dsx_launch.host import HostJob, Program
 from dsx_launch.options import parse
@@ -25,6 +27,7 @@ from dsx_launch.plan import HostsPlan, elastic_of, make_plan
 from dsx_launch.rendezvous import FailureBoard, Meeting
 from dsx_launch.runners.ssh import WINDOW
 from dsx_testkit.counting_store import CountingStore
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
 SIZES = (64, 256, 1024)
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "scale.md"
@@ -39,7 +42,7 @@ def law(words: str, hosts: int) -> int:
 
 
 def test_the_table_is_what_its_laws_say():
-    assert len(TABLE) == 6
+    assert len(TABLE) == 7
     for name, _, *numbers in TABLE:
         assert [int(n.replace(",", "")) for n in numbers] == [law(name, hosts) for hosts in SIZES], name
 
@@ -143,6 +146,23 @@ def test_signs_of_life_of_an_elastic_job_are_no_more_than_a_hundred_a_second(hos
     settings = meet(HostJob(program=Program(sys.executable), procs=1), elastic)._settings
     assert settings.keep_alive_interval == timedelta(seconds=law("seconds between", hosts))
     assert settings.keep_alive_max_attempt == 4 and hosts / settings.keep_alive_interval.seconds <= 100
+
+
+@pytest.mark.parametrize("hosts", SIZES)
+def test_a_sign_of_life_leaves_the_state_alone_and_asks_a_bounded_number_of_requests(hosts):
+    store = CountingStore(dist.HashStore())
+    elastic = elastic_of(parse(["--elastic_training", "t.py"]), hosts)
+    backend, state = JsonState(store, "job", elastic.keep_alive_s), _RendezvousState()
+    own, *_ = nodes = [_NodeDesc(f"h{n}", 1, 0) for n in range(hosts)]
+    state.participants = {node: rank for rank, node in enumerate(nodes)}
+    bits, token, written = backend.set_state(pickle.dumps(state))
+    for _ in range(3):
+        state = pickle.loads(bits)
+        state.last_heartbeats[own] = datetime.now(timezone.utc)
+        store.requests.clear()
+        bits, token, written = backend.set_state(pickle.dumps(state), token)
+        assert written and store.requests["get"] == 1 and set(store.requests) == {"get", "add"}
+        assert store.requests.total() <= law("store requests of a host of an elastic job", hosts)
 
 
 @pytest.mark.parametrize("hosts", SIZES)

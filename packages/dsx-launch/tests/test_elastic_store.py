@@ -48,7 +48,7 @@ def full_state():
 def test_a_state_comes_back_as_it_was():
     for state in (_RendezvousState(), full_state()):
         back = state_from_text(text_of_state(state))
-        assert vars(back) == vars(state)
+        assert vars(back) == vars(state) | {"last_heartbeats": {}}  # those are not part of the text
         assert list(back.participants) == list(state.participants)
 
 

@@ -126,7 +126,7 @@ def test_a_module_runs_as_with_python_m(tmp_path):
     )
     core = min(os.sched_getaffinity(0))
     settings = {"agent_pid": os.getpid(), "kind": "module", "pass_local_rank": True, "devices": ["4", "MIG-x"]}
-    settings |= {"cores": [[core]], "log_dir": "", "failure_dir": str(tmp_path)}
+    settings |= {"cores": [[core]], "log_dir": "", "pipes": "", "shown": None, "failure_dir": str(tmp_path)}
     env = {
         "DSX_WORKER": json.dumps(settings),
         "RANK": "0",

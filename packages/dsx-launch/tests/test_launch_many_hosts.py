@@ -10,17 +10,19 @@ import string
 import subprocess
 import sys
 import threading
+import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from dsx_launch import LaunchError, ResourceError, connections
-from dsx_launch.hosts import start_client
+from dsx_launch import LaunchError, ResourceError, connections, hosts
+from dsx_launch.elastic_hosts import ElasticClients
+from dsx_launch.hosts import Clients, start_client
 from dsx_launch.node import _parser, job_from
 from dsx_launch.options import parse
 from dsx_launch.plan import HostsPlan, make_plan
 from dsx_launch.resources import decode_world, encode_world
-from dsx_launch.runners import BUILDERS, PROGRAMS
+from dsx_launch.runners import BUILDERS, PROGRAMS, Command
 from dsx_launch.runners.base import MOST_ARGUMENT
 from dsx_launch.runners.ssh import WINDOW
 
@@ -53,8 +55,8 @@ def stand_in(folder, program):
 
 @pytest.mark.parametrize("launcher", BUILDERS)
 def test_1250_hosts_with_long_names_start(launcher, tmp_path, monkeypatch):
-    hosts = names(HOSTS)
-    plan = plan_for(tmp_path, hosts, launcher)
+    known = names(HOSTS)
+    plan = plan_for(tmp_path, known, launcher)
     assert len(plan.commands) == (HOSTS if launcher == "ssh" else 1)
     assert max(len(word) for command in plan.commands for word in command.argv) < MOST_ARGUMENT
     stand_in(tmp_path, PROGRAMS[launcher])
@@ -69,7 +71,7 @@ def test_1250_hosts_with_long_names_start(launcher, tmp_path, monkeypatch):
         words = shlex.split(shlex.split(words[-1])[-1].rpartition("exec ")[2].replace("%%", "%"))
     agent = [word for word in words[words.index("dsx_launch.node") + 1 :] if not word.startswith("--node_rank")]
     job = job_from(_parser().parse_args([f"--node_rank={HOSTS - 1}", *agent]), {})
-    assert job.hosts == tuple(hosts) and job.host_rank == HOSTS - 1 and job.procs == 8
+    assert job.hosts == tuple(known) and job.host_rank == HOSTS - 1 and job.procs == 8
 
 
 def test_small_jobs_send_plain_json_and_large_ones_compressed():
@@ -137,9 +139,8 @@ def test_a_switch_that_is_off_ends_the_check_after_one_window(monkeypatch):
 
     monkeypatch.setattr(connections, "ThreadPoolExecutor", Pool)
     monkeypatch.setattr(connections.subprocess, "run", run)
-    hosts = names(1000)
     with pytest.raises(LaunchError) as error:
-        connections.check_connections(hosts, "ssh", parse(["t.py"]), {})
+        connections.check_connections(names(1000), "ssh", parse(["t.py"]), {})
     said = str(error.value)
     assert said.count("no answer within 20 s") == connections.SHOWN and "48 more hosts cannot be reached" in said
     assert "hosts were not tried" in said and len(said) < 3_000
@@ -165,7 +166,8 @@ from dsx_launch.runners import Command
 soft, hard, hosts = map(int, sys.argv[1:])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 try:
-    clients = Clients([Command(("cat",), host=str(n), lifeline=True) for n in range(hosts)], {})
+    words = ("sh", "-c", "exec cat > /dev/null")
+    clients = Clients([Command(words, host=str(n), lifeline=True) for n in range(hosts)], {})
 except LaunchError as error:
     sys.exit(f"refused: {error}")
 clients.tell_to_stop(15)
@@ -188,3 +190,83 @@ def test_more_hosts_than_pipes_are_refused_before_one_is_started():
     assert refused.returncode == 1
     assert "open files: got a hard limit of 200, expected at least 3" in refused.stderr
     assert "connections to 300 hosts" in refused.stderr and "--launcher slurm" in refused.stderr
+
+
+class Gate:
+    """Stand-ins for ssh: each has a connection, and so reads its input, when the gate is opened."""
+
+    def __init__(self, folder):
+        self.fifo, self.started = folder / "gate", folder / "started"
+        os.mkfifo(self.fifo)
+        self.started.touch()
+
+    def command(self, name, then="exec cat"):
+        text = f"echo {name} >> {self.started}; cat {self.fifo}; {then}"
+        return Command(("sh", "-c", text), host=name, lifeline=True)
+
+    def open(self):
+        os.close(os.open(self.fifo, os.O_WRONLY))
+
+    def seen(self):
+        return self.started.read_text().split()
+
+
+def polled_until(clients, condition, look="poll"):
+    until = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < until
+        getattr(clients, look)()
+        time.sleep(0.02)
+
+
+def test_clients_of_the_job_are_started_in_a_window_of_connections(tmp_path, monkeypatch):
+    monkeypatch.setattr(hosts, "WINDOW", 4)
+    gate = Gate(tmp_path)
+    clients = Clients([gate.command(f"h{n}") for n in range(10)], dict(os.environ))
+    for together in (4, 8, 10):
+        polled_until(clients, lambda together=together: len(gate.seen()) == together)
+        assert [clients.poll() for _ in range(5)] == [None] * 5 and len(gate.seen()) == together
+        gate.open()
+    assert sorted(gate.seen()) == [f"h{n}" for n in range(10)]
+    clients.tell_to_stop(15)
+    assert clients.wait_all(30) and clients.code == 0
+
+
+def test_a_client_that_does_not_connect_in_its_time_ends_the_start(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(hosts, "WINDOW", 2)
+    monkeypatch.setattr(hosts, "CONNECT_S", 0.3)
+    monkeypatch.setattr(hosts.log, "propagate", True)
+    gate = Gate(tmp_path)
+    clients = Clients([gate.command(f"h{n}") for n in range(5)], dict(os.environ))
+    polled_until(clients, lambda: clients.code == 255)
+    assert clients.wait_all(30) and set(gate.seen()) <= {"h0", "h1"}
+    assert "host h0: no connection within 0.3 s" in caplog.text
+
+
+def test_a_host_of_an_elastic_job_that_does_not_connect_is_tried_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(hosts, "CONNECT_S", 0.3)
+    gate = Gate(tmp_path)
+    first = Command(("cat",), host="h0", lifeline=True)
+    clients = ElasticClients([first, gate.command("h1")], dict(os.environ), try_again_s=0.2)
+    polled_until(clients, lambda: len(gate.seen()) >= 2, "look")
+    monkeypatch.setattr(hosts, "CONNECT_S", 60.0)
+    polled_until(clients, lambda: len(clients._codes) == 0, "look")
+    assert not clients.look()
+    gate.open()
+    clients.tell_to_stop(15)
+    assert clients.wait_all(30) and clients.outcome == 0
+
+
+@pytest.mark.parametrize("exports", [{}, {"NAME": "a value" * 100}])
+def test_a_client_counts_as_connected_when_it_has_read_its_input(exports, tmp_path):
+    gate = Gate(tmp_path)
+    command = gate.command("h")
+    client = start_client(Command(command.argv, host="h", lifeline=True, exports=exports), dict(os.environ))
+    assert not hosts.is_connected(client)
+    gate.open()
+    until = time.monotonic() + 30
+    while not hosts.is_connected(client):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    client.stdin.close()
+    assert client.wait(30) == 0

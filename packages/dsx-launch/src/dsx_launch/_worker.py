@@ -36,8 +36,7 @@ def main() -> None:
     spec = json.loads(os.environ.pop(SPEC_VARIABLE))
     local_rank = int(os.environ["LOCAL_RANK"])
     die_with_parent(spec["agent_pid"])
-    if spec["log_dir"]:
-        redirect_output(spec["log_dir"])
+    redirect_output(spec, local_rank)
     if spec["cores"]:
         os.sched_setaffinity(0, spec["cores"][local_rank])
     complete_environment(spec)
@@ -62,14 +61,27 @@ def die_with_parent(agent_pid: int) -> None:
         os._exit(1)
 
 
-def redirect_output(log_dir: str) -> None:
-    """Send this rank's stdout and stderr to ``log_dir/rank<N>.log``, in the order they are written."""
-    os.makedirs(log_dir, exist_ok=True)
-    path = os.path.join(log_dir, f"rank{os.environ['RANK']}.log")
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
+def redirect_output(spec: dict, local_rank: int) -> None:
+    """Send this rank's stdout and stderr to the pipes of its agent, to ``log_dir/rank<N>.log`` in the order they are
+    written, or nowhere. Without such a wish they stay what they are.
+    """
+    shown = spec["shown"] is None or local_rank in spec["shown"]
+    if shown and spec["pipes"]:
+        for number, name in ((1, "stdout"), (2, "stderr")):
+            write_to(os.path.join(spec["pipes"], f"{local_rank}.{name}"), 0, number)
+    elif spec["log_dir"]:
+        os.makedirs(spec["log_dir"], exist_ok=True)
+        path = os.path.join(spec["log_dir"], f"rank{os.environ['RANK']}.log")
+        write_to(path, os.O_CREAT | os.O_TRUNC, 1, 2)
+    elif not shown:
+        write_to(os.devnull, 0, 1, 2)
+
+
+def write_to(path: str, flags: int, *descriptors: int) -> None:
+    opened = os.open(path, os.O_WRONLY | flags, 0o644)
+    for descriptor in descriptors:
+        os.dup2(opened, descriptor)
+    os.close(opened)
 
 
 def complete_environment(spec: dict) -> None:

@@ -13,13 +13,14 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SubprocessContext
 
 from .exit_codes import RESUME_EXIT_CODE
+from .output import RankOutput
 
 STOP_AFTER_FAILURE_S = 3  # from SIGTERM to SIGKILL when another rank has failed
 STOP_ON_REQUEST_S = 30  # the same if the user or the batch system asks for the stop: time to write a checkpoint
@@ -27,13 +28,15 @@ CLEAN_UP_S = 1.0  # a rank that has reported its exception may run its exit hand
 
 
 class HostAgent(LocalElasticAgent):
-    """Runs the ranks of this host once. ``failure_dir`` is where the ranks report exceptions."""
+    """Runs the ranks of this host once. ``failure_dir`` is where the ranks report exceptions; ``output``: what shows
+    their output.
+    """
 
     stop_after_failure_s = STOP_AFTER_FAILURE_S
 
-    def __init__(self, spec: WorkerSpec, *, log_dir: Path, failure_dir: Path) -> None:
+    def __init__(self, spec: WorkerSpec, *, log_dir: Path, failure_dir: Path, output: RankOutput) -> None:
         super().__init__(spec, DefaultLogsSpecs(log_dir=str(log_dir)))
-        self._failure_dir = failure_dir
+        self._failure_dir, self._output = failure_dir, output
         self._reported_at: float | None = None
         self.failed: dict[int, tuple[int, int]] = {}
         """Global rank -> (exit code, pid) of ranks that failed by themselves."""
@@ -50,6 +53,11 @@ class HostAgent(LocalElasticAgent):
         """
         result = cast(RunResult, self.run())
         return result.is_failed()
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._output.begin({worker.local_rank: worker.global_rank for worker in worker_group.workers})
+        start = super()._start_workers
+        return start(worker_group)  # pyright: ignore[reportCallIssue] - torch's decorator hides the signature
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         context = self._pcontext

@@ -102,6 +102,7 @@ def _run(job: HostJob, elastic: Elastic, folder: JobFolder) -> int:
         if failed:
             ignore_signals()
             kill_descendants()
+        agent.output.close()
         _leave(rendezvous, closes=closes)
     return _conclude(job, agent, stopped_by, failed)
 

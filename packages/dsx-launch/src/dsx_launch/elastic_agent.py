@@ -21,6 +21,7 @@ from .elastic_settings import MIN_NODES_VARIABLE, STOP_AFTER_LOSS_S
 from .failures import RankFailure, first_cause
 from .host import WORKER_SPEC_VARIABLE, HostJob, JobFolder, collect, rank_settings
 from .notes import AGENT_VARIABLE, MEMORY, MIN_TIME, PROGRESS, RESTARTING, read_note
+from .output import RankOutput
 
 __all__ = ["ElasticHostAgent"]
 
@@ -39,7 +40,8 @@ class ElasticHostAgent(HostAgent):
     stop_after_failure_s = STOP_AFTER_LOSS_S
 
     def __init__(self, spec: WorkerSpec, job: HostJob, min_nodes: int, *, folder: JobFolder) -> None:
-        super().__init__(spec, log_dir=folder.path / "elastic", failure_dir=folder.part("failures"))
+        self.output = RankOutput(job.output, folder.part("output"), job.log_dir)
+        super().__init__(spec, log_dir=folder.path / "elastic", failure_dir=folder.part("failures"), output=self.output)
         self._job, self._min_nodes, self._folder = job, min_nodes, folder
         self._notes = folder.part("notes")
         self._progress_at_failure = ""
@@ -67,7 +69,7 @@ class ElasticHostAgent(HostAgent):
             return
         self._logs_specs = DefaultLogsSpecs(log_dir=str(self._folder.path / "elastic"))
         self._failure_dir, self._notes = self._folder.part("failures"), self._folder.part("notes")
-        self._phases.notes = self._notes
+        self._phases.notes, self.output.folder = self._notes, self._folder.part("output")
 
     def _hold_memory(self) -> None:
         """Hold the snapshots from when the ranks have told where they are: between two rounds no rank does."""
@@ -107,7 +109,7 @@ class ElasticHostAgent(HostAgent):
         )
         start = super()._start_workers
         rounds = cast(ElasticRendezvous, self._worker_group.spec.rdzv_handler)
-        settings = {**rank_settings(self._job, self._failure_dir), "round": rounds.round}
+        settings = {**rank_settings(self._job, self._failure_dir, self.output), "round": rounds.round}
         os.environ[WORKER_SPEC_VARIABLE] = json.dumps(settings)
         os.environ.update({AGENT_VARIABLE: str(self._notes), MIN_NODES_VARIABLE: str(self._min_nodes)})
         started = start(worker_group)  # pyright: ignore[reportCallIssue] - torch's decorator hides the signature

@@ -13,14 +13,13 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 
 from .exit_codes import RESUME_EXIT_CODE
-from .hosts import Clients, start_client, stop_on_request
+from .hosts import NO_CONNECTION, Clients, stop_on_request
 from .plan import HostsPlan
 from .processes import adopt_orphans, kill_descendants
 from .runners import Command
 
 log = logging.getLogger("dsx.launcher")
 
-NO_CONNECTION = 255  # how ssh ends when it could not connect, or lost its connection
 TRY_AGAIN_S = 30.0
 _LEFT = (RESUME_EXIT_CODE, 128 + signal.SIGTERM, 128 + signal.SIGINT)
 
@@ -32,16 +31,16 @@ class ElasticClients(Clients):
         self, commands: Sequence[Command], environ: Mapping[str, str], try_again_s: float = TRY_AGAIN_S
     ) -> None:
         super().__init__(commands, environ)
-        self._environ, self._try_again_s = environ, try_again_s
+        self._try_again_s = try_again_s
         self._lost: dict[int, float] = {}
 
     def look(self) -> bool:
         """Notice hosts that have ended, start lost ones again when it is time. Returns whether all have ended."""
-        known = set(self._ended)
-        self.poll()
+        known = set(self._codes)
+        self._watch()
         now = time.monotonic()
-        for index in set(self._ended) - known:
-            code, host = self._processes[index].returncode, self._commands[index].host
+        for index in set(self._codes) - known:
+            code, host = self._codes[index], self._commands[index].host
             if code == NO_CONNECTION and index != 0:
                 self._lost[index] = now
                 log.warning("host %s is lost; it is tried again in %g s", host, self._try_again_s)
@@ -49,18 +48,18 @@ class ElasticClients(Clients):
                 log.info("host %s has left", host)
         for index, since in list(self._lost.items()):
             if now - since >= self._try_again_s and not self._others_ended(index):
-                del self._lost[index]
-                self._ended.remove(index)
-                self._processes[index] = start_client(self._commands[index], self._environ)
+                del self._lost[index], self._codes[index], self._processes[index]
+                self._to_start.append(index)
+        self._start_some()
         return self.all_ended
 
     def _others_ended(self, index: int) -> bool:
-        return len(set(self._ended) | {index}) == len(self._processes)
+        return len(self._codes.keys() | {index}) == len(self._commands)
 
     @property
     def outcome(self) -> int:
         """0 if a host has ended well: then the job has, and hosts that were lost on the way do not count."""
-        return 0 if any(process.returncode == 0 for process in self._processes) else self.code
+        return 0 if 0 in self._codes.values() else self.code
 
 
 def run_elastic_hosts(plan: HostsPlan, environ: Mapping[str, str]) -> int:

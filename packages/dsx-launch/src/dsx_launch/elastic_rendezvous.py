@@ -133,8 +133,9 @@ def meet(job: HostJob, elastic: Elastic) -> ElasticRendezvous:
     os.environ.pop(_UNSHARED, None)  # the ranks would listen by themselves, at all interfaces
     store = _state_store(job)
     timeouts = RendezvousTimeout(timedelta(seconds=JOIN_S), timedelta(seconds=LAST_CALL_S), timedelta(seconds=CLOSE_S))
+    state = JsonState(store, job.run_id, elastic.keep_alive_s)
     return ElasticRendezvous.from_backend(
-        job.run_id, store, JsonState(store, job.run_id), elastic.min_nodes, elastic.max_nodes, _own_address(job),
+        job.run_id, store, state, elastic.min_nodes, elastic.max_nodes, _own_address(job),
         timeouts, keep_alive_interval=elastic.keep_alive_s, keep_alive_max_attempt=KEEP_ALIVE_TIMES,
     )  # fmt: skip
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 MIN_NODES_VARIABLE = "DSX_ELASTIC_MIN_NODES"
 LAST_CALL_S = 2  # hosts that come so long after the least number is there belong to the same round
 KEEP_ALIVE_TIMES = 4  # a host is lost that has not been heard of for so many times `Elastic.keep_alive_s`
-KEEP_ALIVES_PER_S = 100  # of all hosts together: each replaces the state of all, and spoils the others' tries
+KEEP_ALIVES_PER_S = 100  # of all hosts together; with each a host reads the state of all
 STOP_AFTER_LOSS_S = 1  # from SIGTERM to SIGKILL when a rank is lost: without it the others cannot save, and only wait
 JOIN_S = 600  # a job waits so long for its least number of hosts
 CLOSE_S = 10

@@ -26,6 +26,7 @@ from dsx_core.holding import Hold, hold, remove_if_free
 from .errors import LaunchError
 from .exit_codes import RESUME_EXIT_CODE
 from .failures import RankFailure, first_cause, read_records, render, shell_code, signal_name
+from .output import SHOW_ALL, Output, RankOutput
 from .processes import adopt_orphans, kill_descendants
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class HostJob:
     devices: tuple[str, ...] | None = None
     cores: tuple[tuple[int, ...], ...] = ()
     log_dir: str = ""
+    output: Output = SHOW_ALL
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     run_id: str = "dsx"
@@ -185,8 +187,11 @@ def _run_in(job: HostJob, folder: JobFolder) -> tuple[int, bool]:
     quiet_elastic()
     failure_dir = folder.part("failures")
     rendezvous = HostRendezvous(_meeting(job))
-    agent = HostAgent(worker_spec(job, rendezvous), log_dir=folder.path / "elastic", failure_dir=failure_dir)
-    os.environ[WORKER_SPEC_VARIABLE] = json.dumps(rank_settings(job, failure_dir))
+    output = RankOutput(job.output, folder.part("output"), job.log_dir)
+    agent = HostAgent(
+        worker_spec(job, rendezvous), log_dir=folder.path / "elastic", failure_dir=failure_dir, output=output
+    )
+    os.environ[WORKER_SPEC_VARIABLE] = json.dumps(rank_settings(job, failure_dir, output))
     watch = watch_for_failures(rendezvous, agent)
     agent.on_failure = watch.announce
     stopped_by: int | None = None
@@ -202,6 +207,7 @@ def _run_in(job: HostJob, folder: JobFolder) -> tuple[int, bool]:
         if failed:
             ignore_signals()
             kill_descendants()
+        output.close()
     failures = collect(job, agent.failed, failure_dir)
     if agent.can_resume and not failures:
         log.info("%s: the ranks have saved and ended, and can be resumed (exit code %d)", job.host, RESUME_EXIT_CODE)
@@ -237,7 +243,7 @@ def worker_spec(job: HostJob, rendezvous: RendezvousHandler, restarts: int = 0) 
     )
 
 
-def rank_settings(job: HostJob, failure_dir: Path) -> dict[str, object]:
+def rank_settings(job: HostJob, failure_dir: Path, output: RankOutput) -> dict[str, object]:
     """The settings for `_worker.py`, in addition to the variables that the agent sets."""
     return {
         "agent_pid": os.getpid(),
@@ -246,6 +252,8 @@ def rank_settings(job: HostJob, failure_dir: Path) -> dict[str, object]:
         "devices": job.devices,
         "cores": job.cores,
         "log_dir": job.log_dir,
+        "pipes": str(output.folder) if job.output.piped else "",
+        "shown": job.output.local_ranks,
         "failure_dir": str(failure_dir),
     }
 

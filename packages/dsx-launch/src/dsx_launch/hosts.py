@@ -7,11 +7,15 @@ ever killed by name.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import signal
 import subprocess
+import sys
+import termios
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import FrameType
@@ -25,11 +29,14 @@ from .plan import HostsPlan
 from .processes import adopt_orphans, dying_with_parent, kill_descendants
 from .runners import Command
 from .runners.base import statements
+from .runners.ssh import WINDOW
 
 log = logging.getLogger("dsx.launcher")
 
 STOPPED = (128 + signal.SIGTERM, -signal.SIGTERM)  # codes of an agent that was stopped because another host failed
 OWN_END_S = 4.0  # for the other hosts to end by themselves after one has failed
+NO_CONNECTION = 255  # how ssh ends when it could not connect, or lost its connection
+CONNECT_S = 60.0  # from the start of a client to its connection
 FORCED_END_S = 5.0  # from the request to stop to the kill
 SAVED_END_S = 35.0  # for the other hosts to end after one has ended with RESUME_EXIT_CODE: they have saved too
 SPARE_FILES = 64  # beside the pipes: libraries, and what a starting process needs for a moment
@@ -37,35 +44,72 @@ REQUESTED_END_S = 35.0  # the same after Ctrl-C: the ranks may be writing a chec
 
 
 class Clients:
-    """The local client processes (ssh, pdsh, mpirun, srun), one per host or one for all hosts."""
+    """The local client processes (ssh, pdsh, mpirun, srun), one per host or one for all hosts.
+
+    Clients of single hosts are started in their order, with at most `WINDOW` of them on the way to a connection at the
+    same time. One that is not connected after `CONNECT_S` seconds is ended, and counts as ended with
+    `NO_CONNECTION`.
+    """
 
     def __init__(self, commands: Sequence[Command], environ: Mapping[str, str]) -> None:
         allow_pipes(sum(command.lifeline for command in commands))
-        self._commands = commands
-        self._processes = [start_client(command, environ) for command in commands]
-        self._ended: list[int] = []
+        self._commands, self._environ = commands, environ
+        self._to_start = deque(range(len(commands)))
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._connecting: dict[int, float] = {}
+        self._codes: dict[int, int] = {}
+        self._start_some()
 
     def poll(self) -> int | None:
-        """The exit code if a client has failed; 0 if all have ended without a failure; None while they run."""
-        for index, process in enumerate(self._processes):
-            if process.poll() is not None and index not in self._ended:
-                self._ended.append(index)
-                _explain(self._commands[index], process.returncode)
+        """The exit code if a client has failed; 0 if all have ended without a failure; None while they run. Starts
+        those whose turn it is, unless one has failed.
+        """
+        self._watch()
+        if self.code:
+            self._to_start.clear()
+        self._start_some()
         return self.code or (0 if self.all_ended else None)
+
+    def _watch(self) -> None:
+        """Notice clients that are connected or have ended."""
+        for index, process in self._processes.items():
+            if index not in self._codes and process.poll() is not None:
+                self._connecting.pop(index, None)
+                self._codes[index] = process.returncode
+                _explain(self._commands[index], process.returncode)
+        now = time.monotonic()
+        for index, since in list(self._connecting.items()):
+            if is_connected(self._processes[index]):
+                del self._connecting[index]
+            elif now - since >= CONNECT_S:
+                del self._connecting[index]
+                self._give_up(index)
+
+    def _give_up(self, index: int) -> None:
+        _kill(self._processes[index])
+        self._processes[index].wait()
+        self._codes[index] = NO_CONNECTION
+        log.error("host %s: no connection within %g s", self._commands[index].host, CONNECT_S)
+
+    def _start_some(self) -> None:
+        while self._to_start and len(self._connecting) < WINDOW:
+            index = self._to_start.popleft()
+            self._processes[index] = start_client(self._commands[index], self._environ)
+            if self._commands[index].lifeline:
+                self._connecting[index] = time.monotonic()
 
     @property
     def code(self) -> int:
         """0, or the largest code of the hosts that failed by themselves: the host of the first failure ends with that
         rank's code, other hosts with 1. `RESUME_EXIT_CODE` only if no host failed, because then all ranks have saved.
         """
-        codes = [self._processes[index].returncode for index in self._ended]
-        own = [code for code in codes if code not in (0, *STOPPED)]
+        own = [code for code in self._codes.values() if code not in (0, *STOPPED)]
         failed = [code for code in own if code != RESUME_EXIT_CODE]
-        return max((shell_code(code) for code in failed or own or codes), default=0)
+        return max((shell_code(code) for code in failed or own or self._codes.values()), default=0)
 
     @property
     def all_ended(self) -> bool:
-        return len(self._ended) == len(self._processes)
+        return not self._to_start and len(self._codes) == len(self._processes)
 
     def wait_all(self, seconds: float) -> bool:
         """Whether all have ended within ``seconds``."""
@@ -78,13 +122,15 @@ class Clients:
         return False
 
     def tell_to_stop(self, number: signal.Signals) -> None:
-        """Close the clients' standard input, which ends the remote agents; send a signal to clients without such a
-        pipe.
+        """Start no more clients. Close the standard input of the others, which ends the remote agents; send a signal to
+        clients without such a pipe.
         """
-        for command, process in zip(self._commands, self._processes):
+        self._to_start.clear()
+        self._connecting.clear()
+        for index, process in self._processes.items():
             if process.poll() is not None:
                 continue
-            if command.lifeline and process.stdin is not None:
+            if self._commands[index].lifeline and process.stdin is not None:
                 with suppress(OSError):
                     process.stdin.close()
             else:
@@ -92,10 +138,22 @@ class Clients:
                     os.killpg(process.pid, number)
 
     def kill(self) -> None:
-        for process in self._processes:
+        self._to_start.clear()
+        for process in self._processes.values():
             if process.poll() is None:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                _kill(process)
+
+
+def _kill(client: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(client.pid, signal.SIGKILL)
+
+
+def is_connected(client: subprocess.Popen[bytes]) -> bool:
+    """Whether the client has read what `start_client` wrote to it: ssh reads its input once it has a session."""
+    if client.stdin is None or client.stdin.closed:
+        return True
+    return int.from_bytes(fcntl.ioctl(client.stdin, termios.FIONREAD, bytes(4)), sys.byteorder) == 0
 
 
 def allow_pipes(hosts: int) -> None:
@@ -124,15 +182,16 @@ def start_client(command: Command, environ: Mapping[str, str], stdout: int | Non
         start_new_session=True,  # so Ctrl-C reaches only the launcher, which ends the job in order
         preexec_fn=dying_with_parent(signal.SIGTERM),
     )
-    if command.exports and process.stdin is not None:
+    if process.stdin is not None:
         with suppress(OSError):  # it has ended already, which is noticed
-            process.stdin.write(os.fsencode(statements(command.exports)))
+            # Without variables one byte, which the agent ignores: that it is read says that there is a connection.
+            process.stdin.write(os.fsencode(statements(command.exports)) or b"\n")
             process.stdin.flush()
     return process
 
 
 def _explain(command: Command, returncode: int) -> None:
-    if returncode == 255 and command.argv[0] == "ssh":
+    if returncode == NO_CONNECTION and command.argv[0] == "ssh":
         log.error(
             "host %s: ssh ended with 255: no connection, or it was lost; try: ssh %s true", command.host, command.host
         )

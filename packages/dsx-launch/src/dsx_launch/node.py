@@ -21,6 +21,7 @@ from .host import HostJob, Program, run_host
 from .host_rank import host_rank_from
 from .logs import configure_logging, import_torch_quietly
 from .options import add_program, split_program
+from .output import Output
 from .resources import decode_world
 
 
@@ -37,10 +38,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--bind_cores_to_rank", action="store_true")
     parser.add_argument("--bind_core_list", default="")
     parser.add_argument("--log_dir", default="")
+    parser.add_argument("--output", default="", metavar="RANKS:PREFIX:MOST:TEE")
     parser.add_argument("--log_level", default="info")
     parser.add_argument("--kind", default="script")
     parser.add_argument("--watch_stdin", action="store_true")
-    parser.add_argument("--elastic", default="", metavar="MIN:MAX:RESTARTS:STAND_BY")
+    parser.add_argument("--elastic", default="", metavar="MIN:MAX:RESTARTS")
     add_program(parser)
     return parser
 
@@ -63,6 +65,7 @@ def job_from(args: argparse.Namespace, environ: Mapping[str, str]) -> HostJob:
         devices=devices,
         cores=cores_for(len(slots), bind=args.bind_cores_to_rank, core_list=args.bind_core_list),
         log_dir=args.log_dir,
+        output=Output.from_text(args.output),
         master_addr=args.master_addr,
         master_port=args.master_port,
         run_id=args.run_id,

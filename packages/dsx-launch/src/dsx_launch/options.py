@@ -23,6 +23,9 @@ _NAMES_ELSEWHERE = {
     "num-processes": "--num_gpus N, or --num_procs N without devices",
     "num-machines": "--num_nodes N",
     "main-process-port": "--master_port PORT",
+    "redirects": "--enable_each_rank_log DIR",
+    "log-dir": "--enable_each_rank_log DIR",
+    "log-line-prefix-template": "--prefix_output",
 }
 """Options of torchrun and `accelerate launch`, and what they are called here."""
 
@@ -57,6 +60,10 @@ class LaunchOptions:
     force_multi: bool = False
     save_pid: bool = False
     enable_each_rank_log: str = ""
+    tee: int | None = None
+    local_ranks_filter: str = ""
+    prefix_output: bool = False
+    max_output_lines: int | None = None
     bind_cores_to_rank: bool = False
     bind_core_list: str = ""
     ssh_port: int | None = None
@@ -75,6 +82,17 @@ class LaunchOptions:
         """The kind of the script: "script", "module" or "program"."""
         return "module" if self.module else "program" if self.no_python else "script"
 
+    @property
+    def shown_ranks(self) -> tuple[int, ...] | None:
+        """The local ranks of which output is shown; None: all. Raises `ResourceError` for anything but numbers."""
+        words = [word.strip() for word in self.local_ranks_filter.split(",")] if self.local_ranks_filter else []
+        if not all(word.isdecimal() and word.isascii() for word in words):
+            raise ResourceError(
+                f"--local_ranks_filter: got {self.local_ranks_filter!r}, expected numbers of processes on each host,"
+                " such as 0 or 0,1"
+            )
+        return tuple(sorted({int(word) for word in words})) or None
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the launcher's options, the script and its arguments to ``parser``."""
@@ -82,6 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_hosts(parser)
     _add_elastic(parser)
     _add_program(parser)
+    _add_output(parser)
     add_program(parser)
 
 
@@ -176,7 +195,7 @@ def _add_elastic(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_program(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("the program and its output")
+    group = parser.add_argument_group("the program")
     _option(group, "--module", action="store_true", help="the script is a module name, run as python -m")
     _option(group, "--no_python", action="store_true", help="the script is an executable, run without python")
     _option(
@@ -197,13 +216,6 @@ def _add_program(parser: argparse.ArgumentParser) -> None:
     _option(group, "--no_local_rank", action="store_true", help="do not pass --local_rank=N to the script")
     _option(
         group,
-        "--enable_each_rank_log",
-        default="",
-        metavar="DIR",
-        help="write each process's output to DIR/rank<N>.log",
-    )
-    _option(
-        group,
         "--save_pid",
         action="store_true",
         help="keep this process's id in <temporary folder>/<id>.dsx while it runs",
@@ -217,6 +229,39 @@ def _add_program(parser: argparse.ArgumentParser) -> None:
     )
     _option(group, "-q", "--quiet", action="store_true", help="the launcher says nothing but errors")
     _option(group, "--dry_run", action="store_true", help="print every command and start nothing")
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the output of the processes")
+    _option(
+        group,
+        "--enable_each_rank_log",
+        default="",
+        metavar="DIR",
+        help="write each process's output to DIR/rank<N>.log",
+    )
+    _option(
+        group,
+        "--tee",
+        type=int,
+        choices=(0, 1, 2, 3),
+        help="with --enable_each_rank_log: show it too, as --prefix_output does (1: stdout, 2: stderr, 3: both)",
+    )
+    _option(group, "--prefix_output", action="store_true", help="show whole lines that begin with [rank N]")
+    _option(
+        group,
+        "--local_ranks_filter",
+        default="",
+        metavar="N,N",
+        help="show only the output of these processes of each host, counted from 0",
+    )
+    _option(
+        group,
+        "--max_output_lines",
+        type=int,
+        metavar="N",
+        help="show at most N lines of each process in a second, and count the others (implies --prefix_output)",
+    )
 
 
 def options_from(namespace: argparse.Namespace) -> LaunchOptions:
@@ -259,6 +304,7 @@ def check_options(options: LaunchOptions) -> None:
     if options.restarts is not None and options.restarts < 0:
         raise ResourceError(f"--restarts: got {options.restarts}, expected 0 or more")
     _check_elastic(options)
+    _check_output(options)
     if options.module and options.no_python:
         raise ResourceError("--module runs python -m, --no_python runs no python; got both, pass one")
     for name in ("num_nodes", "num_gpus", "num_procs"):
@@ -276,6 +322,29 @@ def check_options(options: LaunchOptions) -> None:
     if options.node_rank is not None and not options.no_ssh:
         raise ResourceError(
             "--node_rank says which host this is when the command is run on each of them; it needs --no_ssh"
+        )
+
+
+def _check_output(options: LaunchOptions) -> None:
+    if options.max_output_lines is not None and options.max_output_lines < 1:
+        raise ResourceError(
+            f"--max_output_lines {options.max_output_lines}: expected at least 1 (leave the option out for all lines)"
+        )
+    shown = {
+        "--prefix_output": options.prefix_output,
+        "--local_ranks_filter": options.shown_ranks is not None,
+        "--max_output_lines": options.max_output_lines is not None,
+    }
+    given = [name for name, value in shown.items() if value]
+    if options.tee and not options.enable_each_rank_log:
+        raise ResourceError(
+            "--tee shows what goes into the files of --enable_each_rank_log DIR, which is not given; add it, or use"
+            " --prefix_output, which needs no files"
+        )
+    if given and options.enable_each_rank_log and not options.tee:
+        raise ResourceError(
+            f"{given[0]} is about output that is shown, and --enable_each_rank_log sends all of it to files; add"
+            " --tee 3 to show it too"
         )
 
 

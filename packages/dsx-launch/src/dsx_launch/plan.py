@@ -28,6 +28,7 @@ from .errors import ResourceError
 from .host import HostJob, Program
 from .host_rank import host_rank_from
 from .options import DEFAULT_HOSTFILE, LaunchOptions
+from .output import output_of
 from .resources import Pool, apply_filters, encode_world, limit, read_hostfile, slot_count, with_procs
 from .runners import BUILDERS, PROGRAMS, Command, Remote
 from .runners.base import check_arguments
@@ -170,6 +171,7 @@ def _job(options: LaunchOptions, *, procs: int, devices: tuple[str, ...] | None)
         devices=devices,
         cores=cores_for(procs, bind=options.bind_cores_to_rank, core_list=options.bind_core_list),
         log_dir=_log_dir(options),
+        output=output_of(options, procs),
         master_addr=options.master_addr or "127.0.0.1",
         master_port=options.master_port or 0,
         run_id=uuid.uuid4().hex,
@@ -197,6 +199,7 @@ def _one_of_many(options: LaunchOptions, environ: Mapping[str, str], pool: Pool 
         devices=_devices(slots, environ, wanted=options.num_procs is None),
         cores=cores_for(len(slots), bind=options.bind_cores_to_rank, core_list=options.bind_core_list),
         log_dir=_log_dir(options),
+        output=output_of(options, max(map(len, pool.values()))),
         master_addr=options.master_addr,
         master_port=options.master_port or DEFAULT_PORT,
     )
@@ -216,6 +219,7 @@ def _one_of_changing(options: LaunchOptions, environ: Mapping[str, str], pool: P
         devices=_devices(slots, environ, wanted=are_devices),
         cores=cores_for(len(slots), bind=options.bind_cores_to_rank, core_list=options.bind_core_list),
         log_dir=_log_dir(options),
+        output=output_of(options, len(slots)),
         master_addr=options.master_addr,
         master_port=options.master_port or DEFAULT_PORT,
     )
@@ -266,7 +270,12 @@ def _agent_args(options: LaunchOptions, pool: Pool, *, addr: str, port: int, run
     }
     args += [name for name, given in flags.items() if given]
     elastic = elastic_of(options, len(pool)).to_text() if options.elastic_training else ""
-    texts = {"--bind_core_list": options.bind_core_list, "--log_dir": _log_dir(options), "--elastic": elastic}
+    texts = {
+        "--bind_core_list": options.bind_core_list,
+        "--log_dir": _log_dir(options),
+        "--output": output_of(options, max(map(len, pool.values()))).to_text(),
+        "--elastic": elastic,
+    }
     args += [f"{name}={text}" for name, text in texts.items() if text]
     args += [f"--kind={options.kind}", f"--log_level={'error' if options.quiet else options.log_level}"]
     return (*args, "--", options.script, *options.script_args)
