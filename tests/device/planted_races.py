@@ -151,7 +151,7 @@ RACES: dict[str, Race] = {
     ),
     # gradients
     "reduced-before-written": Race(
-        "dsx_zero.grads.reduction:Reducer._submit",
+        "dsx_zero.grads.reductions:Reducer._submit",
         "see_writes_so_far=True",
         "see_writes_so_far=False",
         "stage2-fp32-device",
@@ -159,7 +159,7 @@ RACES: dict[str, Race] = {
         sample=True,
     ),
     "reduction-never-awaited": Race(
-        "dsx_zero.grads.reduction:PendingReduction.finish", "self._ticket.wait()", "pass", "stage2-fp32-device", 2
+        "dsx_zero.grads.buffers:GroupGradients.finish", "pending.ticket.wait()", "pass", "stage2-fp32-device", 2
     ),
     "staging-freed-in-flight": Race(
         "dsx_zero.grads.buffers:GroupGradients.wait_until_stored",

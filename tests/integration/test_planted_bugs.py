@@ -102,29 +102,29 @@ def module(name: str) -> Any:
 
 
 def skip_one_unit() -> Any:
-    gradients = module("dsx_zero.grads.buffers").GroupGradients
-    right = gradients.launch
+    """One unit keeps this rank's own gradients."""
+    reductions = module("dsx_zero.grads.reductions").Reductions
+    right = reductions._start
 
-    def launch(self):
-        right(self) if self.group.layout.names[0] != "layers.0.weight" else keep_local(self)
+    def start(self, buffers, reducer):
+        skipped = buffers.group.layout.names[0] == "layers.0.weight"
+        right(self, buffers, module("dsx_zero.grads.reduction").LocalReducer() if skipped else reducer)
 
-    def keep_local(self):
-        self._whole()
-        self.dirty, self.result = False, self._target(self.buffer)
-        if self.stage > 0:
-            module("dsx_zero.grads.buffers").write(self.result, self.group.shard_of(self.buffer))
-
-    return patch.object(gradients, "launch", launch)
+    return patch.object(reductions, "_start", start)
 
 
 def reduce_twice() -> Any:
-    reducer = module("dsx_zero.grads.reduction").Reducer
+    reducer = module("dsx_zero.grads.reductions").Reducer
     right = reducer.reduce_scatter
 
     def reduce_scatter(self, buffer, out, group, label, *, add):
-        first = torch.zeros_like(out)
-        pending = right(self, buffer, first, group, label, add=False)
-        return pending.then(lambda: out.copy_(2 * first + out if add else 2 * first))
+        before, pending = out.clone(), right(self, buffer, out, group, label, add=add)
+
+        def complete():
+            pending.finish()
+            out.copy_(2 * out - before if add else 2 * out)
+
+        return pending._replace(ticket=None, complete=complete)
 
     return patch.object(reducer, "reduce_scatter", reduce_scatter)
 
@@ -269,7 +269,7 @@ def unused_parameters_keep_old_gradients() -> Any:
     def launch(self):
         if self.buffer is not None:
             self._filled = bytearray(b"\x01") * len(self._filled)
-        right(self)
+        return right(self)
 
     return patch.object(gradients, "launch", launch)
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from dsx_comm.lanes import HostLane
 from dsx_testkit import run_ranks
-from dsx_zero.grads.reduction import Reducer
+from dsx_zero.grads.reductions import Reducer
 from dsx_zero.transports.chosen import PlainTransports
 
 

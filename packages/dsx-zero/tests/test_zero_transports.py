@@ -86,10 +86,10 @@ def test_a_transport_of_our_own_is_one_class(world):
 
 def overlapping(rank, world):
     from dsx_comm.works import Handle
-    from dsx_zero.grads.buffers import GroupGradients
+    from dsx_zero.grads.reductions import Reductions
 
     launching, waited, launched = [], [], []
-    wait, launch = Handle.wait, GroupGradients.launch
+    wait, launch = Handle.wait, Reductions._start
 
     def watched_wait(self, *arguments):
         waited.extend(launching)
@@ -101,7 +101,7 @@ def overlapping(rank, world):
         launch(self, *arguments)
         launching.clear()
 
-    Handle.wait, GroupGradients.launch = watched_wait, watched_launch
+    Handle.wait, Reductions._start = watched_wait, watched_launch
     for stage in range(4):
         train(rank, world, stage, None, reduce_bucket_size=64)
         train(rank, world, stage, None, precision=dsx_zero.Precision(communication=torch.float64))

@@ -25,8 +25,8 @@ from .grads.averaging import ByOptimizer, averaging_of
 from .grads.gradients import ReducedGradients
 from .grads.local import LocalGradients
 from .grads.protocol import Gradients
-from .grads.reduction import LocalReducer, Reducer, Reduction, ReductionEngine
-from .grads.reductions import Reductions
+from .grads.reduction import LocalReducer, Reduction, ReductionEngine
+from .grads.reductions import Reducer, Reductions
 from .grads.unused import UnusedParameters
 from .groups import AuxiliaryGroups
 from .homes.chosen import (

@@ -11,21 +11,21 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import dsx_comm
 import torch
 
-from ..homes.home import Home
+from ..homes.home import Home, opened, read
 from ..params.flat import FlatGroup
 from ..params.whole import read_whole, write_whole
 from ..plan.layout import FlatLayout
 from .sharded import GradientSource, ShardedGradientError
 
-__all__ = ["GradientAccess", "GradientPlace"]
+__all__ = ["GradientAccess", "GradientPlace", "opened_piece"]
 
 _REMEDY = (
     "Read it with dsx_zero.safe_get_full_grad(p) and write it with dsx_zero.safe_set_full_grad(p, value), on every"
@@ -37,24 +37,12 @@ _REMEDY = (
 class ReducedGroup(Protocol):
     """The part of `grads.buffers.GroupGradients` that this file uses: the reduced gradients of one flat group."""
 
+    group: FlatGroup
     dtype: torch.dtype
-
-    @property
-    def group(self) -> FlatGroup: ...
-
-    @property
-    def device(self) -> torch.device: ...
+    stage: int
 
     def values(self) -> Home:
         """This rank's reduced gradients (the whole ones at stage 0)."""
-        ...
-
-    def piece(self, index: int) -> torch.Tensor:
-        """The part of parameter `index` in `values`, 1-D, for reading."""
-        ...
-
-    def opened(self, index: int) -> AbstractContextManager[torch.Tensor]:
-        """A context with `piece` for writing."""
         ...
 
     def zero(self, index: int) -> None: ...
@@ -62,6 +50,27 @@ class ReducedGroup(Protocol):
     def forget_norm(self) -> None:
         """Note that the values were written through `values`, so that their norm is not known."""
         ...
+
+
+def _range(group: ReducedGroup, index: int) -> tuple[int, int]:
+    layout = group.group.layout
+    if group.stage == 0:
+        return layout.offsets[index], layout.offsets[index] + layout.sizes[index]
+    part = layout.local_slice(layout.names[index], group.group.rank)
+    return (0, 0) if part is None else (part.offset, part.offset + part.numel)
+
+
+def _piece(group: ReducedGroup, index: int) -> torch.Tensor:
+    """This rank's part of a parameter's reduced gradient, 1-D, for reading. At stage 0 it is the whole gradient."""
+    return read(group.values(), *_range(group, index))
+
+
+@contextmanager
+def opened_piece(group: ReducedGroup, index: int) -> Iterator[torch.Tensor]:
+    """A context with this rank's part of a parameter's reduced gradient, 1-D, for writing."""
+    group.forget_norm()
+    with opened(group.values(), *_range(group, index)) as piece:
+        yield piece
 
 
 @dataclass
@@ -116,10 +125,10 @@ class GradientAccess:
         known, wanted = self._norms.get(order), (id(group), index)
         if known is None:
             places = [(g, i) for g in self._groups for i in range(len(g.group.parameters))]
-            values = self._norms_of(places, order, group.device)
+            values = self._norms_of(places, order, group.group.key.device)
             known = self._norms[order] = {(id(g), i): value for (g, i), value in zip(places, values.unbind())}
         elif wanted not in known:  # edited since
-            known[wanted] = self._norms_of([(group, index)], order, group.device)[0]
+            known[wanted] = self._norms_of([(group, index)], order, group.group.key.device)[0]
         return known[wanted].to(group.dtype)
 
     def _is_divided(self, group: ReducedGroup) -> bool:
@@ -128,7 +137,7 @@ class GradientAccess:
     def _norms_of(self, places: Sequence[tuple[ReducedGroup, int]], order: float, device: torch.device) -> torch.Tensor:
         """Norms of the whole gradients at these places, as one fp64 tensor (fp32 if the device has no fp64)."""
         dtype = torch.float32 if device.type == "mps" else torch.float64
-        local = torch.stack([_power_sum(g.piece(i), order).to(device=device, dtype=dtype) for g, i in places])
+        local = torch.stack([_power_sum(_piece(g, i), order).to(device=device, dtype=dtype) for g, i in places])
         extreme = dsx_comm.ReduceOp.MAX if order > 0 else dsx_comm.ReduceOp.MIN
         op = extreme if math.isinf(order) else dsx_comm.ReduceOp.SUM
         for ranks in dict.fromkeys(g.group.ranks for g, _ in places if self._is_divided(g)):
@@ -141,7 +150,7 @@ class GradientAccess:
     def edit_shard(self, group: ReducedGroup, index: int, edit: Callable[[torch.Tensor], object]) -> None:
         """Apply an element-wise edit to this rank's part (collective if a reduction is not complete)."""
         self._complete()
-        with group.opened(index) as piece:
+        with opened_piece(group, index) as piece:
             edit(piece)
         self._edited(group, index)
 
@@ -150,11 +159,11 @@ class GradientAccess:
         self._complete()
         layout = group.group.layout
         if not self._is_divided(group):
-            with group.opened(index) as piece:
+            with opened_piece(group, index) as piece:
                 edit(piece.view(layout.shapes[index]))
         else:
             shards = _Shards(layout, group.values(), group.group.ranks)
-            whole = read_whole(layout, layout.names[index], shards.shard, shards.ranks, device=group.device)
+            whole = read_whole(layout, layout.names[index], shards.shard, shards.ranks, device=group.group.key.device)
             edit(whole)
             write_whole(shards, layout.names[index], whole)
         self._edited(group, index)
@@ -164,7 +173,7 @@ class GradientAccess:
         if self._is_divided(group):
             return None
         self._complete()
-        piece, key = group.piece(index).view(group.group.layout.shapes[index]), group.group.key
+        piece, key = _piece(group, index).view(group.group.layout.shapes[index]), group.group.key
         return piece.to(device=key.device, dtype=key.dtype, copy=True)
 
     def unscale(
@@ -173,7 +182,7 @@ class GradientAccess:
         """Multiply gradients by `inv_scale`; if one is not finite, set `found_inf` to 1 on all ranks (collective)."""
         self._complete()
         with ExitStack() as stack:
-            pieces = [stack.enter_context(group.opened(index)) for group, index in places]
+            pieces = [stack.enter_context(opened_piece(group, index)) for group, index in places]
             by_device: dict[torch.device, list[torch.Tensor]] = {}
             for piece in pieces:
                 if piece.numel():

@@ -16,31 +16,22 @@ parameter without an arrival counts as zeros.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import torch
 from dsx_comm.lanes import HostLane, Lane, TensorBuffer, Ticket
 
-from ..errors import ZeroModelError, ZeroStateError
-from ..homes.home import DeviceHome, Home, HostHome, accumulate, opened, read, write
+from ..errors import ZeroStateError
+from ..homes.home import DeviceHome, Home, HostHome, accumulate, block_norm, read, write
 from ..homes.tiers import DeviceTier, Tier
 from ..params.flat import FlatGroup, cut_at_parts, label_of
 from ..params.memory import BufferPool, OrdinaryMemory
-from .access import GradientAccess, GradientPlace
-from .reduction import PendingReduction, ReductionEngine
+from .access import GradientAccess, GradientPlace, opened_piece
+from .reduction import PendingReduction
+from .rows import refuse_sparse
 from .sharded import ShardedGradient
 
-__all__ = ["GroupGradients", "refuse_sparse"]
-
-
-def refuse_sparse(grad: torch.Tensor, name: str) -> None:
-    """Raise `ZeroModelError` if `grad` is sparse (indices and values): a flat buffer cannot hold it."""
-    if grad.is_sparse:
-        raise ZeroModelError(
-            f"{name}: got a sparse gradient, expected a dense one; build the module with sparse=False, or at stage 0"
-            " set sparse_gradients to true (which weights that are tied to others take no part in)"
-        )
+__all__ = ["GroupGradients"]
 
 
 class GroupGradients:
@@ -51,7 +42,6 @@ class GroupGradients:
         dtype: dtype of the accumulation.
         stage: at stage 0 every rank has all reduced values, at stages 1-3 its shard; from stage 2 on the whole buffer
             is freed after the reduction.
-        reducer: reduces the buffer over the ranks.
         pool: gives and takes back whole buffers.
         grads_are_views: `.grad` of the parameters are views of the reduced buffer (only at stage 0); otherwise they are
             `ShardedGradient`s.
@@ -66,7 +56,6 @@ class GroupGradients:
         *,
         dtype: torch.dtype,
         stage: int,
-        reducer: ReductionEngine,
         pool: BufferPool,
         grads_are_views: bool,
         access: GradientAccess,
@@ -75,8 +64,8 @@ class GroupGradients:
         lane: Lane | None = None,
     ) -> None:
         self.group = group
-        self.dtype, self.stage, self._label = dtype, stage, label
-        self._reducer, self._pool, self._access = reducer, pool, access
+        self.dtype, self.stage, self.label = dtype, stage, label
+        self._pool, self._access = pool, access
         self.shows_reduced = grads_are_views and stage == 0 and dtype == group.key.dtype
         """Whether `.grad` shows the reduced values."""
         self.buffer: torch.Tensor | None = None
@@ -89,6 +78,8 @@ class GroupGradients:
         self.result: Home | None = None
         self.pending: PendingReduction | None = None
         """The reduction in flight, if any."""
+        self._earlier: torch.Tensor | None = None
+        """Stage 0: reduced values to which those of the reduction in flight are added."""
         self._staged: tuple[Home, torch.Tensor, bool] | None = None
         self._leaving: tuple[Ticket, torch.Tensor] | None = None
         self._stored_norm: torch.Tensor | None = None
@@ -98,11 +89,6 @@ class GroupGradients:
             if isinstance(parameter.grad, ShardedGradient):
                 parameter.grad = None  # it belongs to an earlier optimizer
         access.add(self)
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the whole buffer."""
-        return self.group.key.device
 
     # What users see ---------------------------------------------------------------------------------------------------
 
@@ -167,28 +153,10 @@ class GroupGradients:
         """Set the gradient of one parameter to zeros, and its `.grad` to None."""
         self.finish()
         if self.result is not None:
-            with self.opened(index) as piece:
+            with opened_piece(self, index) as piece:
                 piece.zero_()
         self._filled[index] = 0
         self._detach(index)
-
-    def piece(self, index: int) -> torch.Tensor:
-        """This rank's part of a parameter's reduced gradient, 1-D, for reading. At stage 0 it is the whole gradient."""
-        return read(self.values(), *self._range(index))
-
-    @contextmanager
-    def opened(self, index: int) -> Iterator[torch.Tensor]:
-        """A context with `piece` for writing."""
-        self.forget_norm()
-        with opened(self.values(), *self._range(index)) as piece:
-            yield piece
-
-    def _range(self, index: int) -> tuple[int, int]:
-        layout = self.group.layout
-        if self.stage == 0:
-            return layout.offsets[index], layout.offsets[index] + layout.sizes[index]
-        part = layout.local_slice(layout.names[index], self.group.rank)
-        return (0, 0) if part is None else (part.offset, part.offset + part.numel)
 
     def hide_views(self) -> None:
         """Detach the views from `.grad`, so that autograd does not add the next gradients to them."""
@@ -264,18 +232,14 @@ class GroupGradients:
 
     def _open(self) -> torch.Tensor:
         """Return the buffer for new gradients. Reduced values in it that must not change are moved away."""
-        if self.result is not None:
-            self._protect_reduced()
+        kept = self.result is None or self.buffer is None or self.shows_reduced or self.dirty
+        if not kept and self.result is not None:
+            self._filled = bytearray(len(self._filled))
+            if self.stage == 0:
+                self.buffer, self._views = None, ()
+            else:
+                self.result = DeviceHome(read(self.result).clone())
         return self._whole() if self.buffer is None else self.buffer
-
-    def _protect_reduced(self) -> None:
-        if self.result is None or self.buffer is None or self.shows_reduced or self.dirty:
-            return
-        self._filled = bytearray(len(self._filled))
-        if self.stage == 0:
-            self.buffer, self._views = None, ()
-        else:
-            self.result = DeviceHome(read(self.result).clone())
 
     def _whole(self) -> torch.Tensor:
         """The whole buffer, taken from the pool if there is none. Its contents are arbitrary, its padding is zero."""
@@ -289,12 +253,15 @@ class GroupGradients:
 
     # Reductions -------------------------------------------------------------------------------------------------------
 
-    def launch(self, reducer: ReductionEngine | None = None) -> None:
-        """Start to reduce the gradients that have arrived; missing ones count as zeros.
+    def launch(self) -> tuple[torch.Tensor, torch.Tensor, bool]:
+        """Prepare to reduce the gradients that have arrived; missing ones count as zeros.
 
-        A rank without gradients takes part, too. `reducer` replaces the usual one for this call.
+        A rank without gradients takes part, too. The caller sets `pending` to the reduction.
+
+        Returns:
+            The buffer to reduce; the tensor into which this rank's shard is reduced (at stage 0 the same buffer, all of
+            which is reduced); and whether it is added to what is there.
         """
-        reducer = reducer or self._reducer
         if self.pending is not None:
             self.finish()
         self.notice()  # a hook may have cleared `.grad` when it arrived
@@ -305,15 +272,22 @@ class GroupGradients:
             if self.shows_reduced:  # a late gradient must not be added to a buffer in flight
                 self._detach(index)
         self.dirty = False
-        add = self.result is not None and not self.shows_reduced
         self._stored_norm = None  # as `forget_norm`, without a Python call per group (test_python_calls.py)
-        if self.stage == 0:
-            self.pending = self._launch_whole(buffer, reducer)
-        else:
-            home = self.result or self._shard or self._target(buffer)
-            self.pending = self._launch_shard(buffer, home, reducer, add=add)
-            self.result = home
         self._access.changed()
+        if self.stage == 0:
+            self._earlier = None if self.result is None or self._in_buffer() else read(self.result)
+            self.result = DeviceHome(buffer)
+            return buffer, buffer, False
+        add = self.result is not None and not self.shows_reduced
+        self.result = home = self.result or self._shard or self._target(buffer)
+        # A view in host memory is not asked for while a device computes: the host would wait for what arrives there.
+        out = home.view() if home.tier == "device" or buffer.device.type == "cpu" else None
+        if out is not None and out.device == buffer.device:
+            return buffer, out, add
+        self.wait_until_stored()
+        staging = torch.empty(self.group.layout.shard_numel, dtype=self.dtype, device=buffer.device)
+        self._staged = (home, staging, add)
+        return buffer, staging, False
 
     def _target(self, buffer: torch.Tensor) -> Home:
         """The home of reduced values if there are none yet; at stages 0-1 it is in the whole buffer."""
@@ -328,19 +302,6 @@ class GroupGradients:
             )
             cut_at_parts(self._shard, self.group.parts)
         return self._shard
-
-    def _launch_shard(
-        self, buffer: torch.Tensor, home: Home, reducer: ReductionEngine, *, add: bool
-    ) -> PendingReduction:
-        """Reduce into the home if it is on the buffer's device, else into staging memory, which `finish` copies."""
-        # A view in host memory is not asked for while a device computes: the host would wait for what arrives there.
-        out = home.view() if home.tier == "device" or buffer.device.type == "cpu" else None
-        if out is not None and out.device == buffer.device:
-            return reducer.reduce_scatter(buffer, out, self.group, self._label, add=add)
-        self.wait_until_stored()
-        staging = torch.empty(self.group.layout.shard_numel, dtype=self.dtype, device=buffer.device)
-        self._staged = (home, staging, add)
-        return reducer.reduce_scatter(buffer, staging, self.group, self._label, add=False)
 
     def _store_staged(self, home: Home, staging: torch.Tensor, *, add: bool) -> None:
         """The staged values are reduced: start to copy (or add) them to their home."""
@@ -387,22 +348,11 @@ class GroupGradients:
                 ticket.synchronize()
             self._lane.free_after_use(TensorBuffer(staging))
 
-    def _launch_whole(self, buffer: torch.Tensor, reducer: ReductionEngine) -> PendingReduction:
-        pending = reducer.all_reduce(buffer, self.group, self._label)
-        earlier = None if self.result is None or self._in_buffer() else read(self.result)
-        if earlier is not None:
-
-            def add_earlier() -> None:
-                buffer.add_(earlier)
-                self._pool.give(earlier)
-
-            pending = pending.then(add_earlier)
-        self.result = DeviceHome(buffer)
-        return pending
-
     def _in_buffer(self) -> bool:
         """Whether the reduced values are all of the buffer (stage 0)."""
-        return self.stage == 0 and self.result is not None and read(self.result).data_ptr() == _address(self.buffer)
+        if self.stage > 0 or self.result is None or self.buffer is None:
+            return False
+        return read(self.result).data_ptr() == self.buffer.data_ptr()
 
     def finish(self) -> bool:
         """Wait for the reduction in flight, if any.
@@ -413,7 +363,14 @@ class GroupGradients:
         if self.pending is None:
             return self._leaving is not None
         pending, self.pending = self.pending, None
-        pending.finish()
+        if pending.ticket is not None:  # as `pending.finish()`, without a Python call per group
+            pending.ticket.wait()
+        if pending.complete is not None:
+            pending.complete()
+        if self._earlier is not None:
+            read(self.values()).add_(self._earlier)
+            self._pool.give(self._earlier)
+            self._earlier = None
         if self._staged is not None:
             (home, staging, add), self._staged = self._staged, None
             self._store_staged(home, staging, add=add)
@@ -470,14 +427,3 @@ class GroupGradients:
     def homes(self) -> list[Home]:
         """The homes of reduced values, without duplicates."""
         return list({id(home): home for home in (self._shard, self.result) if home is not None}.values())
-
-
-def _address(buffer: torch.Tensor | None) -> int:
-    return -1 if buffer is None else buffer.data_ptr()
-
-
-def block_norm(block: torch.Tensor) -> torch.Tensor:
-    """The L2 norm of `block`: a 0-dim tensor on its device, fp32 (fp64 for a block of fp64)."""
-    if block.dtype.itemsize < 4:
-        return torch.linalg.vector_norm(block, dtype=torch.float32)
-    return torch.linalg.vector_norm(block)

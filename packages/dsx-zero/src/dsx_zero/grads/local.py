@@ -12,13 +12,13 @@ import dsx_comm
 import torch
 from dsx_comm.lanes import Ticket
 
-from ..homes.home import Home
+from ..homes.home import Home, block_norm
 from ..order.protocol import EditWatch, RowSum
 from ..params.flat import FlatGroup, Part, Unit
 from ..plan.layout import LocalSlice
-from .buffers import block_norm, refuse_sparse
 from .protocol import BackwardWatch
 from .reductions import ReductionWatch
+from .rows import refuse_sparse
 
 __all__ = ["LocalGradients"]
 

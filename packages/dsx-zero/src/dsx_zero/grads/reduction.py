@@ -1,25 +1,21 @@
-"""Reductions of gradients: from a unit's whole buffer on each rank to the shard that this rank keeps.
-
-A reduction multiplies by `before`, sums or averages over the ranks, and multiplies by `after`. A transport carries the
-buffers (`transports`), and a lane runs the reduction as a job.
+"""How the gradients of the ranks are combined (`Reduction`), the `ReductionEngine` that does it, and that of one rank
+alone. `reductions.Reducer` is the one of several ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import dsx_comm
 import torch
-from dsx_comm.lanes import Lane, Pending, Ticket
+from dsx_comm.lanes import Ticket
 
 from ..errors import ZeroConfigError
 from ..params.flat import FlatGroup
-from ..transports.protocol import ReduceTransport, carrier_of
 
-__all__ = ["LocalReducer", "PendingReduction", "Reducer", "Reduction", "ReductionEngine"]
+__all__ = ["LocalReducer", "PendingReduction", "Reduction", "ReductionEngine"]
 
 
 @dataclass(frozen=True)
@@ -57,40 +53,23 @@ class Reduction:
         return 1.0, average, 1.0 if average else 1.0 / ranks.divisor
 
 
-class PendingReduction:
+class PendingReduction(NamedTuple):
     """A reduction in flight.
 
-    Args:
+    Attributes:
         ticket: the job of a lane to wait for; None: there is none.
         complete: moves the result to its destination; None: it arrives there.
     """
 
-    __slots__ = ("_complete", "_ticket")
-
-    def __init__(self, ticket: Ticket | None, complete: Callable[[], None] | None) -> None:
-        self._ticket, self._complete = ticket, complete
-
-    def then(self, more: Callable[[], None]) -> PendingReduction:
-        """The same reduction, with `more` called at its end."""
-        complete = self._complete
-
-        def both() -> None:
-            if complete is not None:
-                complete()
-            more()
-
-        return PendingReduction(self._ticket, both)
-
-    def is_done(self) -> bool:
-        """Whether `finish` would return without waiting."""
-        return self._ticket is None or self._ticket.is_completed()
+    ticket: Ticket | None
+    complete: Callable[[], None] | None
 
     def finish(self) -> None:
         """Wait, and move the result to its destination."""
-        if self._ticket is not None:
-            self._ticket.wait()
-        if self._complete is not None:
-            self._complete()
+        if self.ticket is not None:
+            self.ticket.wait()
+        if self.complete is not None:
+            self.complete()
 
 
 class ReductionEngine(Protocol):
@@ -117,104 +96,6 @@ class ReductionEngine(Protocol):
     def tensors(self) -> list[torch.Tensor]:
         """The tensors that are kept between two reductions."""
         ...
-
-
-class _Route(NamedTuple):
-    """How the gradients of one flat group are sent.
-
-    Attributes:
-        start: `Transport.start` of the transport that carries them.
-        dtype: dtype in which results arrive.
-    """
-
-    start: Callable[[torch.Tensor, torch.Tensor, FlatGroup, str], Pending | None]
-    dtype: torch.dtype
-
-
-class Reducer:
-    """All-reduce and reduce-scatter over one set of ranks.
-
-    Args:
-        ranks: the ranks that share the buffers.
-        reduction: how their gradients are combined.
-        transport: makes the transport, for `dsx_comm.ReduceOp.SUM` or `AVG` and these ranks.
-        lane: runs the reductions.
-        rows: makes the transport for gradients of rows; None: the ranks share no sparse embeddings.
-    """
-
-    def __init__(
-        self,
-        ranks: dsx_comm.RankSet,
-        reduction: Reduction,
-        transport: Callable[[Any, dsx_comm.RankSet], ReduceTransport],
-        lane: Lane,
-        rows: Callable[[Any], ReduceTransport] | None = None,
-    ) -> None:
-        self._ranks, self._lane = ranks, lane
-        self._before, average, self._after = reduction.factors(ranks)
-        op = dsx_comm.ReduceOp.AVG if average else dsx_comm.ReduceOp.SUM
-        self._transport = transport(op, ranks)
-        self._rows = self._transport if rows is None else rows(op)
-        self._routes: dict[FlatGroup, _Route] = {}
-
-    def all_reduce(self, buffer: torch.Tensor, group: FlatGroup, label: str) -> PendingReduction:
-        """See `ReductionEngine.all_reduce`."""
-        route = self._routes.get(group) or self._route(buffer, group)
-        ticket = self._submit(buffer, buffer, group, label, route)
-        complete = None if self._after == 1.0 else partial(self._deliver, buffer, buffer, False)
-        return PendingReduction(ticket, complete)
-
-    def reduce_scatter(
-        self, buffer: torch.Tensor, out: torch.Tensor, group: FlatGroup, label: str, *, add: bool
-    ) -> PendingReduction:
-        """See `ReductionEngine.reduce_scatter`."""
-        route = self._routes.get(group) or self._route(buffer, group)
-        # While `buffer` is sent, the result may arrive in a part of it only with shared memory: there each rank writes
-        # where no other rank reads.
-        apart = out.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr()
-        direct = out.dtype == route.dtype and (apart or dsx_comm.is_symmetric(buffer, self._ranks.group)) and not add
-        result = out if direct else torch.empty_like(out, dtype=route.dtype)
-        ticket = self._submit(result, buffer, group, label, route)
-        complete = None if direct and self._after == 1.0 else partial(self._deliver, result, out, add)
-        return PendingReduction(ticket, complete)
-
-    def reduce_rows(self, rows: torch.Tensor, out: torch.Tensor, group: FlatGroup, label: str) -> PendingReduction:
-        """See `ReductionEngine.reduce_rows`."""
-        if self._before != 1.0:
-            rows._values().mul_(self._before)
-        lane, start = self._lane, self._rows.start
-        lane.see_writes_so_far()
-        ticket = lane.submit(lambda: start(out, rows, group, label))
-
-        def complete() -> None:
-            if self._after != 1.0:
-                out._values().mul_(self._after)
-
-        return PendingReduction(ticket, complete)
-
-    def tensors(self) -> list[torch.Tensor]:
-        """See `ReductionEngine.tensors`."""
-        return self._transport.tensors()
-
-    def _route(self, buffer: torch.Tensor, group: FlatGroup) -> _Route:
-        """Find out how the gradients of a group are sent. All its buffers are alike, so this is called once."""
-        carrier = carrier_of(self._transport, buffer.numel(), buffer.dtype, group)
-        route = self._routes[group] = _Route(carrier.start, self._transport.result_dtype(buffer.dtype, group))
-        return route
-
-    def _submit(self, out: torch.Tensor, buffer: torch.Tensor, group: FlatGroup, label: str, route: _Route) -> Ticket:
-        if self._before != 1.0:
-            buffer.mul_(self._before)
-        job = partial(route.start, out, buffer, group, label)
-        return self._lane.submit(job, see_writes_so_far=True)  # backward has written the buffer
-
-    def _deliver(self, result: torch.Tensor, out: torch.Tensor, add: bool) -> None:
-        if self._after != 1.0:
-            result.mul_(self._after)
-        if add:
-            out.add_(result)
-        elif result is not out:
-            out.copy_(result)
 
 
 class LocalReducer:

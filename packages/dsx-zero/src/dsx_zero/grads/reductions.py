@@ -1,30 +1,34 @@
 """The reductions of one model: the gradients of its flat groups, unit by unit, and the reductions in flight.
 
 `Reductions` is made before the order of collectives, which calls `run_reduce`. `ReducedGradients` is made after the
-order, and knows when gradients arrive.
+order, and knows when gradients arrive. The `Reducer` of a rank set sends a unit's whole buffer on each rank, and what
+arrives is the shard that this rank keeps: it multiplies by `before`, sums or averages over the ranks, and multiplies by
+`after`. A transport carries the buffers (`transports`), and a lane runs the reduction as a job.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import dsx_comm
 import torch
-from dsx_comm.lanes import Lane, Ticket
+from dsx_comm.lanes import Lane, Pending, Ticket
 
-from ..homes.home import Home, read, write
+from ..homes.home import Home, block_norm, read, write
 from ..homes.tiers import Tier
 from ..params.flat import FlatGroup, Part, Unit
 from ..params.memory import Kind, Memory, OrdinaryMemory
 from ..plan.layout import LocalSlice
 from ..precision import Precision
+from ..transports.protocol import ReduceTransport, carrier_of
 from .access import GradientAccess
-from .buffers import GroupGradients, block_norm
-from .reduction import LocalReducer, ReductionEngine
+from .buffers import GroupGradients
+from .reduction import LocalReducer, PendingReduction, Reduction, ReductionEngine
 from .rows import RowGradients
 
-__all__ = ["ReductionWatch", "Reductions", "cut_parts"]
+__all__ = ["Reducer", "ReductionWatch", "Reductions", "cut_parts"]
 
 IN_FLIGHT = 2
 """From stage 2 on, the number of units whose reductions may be in flight: while one is sent, the next one is filled.
@@ -98,7 +102,7 @@ class Reductions:
             for ranks, found in kinds.items()
         }
         self._access = GradientAccess(complete, divided=stage > 0, norm_groups=norm_groups, differ=differ)
-        self._reducers = reducers = {ranks: reducer(ranks) for ranks in kinds}
+        self._reducers = {ranks: reducer(ranks) for ranks in kinds}
         self._of: dict[FlatGroup, GroupGradients] = {}
         self.rows: dict[FlatGroup, RowGradients] = {}
         """The gradients of sparse embeddings."""
@@ -110,7 +114,6 @@ class Reductions:
                     rows = self.rows[group] = RowGradients(
                         group,
                         dtype=precision.gradient_dtype(group.key.dtype),
-                        reducer=reducers[group.ranks],
                         label=f"{unit.plan}, rows of {group.key.sparse}",
                     )
                     self.by_unit.setdefault(unit.index, []).append(rows)
@@ -119,7 +122,6 @@ class Reductions:
                     group,
                     dtype=precision.gradient_dtype(group.key.dtype),
                     stage=stage,
-                    reducer=reducers[group.ranks],
                     pool=self._pools[group.ranks],
                     # Values that `.grad` shows are averaged again with late gradients. That changes nothing only if
                     # the average is the mean of equal values.
@@ -165,16 +167,29 @@ class Reductions:
         while self._in_flight and (len(self._in_flight) >= self._limit or self._is_done(self._in_flight[0])):
             self._finish_unit(self._in_flight.pop(0))
         for buffers in self.by_unit[unit]:
-            buffers.launch()
+            self._start(buffers, self._reducers[buffers.group.ranks])
         self._in_flight.append(unit)
         if self.watch is not None:
             self.watch.started(unit)
         if not self._overlap:
             self.wait()
 
+    def _start(self, buffers: GroupGradients | RowGradients, reducer: ReductionEngine) -> None:
+        group, label = buffers.group, buffers.label
+        if isinstance(buffers, RowGradients):
+            rows, found = buffers.launch()
+            buffers.pending = reducer.reduce_rows(rows, found, group, label)
+            return
+        buffer, out, add = buffers.launch()
+        if out is buffer:
+            buffers.pending = reducer.all_reduce(buffer, group, label)
+        else:
+            buffers.pending = reducer.reduce_scatter(buffer, out, group, label, add=add)
+
     def _is_done(self, unit: int) -> bool:
         for buffers in self.by_unit[unit]:  # a loop, because every step of a generator is a Python call
-            if buffers.pending is not None and not buffers.pending.is_done():
+            ticket = None if buffers.pending is None else buffers.pending.ticket
+            if ticket is not None and not ticket.is_completed():
                 return False
         return True
 
@@ -199,7 +214,7 @@ class Reductions:
     def finish_alone(self) -> None:
         """Use this rank's own gradients as the reduced ones. Nothing is exchanged, so the ranks need not agree."""
         for buffers in self.groups:
-            buffers.launch(LocalReducer())
+            self._start(buffers, LocalReducer())
             buffers.finish()
 
     # Values -----------------------------------------------------------------------------------------------------------
@@ -268,6 +283,104 @@ class Reductions:
         """Free that memory."""
         for pool in self._pools.values():
             pool.drop()
+
+
+class _Route(NamedTuple):
+    """How the gradients of one flat group are sent.
+
+    Attributes:
+        start: `Transport.start` of the transport that carries them.
+        dtype: dtype in which results arrive.
+    """
+
+    start: Callable[[torch.Tensor, torch.Tensor, FlatGroup, str], Pending | None]
+    dtype: torch.dtype
+
+
+class Reducer:
+    """All-reduce and reduce-scatter over one set of ranks.
+
+    Args:
+        ranks: the ranks that share the buffers.
+        reduction: how their gradients are combined.
+        transport: makes the transport, for `dsx_comm.ReduceOp.SUM` or `AVG` and these ranks.
+        lane: runs the reductions.
+        rows: makes the transport for gradients of rows; None: the ranks share no sparse embeddings.
+    """
+
+    def __init__(
+        self,
+        ranks: dsx_comm.RankSet,
+        reduction: Reduction,
+        transport: Callable[[Any, dsx_comm.RankSet], ReduceTransport],
+        lane: Lane,
+        rows: Callable[[Any], ReduceTransport] | None = None,
+    ) -> None:
+        self._ranks, self._lane = ranks, lane
+        self._before, average, self._after = reduction.factors(ranks)
+        op = dsx_comm.ReduceOp.AVG if average else dsx_comm.ReduceOp.SUM
+        self._transport = transport(op, ranks)
+        self._rows = self._transport if rows is None else rows(op)
+        self._routes: dict[FlatGroup, _Route] = {}
+
+    def all_reduce(self, buffer: torch.Tensor, group: FlatGroup, label: str) -> PendingReduction:
+        """See `ReductionEngine.all_reduce`."""
+        route = self._routes.get(group) or self._route(buffer, group)
+        ticket = self._submit(buffer, buffer, group, label, route)
+        complete = None if self._after == 1.0 else partial(self._deliver, buffer, buffer, False)
+        return PendingReduction(ticket, complete)
+
+    def reduce_scatter(
+        self, buffer: torch.Tensor, out: torch.Tensor, group: FlatGroup, label: str, *, add: bool
+    ) -> PendingReduction:
+        """See `ReductionEngine.reduce_scatter`."""
+        route = self._routes.get(group) or self._route(buffer, group)
+        # While `buffer` is sent, the result may arrive in a part of it only with shared memory: there each rank writes
+        # where no other rank reads.
+        apart = out.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr()
+        direct = out.dtype == route.dtype and (apart or dsx_comm.is_symmetric(buffer, self._ranks.group)) and not add
+        result = out if direct else torch.empty_like(out, dtype=route.dtype)
+        ticket = self._submit(result, buffer, group, label, route)
+        complete = None if direct and self._after == 1.0 else partial(self._deliver, result, out, add)
+        return PendingReduction(ticket, complete)
+
+    def reduce_rows(self, rows: torch.Tensor, out: torch.Tensor, group: FlatGroup, label: str) -> PendingReduction:
+        """See `ReductionEngine.reduce_rows`."""
+        if self._before != 1.0:
+            rows._values().mul_(self._before)
+        lane, start = self._lane, self._rows.start
+        lane.see_writes_so_far()
+        ticket = lane.submit(lambda: start(out, rows, group, label))
+
+        def complete() -> None:
+            if self._after != 1.0:
+                out._values().mul_(self._after)
+
+        return PendingReduction(ticket, complete)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """See `ReductionEngine.tensors`."""
+        return self._transport.tensors()
+
+    def _route(self, buffer: torch.Tensor, group: FlatGroup) -> _Route:
+        """Find out how the gradients of a group are sent. All its buffers are alike, so this is called once."""
+        carrier = carrier_of(self._transport, buffer.numel(), buffer.dtype, group)
+        route = self._routes[group] = _Route(carrier.start, self._transport.result_dtype(buffer.dtype, group))
+        return route
+
+    def _submit(self, out: torch.Tensor, buffer: torch.Tensor, group: FlatGroup, label: str, route: _Route) -> Ticket:
+        if self._before != 1.0:
+            buffer.mul_(self._before)
+        job = partial(route.start, out, buffer, group, label)
+        return self._lane.submit(job, see_writes_so_far=True)  # backward has written the buffer
+
+    def _deliver(self, result: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+        if self._after != 1.0:
+            result.mul_(self._after)
+        if add:
+            out.add_(result)
+        elif result is not out:
+            out.copy_(result)
 
 
 def cut_parts(values: Home, group: FlatGroup, parts: Sequence[Part]) -> tuple[torch.Tensor, ...]:

@@ -12,12 +12,22 @@ from __future__ import annotations
 
 import torch
 
+from ..errors import ZeroModelError
 from ..homes.home import Home
 from ..params.flat import FlatGroup
 from ..plan.layout import LocalSlice
-from .reduction import PendingReduction, ReductionEngine
+from .reduction import PendingReduction
 
-__all__ = ["RowGradients"]
+__all__ = ["RowGradients", "refuse_sparse"]
+
+
+def refuse_sparse(grad: torch.Tensor, name: str) -> None:
+    """Raise `ZeroModelError` if `grad` is sparse (indices and values): a flat buffer cannot hold it."""
+    if grad.is_sparse:
+        raise ZeroModelError(
+            f"{name}: got a sparse gradient, expected a dense one; build the module with sparse=False, or at stage 0"
+            " set sparse_gradients to true (which weights that are tied to others take no part in)"
+        )
 
 
 class RowGradients:
@@ -26,7 +36,6 @@ class RowGradients:
     Args:
         group: the flat group with the parameter.
         dtype: dtype of the accumulation.
-        reducer: reduces the rows over the ranks.
         label: name of the reductions in the explanation of a hang.
 
     Attributes:
@@ -36,12 +45,15 @@ class RowGradients:
     shows_reduced = True
     """`.grad` shows the reduced rows."""
 
-    def __init__(self, group: FlatGroup, *, dtype: torch.dtype, reducer: ReductionEngine, label: str = "") -> None:
-        self.group, self.dtype = group, dtype
-        self._parameter, self._reducer, self._label = group.parameters[0], reducer, label
+    def __init__(self, group: FlatGroup, *, dtype: torch.dtype, label: str = "") -> None:
+        self.group, self.dtype, self.label = group, dtype, label
+        self._parameter = group.parameters[0]
         self._own: torch.Tensor | None = None
         self._reduced: torch.Tensor | None = None
-        self._pending: tuple[PendingReduction, torch.Tensor] | None = None
+        self.pending: PendingReduction | None = None
+        """The reduction in flight, if any."""
+        self._arriving: torch.Tensor | None = None
+        """The rows to which it leads."""
         self._face: torch.Tensor | None = None
         self._attached_values: torch.Tensor | None = None
         """The values of `_face` when it was attached. Autograd adds the next gradient to `.grad` in place."""
@@ -102,7 +114,7 @@ class RowGradients:
 
     def show_views(self) -> None:
         """Undo `hide_views`."""
-        if self._parameter.grad is None and self._pending is None:
+        if self._parameter.grad is None and self.pending is None:
             self._attach()
 
     def hide_unreduced(self) -> None:
@@ -140,26 +152,25 @@ class RowGradients:
 
     # Reductions -------------------------------------------------------------------------------------------------------
 
-    def launch(self, reducer: ReductionEngine | None = None) -> None:
-        """Start to reduce the rows that have arrived; a rank may have none. `reducer` replaces the usual one."""
+    def launch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Prepare to reduce the rows that have arrived; a rank may have none.
+
+        Returns:
+            The rows, which may be changed, and a sparse tensor without entries for the reduced ones.
+        """
         self.finish()
         self.notice()
         rows = self._empty() if self._own is None else self._own
         self._own, self.dirty = None, False
         self._detach()
-        out = self._empty()
-        self._pending = ((reducer or self._reducer).reduce_rows(rows, out, self.group, self._label), out)
-
-    @property
-    def pending(self) -> PendingReduction | None:
-        """The reduction in flight, if any."""
-        return None if self._pending is None else self._pending[0]
+        self._arriving = self._empty()
+        return rows, self._arriving
 
     def finish(self) -> bool:
         """Wait for the reduction in flight, if any. Returns False: nothing is copied to another tier."""
-        if self._pending is None:
+        pending, out, self.pending, self._arriving = self.pending, self._arriving, None, None
+        if pending is None or out is None:
             return False
-        (pending, out), self._pending = self._pending, None
         pending.finish()
         total = out.coalesce()
         self._reduced = total if self._reduced is None else (self._reduced + total).coalesce()
@@ -174,7 +185,7 @@ class RowGradients:
 
     def has_any(self) -> bool:
         """Whether there is a gradient, reduced or not."""
-        return self.dirty or self._pending is not None or self._reduced is not None
+        return self.dirty or self.pending is not None or self._reduced is not None
 
     def rows(self) -> torch.Tensor:
         """The reduced gradient: sparse COO, coalesced, of the parameter's shape. It has no rows if no rank has any."""
@@ -212,9 +223,9 @@ class RowGradients:
 
     def clear(self) -> None:
         """Forget the gradient."""
-        if self._pending is not None:
-            self._pending[0].finish()
-        self._pending = self._own = self._reduced = None
+        if self.pending is not None:
+            self.pending.finish()
+        self.pending = self._arriving = self._own = self._reduced = None
         self.dirty = False
         self._detach()
 

@@ -28,6 +28,7 @@ __all__ = [
     "HostHome",
     "ReadsAhead",
     "accumulate",
+    "block_norm",
     "discard",
     "fetching",
     "opened",
@@ -351,3 +352,10 @@ def accumulate(
                 seen(total)
 
     return transfer(lane, add, f"to {home.tier}", values.nbytes)
+
+
+def block_norm(block: torch.Tensor) -> torch.Tensor:
+    """The L2 norm of `block`: a 0-dim tensor on its device, fp32 (fp64 for a block of fp64)."""
+    if block.dtype.itemsize < 4:
+        return torch.linalg.vector_norm(block, dtype=torch.float32)
+    return torch.linalg.vector_norm(block)

@@ -12,7 +12,7 @@ operation and for any others that are due before it. There are two modes:
   need that the rest of the schedule does not have is a deviation: the rank completes the schedule and posts; the other
   ranks take part when they come to their boundary.
 
-Forwards without gradients have their own schedule (``evaluation``). A rank that trains after them says so in one
+``replay`` follows schedules. Forwards without gradients have their own. A rank that trains after them says so in one
 round, in which it takes part in the gathers of ranks that still evaluate.
 
 At the boundary the ranks compare a checksum of what they executed, and learn which ranks deviated and where. After two
@@ -36,11 +36,10 @@ from dsx_core.together import some_ranks
 
 from ..errors import ZeroStateError
 from .ahead import GatherLimits, Need
-from .evaluation import EvaluationOrder
 from .executor import Executor
 from .protocol import Channel, EditWatch, NoRowSum, RowSum
-from .replay import Replay
-from .schedule import Decision, Kind, Operation, Pass, Post, Schedule, checksum, decide, posts_of
+from .replay import FollowingOrder
+from .schedule import Decision, Kind, Operation, Pass, Post, checksum, decide, posts_of
 from .sums import all_say_the_same, declining_row, row_of
 
 __all__ = ["AgreedOrder", "ScheduleDivergence"]
@@ -63,7 +62,7 @@ class ScheduleDivergence(ZeroStateError):
     code = "DSX302"
 
 
-class AgreedOrder:
+class AgreedOrder(FollowingOrder):
     """The `Order` of several ranks: they agree in rounds of messages, and repeat a schedule once two steps were alike.
 
     Args:
@@ -83,70 +82,32 @@ class AgreedOrder:
         names: Mapping[int, str] | None = None,
         alone: bool = False,
     ) -> None:
-        self._executor, self._channel, self._names = executor, channel, names or {}
-        self._limits = limits or GatherLimits()
-        self._alone = alone
-        self._replay: Replay | None = None
-        self._schedule: Schedule | None = None
+        super().__init__(executor, limits or GatherLimits(), alone=alone)
+        self._channel, self._names = channel, names or {}
         self._deviating_steps = self._uniform_steps = 0
         self._edits: EditWatch | None = None
         self._row_sum: RowSum = NoRowSum()
-        self._evaluation = EvaluationOrder(self._limits)
-        self._has_evaluated = False
-        """Whether this rank's last pass was a forward without gradients."""
         self._begun: Callable[[], list[tuple[int, ...]]] | None = None
         """Reads the words of the round in which this rank began a forward by a frozen schedule; None: they are read."""
         self._new_step()
 
     def _new_step(self) -> None:
         self._sum = 0  # of this step's operations, as far as they were taken from `_executed`
-        self._deviation: Operation | None = None
+        self._deviation = None
         self._uniform = True
         self._record: list[Operation] = []
         self._needs: list[Need | None] = []
         """For every operation of the record what all ranks said alike with it."""
-        self._executed: list[Operation] = []  # since the checksums were last extended
+        self._executed = []
         self._replay = None if self._schedule is None else self._begin(self._schedule)
         self._takes_part = self._schedule is not None and self._row_sum.ranks > 0
         """Whether this rank has still to take part in the sums of this step."""
 
-    def _begin(self, schedule: Schedule) -> Replay:
-        return Replay(schedule, self._executor, self._executed, alone=self._alone)
-
-    @property
-    def schedule(self) -> Schedule | None:
-        """The frozen schedule of a training step; None while the ranks agree."""
-        return self._schedule
-
-    @property
-    def evaluation_schedule(self) -> Schedule | None:
-        """The frozen schedule of a forward without gradients; None while the ranks agree."""
-        return self._evaluation.schedule
-
-    def gather(self, unit: int, *, during: Pass = Pass.TRAINING) -> None:
-        if during is Pass.TRAINING:
-            replay = self._train() if self._has_evaluated else self._replay
-        else:
-            replay = self._follow_evaluation() if during is Pass.EVALUATION else None
-        if replay is not None and replay.gather(unit):
-            return
-        wanted = Operation(Kind.GATHER, unit)
-        if replay is not None and during is Pass.TRAINING:
-            self._deviate(wanted)
-        self._rendezvous(wanted, during)
-
-    def _follow_evaluation(self) -> Replay | None:
-        """This rank's position in the schedule of forwards without gradients. Begins such a forward if none runs."""
-        evaluation, self._has_evaluated = self._evaluation, True
-        if evaluation.replay is None:
-            self._read_begun()  # the round of the forward before may have dropped the schedule
-            if evaluation.schedule is not None:
-                begins = Operation(Kind.FORWARD_BEGIN)
-                self._decline()
-                with dsx_comm.unit(str(begins)):
-                    self._begun = self._channel.post(self._post(begins, Pass.EVALUATION).to_words())
-                evaluation.replay = self._begin(evaluation.schedule)
-        return evaluation.replay
+    def _post_begin(self) -> None:
+        begins = Operation(Kind.FORWARD_BEGIN)
+        self._decline()
+        with dsx_comm.unit(str(begins)):
+            self._begun = self._channel.post(self._post(begins, Pass.EVALUATION).to_words())
 
     def _read_begun(self) -> None:
         """Read the words of the round in which this rank began a forward with the frozen schedule.
@@ -156,60 +117,6 @@ class AgreedOrder:
         begun, self._begun = self._begun, None
         if begun is not None:
             self._note(posts_of(begun()))
-
-    def _train(self) -> Replay | None:
-        """This rank's position in the schedule of the training step.
-
-        After forwards without gradients the rank first asks whether other ranks still run some: if it followed the
-        frozen schedule at once, they would not get its shards.
-        """
-        if self._has_evaluated:
-            self._has_evaluated = False
-            if self._replay is not None:
-                self._rendezvous(Operation(Kind.TRAINING_BEGIN), Pass.TRAINING)
-        return self._replay
-
-    def _running(self) -> Replay | None:
-        """This rank's position in the schedule of the pass that it is in."""
-        return self._evaluation.replay if self._has_evaluated else self._replay
-
-    def use(self, unit: int) -> None:
-        replay = self._running()
-        if replay is not None:
-            replay.use(unit)
-
-    def keeps(self, unit: int) -> bool:
-        replay = self._evaluation.replay if self._has_evaluated else self._replay
-        return replay is not None and replay.schedule.reuses and replay.keeps(unit)
-
-    def reduce(self, unit: int) -> None:
-        replay = self._train() if self._has_evaluated else self._replay
-        if replay is None:
-            self._rendezvous(Operation(Kind.REDUCE, unit), Pass.TRAINING)
-        else:
-            # If the pass has reduced the unit already, late gradients are sent with its next reduction, or at the
-            # boundary.
-            replay.offer(unit)
-
-    def end_forward(self, *, during: Pass = Pass.TRAINING) -> None:
-        if during is Pass.TRAINING:
-            self._end_pass(Operation(Kind.FORWARD_END))
-            return
-        self._follow_evaluation()  # where this rank gathered nothing, others may have
-        self._rendezvous(Operation(Kind.FORWARD_END), during)
-        self._evaluation.replay = None
-
-    def end_backward(self) -> None:
-        self._end_pass(Operation(Kind.BACKWARD_END))
-
-    def _end_pass(self, mark: Operation) -> None:
-        replay = self._train()
-        if replay is None:
-            self._rendezvous(mark, Pass.TRAINING)
-            return
-        place = replay.schedule.find(mark, replay.position)
-        if place is not None:
-            replay.pass_by(place + 1)
 
     def boundary(
         self,
@@ -285,12 +192,6 @@ class AgreedOrder:
         self._sum = checksum(self._executed, self._sum)
         self._executed.clear()
         return self._sum
-
-    def _deviate(self, wanted: Operation) -> None:
-        if self._replay is not None:
-            self._replay.complete()
-        if self._deviation is None:
-            self._deviation = wanted
 
     def _rendezvous(
         self,
