@@ -33,6 +33,6 @@ def test_a_failure_is_the_same_error_on_all_ranks():
 
 def test_one_process_needs_no_group():
     ranks = dsx_comm.together()
-    assert (ranks.rank, ranks.size) == (0, 1)
+    assert (ranks.rank, ranks.world_size) == (0, 1)
     assert ranks.keep("counting", lambda: 7) == 7
     ranks.agree("shard()", {"lr": "0.1"})

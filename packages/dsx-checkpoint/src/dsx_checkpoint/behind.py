@@ -229,7 +229,7 @@ class WriteBehind:
         self.raise_failures()
         slot = self._free.pop()
         try:
-            pieces, wait = together.all_or_none(
+            pieces, wait = together.keep(
                 "copying what to save", lambda: slot.copy(planned.pieces, planned.target.parent)
             )
         except BaseException:

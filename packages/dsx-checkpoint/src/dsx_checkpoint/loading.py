@@ -123,7 +123,7 @@ def prepare_load(
         CheckpointError: the folder is not empty, but has no checkpoint that can be loaded.
     """
     ranks, disks = ranks or default_ranks(), disks or OneDisk()
-    root = ranks.all_or_none("finding a checkpoint", lambda: check_folder(directory, "directory"))
+    root = ranks.keep("finding a checkpoint", lambda: check_folder(directory, "directory"))
     request = LoadRequest(module, optimizer, places or {}, strict, optimizer_states, verify, selection or Selection())
     disks.check_folders("load", ranks.gather(os.path.realpath(root)))
     tried: list[str] = []
@@ -222,12 +222,12 @@ class OneDisk:
 
     def candidates(self, root: Path, tag: str | None, ranks: Ranks) -> Iterable[str]:
         """See `LoadDisks`."""
-        name = ranks.together("finding a checkpoint", lambda: resolve_tag(root, tag))[0]
+        name = ranks.run("finding a checkpoint", lambda: resolve_tag(root, tag))[0]
         if name is None:
             return
         yield name
         if tag is None:
-            yield from ranks.together("looking for an older checkpoint", lambda: _older(root, name))[0]
+            yield from ranks.run("looking for an older checkpoint", lambda: _older(root, name))[0]
 
     def make_ready(self, root: Path, name: str, request: LoadRequest, ranks: Ranks) -> None:
         """Does nothing: all ranks see all files."""
@@ -309,9 +309,7 @@ class LoadRequest:
 
         missing, unexpected = ranks.through_first(f"opening {root / name}", compare, merge)
         reader.verifies_later = True
-        state, rank_state, buffers, slices = ranks.all_or_none(
-            f"reading {root / name}", lambda: self.read(reader, ranks)
-        )
+        state, rank_state, buffers, slices = ranks.keep(f"reading {root / name}", lambda: self.read(reader, ranks))
         if reader.verification is not None:
             reader.verification.settle(ranks)
         saved_by = len(reader.index.ranks)

@@ -10,7 +10,6 @@ all.
 
 from __future__ import annotations
 
-import functools
 import os
 import pickle
 import socket
@@ -29,29 +28,16 @@ _TAG = 0x3D5C0000  # of objects from rank to rank
 _KINDS = (CheckpointCorruptError, CheckpointArgumentError, CheckpointError)
 
 
-class Ranks:
-    """The processes that take part. Every method is collective: all ranks call it, in the same order."""
+class Ranks(Together):
+    """The processes that take part in a save or load. Errors of this package keep their class on all ranks, all others
+    become a `CheckpointError`.
 
-    rank: int
-    world_size: int
+    Args:
+        gather, rank, world_size: as for `dsx_core.Together`.
+    """
 
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order, on every rank."""
-        raise NotImplementedError
-
-    def collect(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order, on rank 0; an empty list on the others."""
-        values = self.gather(value)
-        return values if self.rank == 0 else []
-
-    def deal(self, values: Sequence[Any] | None) -> Any:
-        """Rank 0 gives a value for each rank (the others None); returns this rank's."""
-        return self.gather(values)[0][self.rank]
-
-    def join(self, value: T, joining: Callable[[T, T], T]) -> T | None:
-        """What `joining` makes of all ranks' values, two at a time, in rank order, on rank 0; None on the others."""
-        values = self.collect(value)
-        return functools.reduce(joining, values) if values else None
+    def __init__(self, gather: Callable[[Any], list[Any]], rank: int, world_size: int) -> None:
+        super().__init__(gather, rank, world_size, _KINDS)
 
     def send_object(self, value: Any, to: int) -> None:
         """Send a small value to one rank, which calls `receive_object`."""
@@ -69,63 +55,12 @@ class Ranks:
         """Fill host memory, of dtype uint8, with what a rank sends."""
         raise NotImplementedError
 
-    def together(self, doing: str, action: Callable[[], T]) -> list[T]:
-        """Run `action` on every rank and return all results; when it fails on one rank, all ranks raise the same error.
-
-        `action` must not be collective: a rank that fails before a collective would leave the others waiting in it.
-
-        Raises:
-            CheckpointError: names the lowest failing rank, what it was doing and its own words. Errors of this package
-                keep their class, all others become this one; the failing rank has the original as `__cause__`.
-        """
-        return self._all().run(doing, action)
-
-    def all_or_none(self, doing: str, action: Callable[[], T]) -> T:
-        """Like `together`, but each rank keeps its own result, which is not sent."""
-        return self._all().keep(doing, action)
-
-    def through_first(
-        self, doing: str, action: Callable[[], T], answer: Callable[[list[T]], Sequence[Any]], *, answering: str = ""
-    ) -> Any:
-        """Run `action` on every rank and `answer` on rank 0 with all results; returns this rank's item of the answer.
-        When one of them fails, all ranks raise the same error. Neither may be collective.
-
-        Args:
-            answering: what rank 0 does in `answer`, for its error; "": the error has rank 0's words alone.
-        """
-        return self._all().through_first(doing, action, answer, answering=answering)
-
-    def joined_first(
-        self,
-        doing: str,
-        action: Callable[[], T],
-        joining: Callable[[T, T], T],
-        answer: Callable[[T], Sequence[Any]],
-        *,
-        answering: str = "",
-    ) -> Any:
-        """Like `through_first`, for results of which `joining` makes one out of two on their way to rank 0."""
-        return self._all().joined_first(doing, action, joining, answer, answering=answering)
-
-    def first_for_all(self, doing: str, action: Callable[[], T]) -> T:
-        """Run `action` on rank 0 and give its result to all ranks, or raise its error on all."""
-        return self.through_first("", _nothing, lambda _: [action()] * self.world_size, answering=doing)
-
-    def _all(self) -> Together:
-        return Together(
-            self.gather, self.rank, self.world_size, _KINDS, collect=self.collect, deal=self.deal, join=self.join
-        )
-
 
 class Solo(Ranks):
     """One process."""
 
-    rank = 0
-    world_size = 1
-
-    def gather(self, value: Any) -> list[Any]:
-        """The only value there is."""
-        return [value]
+    def __init__(self) -> None:
+        super().__init__(lambda value: [value], 0, 1)
 
     def deal(self, values: Sequence[Any] | None) -> Any:
         """The only value there is."""
@@ -143,11 +78,9 @@ class GroupRanks(Ranks):
         self._packed, self._unpacked = packed, unpacked
         self._comm, self._group = dsx_comm, group
         self._device = member(group).message_device
-        self.rank = dsx_comm.get_rank(group)
-        self.world_size = dsx_comm.get_world_size(group)
+        super().__init__(self._all_gather, dsx_comm.get_rank(group), dsx_comm.get_world_size(group))
 
-    def gather(self, value: Any) -> list[Any]:
-        """`all_gather_object` over the group."""
+    def _all_gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.world_size
         self._comm.all_gather_object(values, value, group=self._group)
         return values
@@ -209,10 +142,6 @@ def numbered(labels: Sequence[str]) -> tuple[int, ...]:
     """The number of each label, by the first place of that label."""
     numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
     return tuple(numbers[label] for label in labels)
-
-
-def _nothing() -> None:
-    """What ranks do while rank 0 works."""
 
 
 def default_ranks(group: Any = None) -> Ranks:

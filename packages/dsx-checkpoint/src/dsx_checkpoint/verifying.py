@@ -226,7 +226,7 @@ class Verification:
         any_alone, mine = ranks.through_first(doing, self._packed, self._judge)
         if any_alone:
             keys = self._keys()
-            ranks.all_or_none(doing, lambda: [self._settle_alone(keys[number]) for number in mine])
+            ranks.keep(doing, lambda: [self._settle_alone(keys[number]) for number in mine])
         self._open.clear()
 
     def _keys(self) -> list[Key]:

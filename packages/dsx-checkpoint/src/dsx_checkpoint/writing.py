@@ -131,7 +131,7 @@ class PlannedSave:
                     return [None] * ranks.world_size
 
                 if plan.flushes is not None:
-                    written = ranks.all_or_none(f"writing {target}", write)
+                    written = ranks.keep(f"writing {target}", write)
                 collect_registers(
                     ranks,
                     f"writing {target}",
@@ -146,7 +146,7 @@ class PlannedSave:
                 raise
             # Together: a rank that goes on before would still see what is removed, and a folder that is locked.
             clean_up = only_zero.clean_up if only_zero else _nothing
-            ranks.all_or_none(f"removing what {target} replaces", clean_up)
+            ranks.keep(f"removing what {target} replaces", clean_up)
         return target
 
     def _link(self, ranks: Ranks, only_zero: Rank0 | None, candidates: list[str]) -> Known:

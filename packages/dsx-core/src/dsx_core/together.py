@@ -21,7 +21,6 @@ import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from .errors import CodedError
@@ -41,31 +40,45 @@ class RanksDifferError(CodedError, ValueError):
     code = "DSX301"
 
 
-@dataclass(frozen=True)
 class Together:
     """The ranks that do something together. Every method is collective: all ranks call it, in the same order.
 
+    A subclass that has cheaper ways to reach rank 0 overrides `collect`, `deal` and `join`.
+
     Args:
         gather: gives the values of all ranks, in rank order, on every rank. Collective.
-        rank, size: this rank, and the number of ranks.
+        rank, world_size: this rank, and the number of ranks.
         kinds: classes of errors, each made with one text. An error of one of these classes, or of a class below it,
             becomes that class on all ranks; the last one stands for all other errors.
         differ: class of the error of `agree`.
-        collect: gives the values of all ranks on rank 0, and an empty list on the others. Collective.
-        deal: gives each rank its own of rank 0's values; the others give None. Collective. Without these two,
-            `through_first` gathers.
-        join: gives on rank 0 what a function makes of the values of all ranks, two at a time, in rank order, and None
-            on the others. Collective. Without it `joined_first` collects.
     """
 
-    gather: Callable[[Any], list[Any]]
-    rank: int
-    size: int
-    kinds: Sequence[type[Exception]] = (RuntimeError,)
-    differ: type[Exception] = RanksDifferError
-    collect: Callable[[Any], list[Any]] | None = None
-    deal: Callable[[Sequence[Any] | None], Any] | None = None
-    join: Callable[[Any, Callable[[Any, Any], Any]], Any] | None = None
+    def __init__(
+        self,
+        gather: Callable[[Any], list[Any]],
+        rank: int,
+        world_size: int,
+        kinds: Sequence[type[Exception]] = (RuntimeError,),
+        differ: type[Exception] = RanksDifferError,
+    ) -> None:
+        self.gather, self.rank, self.world_size = gather, rank, world_size
+        self.kinds, self.differ = kinds, differ
+
+    def collect(self, value: Any) -> list[Any]:
+        """The values of all ranks, in rank order, on rank 0; an empty list on the others."""
+        values = self.gather(value)
+        return values if self.rank == 0 else []
+
+    def deal(self, values: Sequence[Any] | None) -> Any:
+        """Rank 0 gives a value for each rank (the others None); returns this rank's."""
+        return self.gather(values)[0][self.rank]
+
+    def join(self, value: T, joining: Callable[[T, T], T]) -> T | None:
+        """The one value that `joining` makes of all ranks' values, two at a time, in rank order, on rank 0; None on
+        the others.
+        """
+        values = self.collect(value)
+        return functools.reduce(joining, values) if values else None
 
     def run(self, doing: str, action: Callable[[], T]) -> list[T]:
         """Run `action` on every rank and return all results. When it fails on one rank, all ranks raise the same error.
@@ -105,7 +118,7 @@ class Together:
             one of `kinds`: like `run`.
         """
         outcome, failure = self._tried(action)
-        everyone = (self.collect or self._gathered)(outcome)
+        everyone = self.collect(outcome)
         failed = self._first_failure(doing, everyone) if self.rank == 0 else None
         return self._answered(failed, failure, lambda: answer([value for value, _ in everyone]), answering)
 
@@ -128,14 +141,13 @@ class Together:
             told = one[1] or other[1]
             return (None, told) if told else (joining(one[0], other[0]), None)
 
-        if self.join is not None:
-            found = self.join(mine, both)
-        else:
-            everyone = (self.collect or self._gathered)(mine)
-            found = functools.reduce(both, everyone) if everyone else None
-        joined, told = found or (None, None)
+        joined, told = self.join(mine, both) or (None, None)
         failed = None if told is None else self._named(doing, *told)
         return self._answered(failed, failure, lambda: answer(cast(T, joined)), answering)
+
+    def first_for_all(self, doing: str, action: Callable[[], T]) -> T:
+        """Run `action` on rank 0 and give its result to all ranks, or raise its error on all."""
+        return self.through_first("", lambda: None, lambda _: [action()] * self.world_size, answering=doing)
 
     def _answered(
         self,
@@ -152,13 +164,13 @@ class Together:
             except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer
                 failure = error
                 kind, words = self._told(error)
-                who = f"{answering}: {'rank 0 failed: ' if self.size > 1 else ''}" if answering else ""
+                who = f"{answering}: {'rank 0 failed: ' if self.world_size > 1 else ''}" if answering else ""
                 failed = (kind, f"{who}{words}")
-        given = [(None, failed)] * self.size
+        given = [(None, failed)] * self.world_size
         if failed is None:  # what many ranks get stays one object, which is sent once
             told = {id(reply): (reply, None) for reply in replies}
             given = [told[id(reply)] for reply in replies]
-        reply, failed = (self.deal or self._dealt)(given if self.rank == 0 else None)
+        reply, failed = self.deal(given if self.rank == 0 else None)
         if failed is not None:
             kind, words = failed
             raise self.kinds[kind](words) from failure
@@ -181,15 +193,8 @@ class Together:
     def _named(self, doing: str, rank: int, failed: tuple[int, str]) -> tuple[int, str]:
         """What a rank has said of its failure, as all ranks raise it."""
         kind, words = failed
-        who = f"rank {rank} failed: " if self.size > 1 else ""
+        who = f"rank {rank} failed: " if self.world_size > 1 else ""
         return kind, f"{doing}: {who}{words}"
-
-    def _gathered(self, value: Any) -> list[Any]:
-        values = self.gather(value)
-        return values if self.rank == 0 else []
-
-    def _dealt(self, values: Sequence[Any] | None) -> Any:
-        return self.gather(values)[0][self.rank]
 
     def agree(self, doing: str, facts: Mapping[str, str]) -> None:
         """Check that all ranks have equal facts. Does nothing, and sends nothing, on one rank.
@@ -197,7 +202,7 @@ class Together:
         Raises:
             `differ`: on every rank. It names what differs and on which ranks, or the rank that failed (`telling`).
         """
-        if self.size == 1:
+        if self.world_size == 1:
             return
         mine = dict(facts)
         digest = hashlib.sha256(repr(sorted(mine.items())).encode()).hexdigest()
@@ -229,7 +234,7 @@ class Together:
         try:
             yield
         except Exception as error:
-            if self.size > 1:
+            if self.world_size > 1:
                 self.gather(("", f"{type(error).__name__}: {error}"))
             raise
 

@@ -19,10 +19,10 @@ class ThreadRanks(Ranks):
     """One of several threads that take part."""
 
     def __init__(self, rank: int, barrier: threading.Barrier, box: list[Any]) -> None:
-        self.rank, self.world_size = rank, len(box)
+        super().__init__(self._exchange, rank, len(box))
         self._barrier, self._box = barrier, box
 
-    def gather(self, value: Any) -> list[Any]:
+    def _exchange(self, value: Any) -> list[Any]:
         """Every thread's value, in rank order, as copies that went through pickle, as between processes."""
         self._box[self.rank] = pickle.dumps(value)
         self._barrier.wait()

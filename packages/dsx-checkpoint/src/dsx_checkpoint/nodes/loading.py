@@ -81,7 +81,7 @@ def candidates(nodes: Nodes, root: Path, tag: str | None, ranks: Ranks) -> Itera
         named = read_text(latest).strip() if latest.is_file() else ""
         return [(f.tag, f.part.latest, f.part.saved_at) for f in look_into(root) if f.committed], named
 
-    everyone = ranks.together("finding a checkpoint", look)
+    everyone = ranks.run("finding a checkpoint", look)
     known = [item for items, _ in everyone for item in items]
     tags = sorted({name for name, *_ in known})
     if tag is not None:
@@ -127,7 +127,7 @@ def _wished(request: LoadRequest, folder: Path, index: Index, ranks: Ranks) -> S
         request.read(wishes, ranks)
         return wishes.regions
 
-    everyone = ranks.together(f"listing what is needed of {folder.name}", note)
+    everyone = ranks.run(f"listing what is needed of {folder.name}", note)
     parts: dict[Key, set[Region]] = {}  # regions that are not whole tensors, of all ranks
     for regions in everyone:
         for key, region in regions:
@@ -177,7 +177,7 @@ def bring(nodes: Nodes, root: Path, tag: str, request: LoadRequest, ranks: Ranks
         if leads:
             _settle(root, tag, held.get(me), text, index, replace(save, node=me, nodes=nodes.count, spans=Spans()))
 
-    ranks.all_or_none(f"making {tag} ready", settle)
+    ranks.keep(f"making {tag} ready", settle)
     have = [held[node].part.spans & all_of(index) if node in held else Spans() for node in range(nodes.count)]
     wishes = ranks.gather(_wished(request, root / tag, index, ranks) | (_headers(index) if leads else Spans()))
     transfers = planned_transfers(nodes, wishes, have, tag)
@@ -188,7 +188,7 @@ def bring(nodes: Nodes, root: Path, tag: str, request: LoadRequest, ranks: Ranks
             "load_checkpoint: %s: %.1f MB travel between nodes, because they are needed where they do not lie",
             root / tag, sum(transfer.nbytes for transfer in transfers) / 1e6,
         )  # fmt: skip
-    ranks.all_or_none(f"bringing bytes of {tag}", lambda: run_transfers(ranks, transfers, root / tag))
+    ranks.keep(f"bringing bytes of {tag}", lambda: run_transfers(ranks, transfers, root / tag))
     got = Spans.of(item for t in transfers if nodes.of_rank[t.target] == me for item in t.ranges)
 
     def note() -> None:
@@ -196,13 +196,13 @@ def bring(nodes: Nodes, root: Path, tag: str, request: LoadRequest, ranks: Ranks
         if part is not None:
             part.extended(got).write(root / tag)
 
-    ranks.all_or_none(f"noting what came of {tag}", note)
+    ranks.keep(f"noting what came of {tag}", note)
 
 
 def _parts_of(tag: str, nodes: Nodes, root: Path, ranks: Ranks) -> dict[int, list[Found]]:
     """Node -> what its disk has of a tag. Collective."""
     leads = nodes.leads(ranks.rank)
-    mine = ranks.together("finding a checkpoint", lambda: [f for f in look_into(root) if f.tag == tag] if leads else [])
+    mine = ranks.run("finding a checkpoint", lambda: [f for f in look_into(root) if f.tag == tag] if leads else [])
     return {nodes.of_rank[rank]: found for rank, found in enumerate(mine) if nodes.leads(rank)}
 
 
@@ -259,7 +259,7 @@ def _index_of(held: Mapping[int, Found], root: Path, nodes: Nodes, ranks: Ranks)
         source, path = nodes.ranks_of(node)[0], root / found.name / INDEX_NAME
         read = functools.partial(_read_index, path, found.part) if source == ranks.rank else str
         try:
-            text = ranks.together(f"opening the index of {found.tag} on node {node}", read)[source]
+            text = ranks.run(f"opening the index of {found.tag} on node {node}", read)[source]
             return text, parse_index(text, str(path))
         except CheckpointError as error:
             problem = error

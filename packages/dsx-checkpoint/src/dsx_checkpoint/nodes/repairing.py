@@ -86,7 +86,7 @@ def mend(nodes: Nodes, folders: Mapping[int, Path], index: Index, have: Sequence
 
     seen: list[dict[int, Sight]] = [{} for _ in parts]
     sizes = set()
-    for rank, (sights, wrong) in enumerate(ranks.together("looking for damage", look)):
+    for rank, (sights, wrong) in enumerate(ranks.run("looking for damage", look)):
         node = nodes.of_rank[rank]
         sizes |= {node} if wrong else set()
         for number, sight in zip(_to_look_at(parts, nodes, rank), sights, strict=True):
@@ -108,10 +108,10 @@ def mend(nodes: Nodes, folders: Mapping[int, Path], index: Index, have: Sequence
         if me in damage.sizes and nodes.leads(ranks.rank):
             _make_whole(folders[me], index)
 
-    ranks.all_or_none("mending files", make_room)
+    ranks.keep("mending files", make_room)
     if transfers:
         # a node without a folder takes part in no transfer
-        ranks.all_or_none("mending files", lambda: run_transfers(ranks, transfers, folders.get(me, Path())))
+        ranks.keep("mending files", lambda: run_transfers(ranks, transfers, folders.get(me, Path())))
     return damage
 
 

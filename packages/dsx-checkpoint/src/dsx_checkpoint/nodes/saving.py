@@ -232,10 +232,8 @@ class NodeSave(PlannedSave):
                 NodeLeader(lock, self, nodes.of_rank[ranks.rank]) if nodes.leads(ranks.rank) else _Follower()
             )
             try:
-                ranks.all_or_none(f"making {temporary.name}", leader.make)
-                written = ranks.all_or_none(
-                    f"writing {target.name}", lambda: write_pieces(self.plan, self.pieces, temporary)
-                )
+                ranks.keep(f"making {temporary.name}", leader.make)
+                written = ranks.keep(f"writing {target.name}", lambda: write_pieces(self.plan, self.pieces, temporary))
                 ranks.joined_first(
                     f"copying {target.name} to the next node",
                     lambda: self._left(written, self._copy(ranks, temporary), ranks.rank),
@@ -251,12 +249,12 @@ class NodeSave(PlannedSave):
                     self._index,
                     answering=f"completing {target.name}",
                 )
-                ranks.all_or_none(f"completing {target.name}", lambda: leader.complete(text, saved_at))
-                ranks.all_or_none(f"committing {target.name}", leader.commit)
+                ranks.keep(f"completing {target.name}", lambda: leader.complete(text, saved_at))
+                ranks.keep(f"committing {target.name}", leader.commit)
             except BaseException:
                 leader.give_up()
                 raise
-            ranks.all_or_none(f"removing what {target.name} replaces", leader.clean_up)
+            ranks.keep(f"removing what {target.name} replaces", leader.clean_up)
         return target
 
     def _left(self, written: Written, came: ChunkRegisters, rank: int) -> Registers:

@@ -106,7 +106,7 @@ class Nodes:
                     )
 
         try:
-            names = ranks.together("looking at the nodes' folders", leave)
-            ranks.all_or_none("save_checkpoint", look)
+            names = ranks.run("looking at the nodes' folders", leave)
+            ranks.keep("save_checkpoint", look)
         finally:
             (folder / name).unlink(missing_ok=True)

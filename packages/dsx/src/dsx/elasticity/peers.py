@@ -86,8 +86,8 @@ class PeerSave(PlannedSave):
             )
         )
         try:
-            written = ranks.all_or_none(f"writing {name} to memory", lambda: write_pieces(plan, self.pieces, folder))
-            ranks.all_or_none(f"copying {name} to the next node", lambda: self._copy_to_next_node(ranks, folder))
+            written = ranks.keep(f"writing {name} to memory", lambda: write_pieces(plan, self.pieces, folder))
+            ranks.keep(f"copying {name} to the next node", lambda: self._copy_to_next_node(ranks, folder))
             # Every node has the same index, so that its parts know each other.
             index = collect_registers(
                 ranks,
@@ -97,7 +97,7 @@ class PeerSave(PlannedSave):
                 lambda registers: self._for_leaders(self._index(registers)),
                 answering=f"committing {name}",
             )
-            ranks.all_or_none(f"committing {name}", lambda: memory.finish(folder, name, index) if leads else None)
+            ranks.keep(f"committing {name}", lambda: memory.finish(folder, name, index) if leads else None)
         except BaseException:
             if leads:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -197,7 +197,7 @@ def find_snapshots(ranks: Processes, memory: NodeMemory | None, nodes: Nodes) ->
 
     holders: dict[str, dict[int, Spans]] = {}
     needed: dict[str, Spans] = {}
-    for rank, parts in enumerate(ranks.together("looking for snapshots in memory", look)):
+    for rank, parts in enumerate(ranks.run("looking for snapshots in memory", look)):
         for name, held, bodies in parts:
             holders.setdefault(name, {})[nodes.of_rank[rank]] = held
             needed[name] = bodies
@@ -231,7 +231,7 @@ def fetch(
     part = next((part for part in memory.parts() if part.name == name), None)
     teller = nodes.ranks_of(min(snapshot.held))[0]
     mine = ranks.rank == teller
-    texts = ranks.together("reading the index of a snapshot", lambda: _texts(part) if part and mine else None)
+    texts = ranks.run("reading the index of a snapshot", lambda: _texts(part) if part and mine else None)
     index_text, headers = texts[teller] or ("", {})
     index = parse_index(index_text, f"the snapshot {name}")
 
@@ -240,11 +240,11 @@ def fetch(
             files = {file: (entry.nbytes, headers[file]) for file, entry in index.files.items()}
             memory.finish(memory.make(name, files), name, index_text)
 
-    ranks.all_or_none("making room for a snapshot", prepare)
+    ranks.keep("making room for a snapshot", prepare)
     own = Spans()
     for folder, held in part.places if part is not None else ():
         own = held if folder.parent == memory.path else own
-    wanted = ranks.all_or_none(
+    wanted = ranks.keep(
         "listing what to read", lambda: _wanted(memory.path / name, index, ranks, module, optimizer, places)
     )
     missing: list[Spans] = ranks.gather(wanted - own)
@@ -256,7 +256,7 @@ def fetch(
     ]
     mine = [transfer for transfer in transfers if ranks.rank in (transfer.source, transfer.target)]
     source = part or Part(name, ((memory.path / name, Spans()),))
-    ranks.all_or_none(
+    ranks.keep(
         "fetching a snapshot from other nodes",
         lambda: run_transfers(ranks, mine, memory.path / name, read=functools.partial(_read_ranges, source)),
     )

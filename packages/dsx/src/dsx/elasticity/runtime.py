@@ -183,7 +183,7 @@ class ElasticRun:
             return
         place, node = (None if memory is True else memory), node_name()
         try:
-            self._memory = self._ranks.all_or_none(
+            self._memory = self._ranks.keep(
                 "opening the memory of the node", lambda: NodeMemory.open(self._folder, node, place)
             )
         except CheckpointError as error:
@@ -199,7 +199,7 @@ class ElasticRun:
 
         ranks, memory = self._ranks, self._memory
         look = self._newest_on_disk if ranks.rank == 0 else (lambda: None)
-        on_disk = ranks.together(f"looking for a checkpoint in {self._folder}", look)[0]
+        on_disk = ranks.run(f"looking for a checkpoint in {self._folder}", look)[0]
         snapshots = [] if memory is None else find_snapshots(ranks, memory, self._nodes)
         for snapshot in snapshots:
             if memory is None or (on_disk is not None and snapshot.step <= on_disk):

@@ -310,7 +310,7 @@ class Checkpointer:
                 raise CheckpointArgumentError(f"client_state: got {type(client_state).__name__}, expected a dictionary")
             return check_tag(tag)
 
-        tags = self._ranks.together("save_checkpoint", checked)
+        tags = self._ranks.run("save_checkpoint", checked)
         if len(set(tags)) == 1:
             return tag
         message = f"save_checkpoint: ranks save under different tags: {dict(enumerate(tags[:10]))}"
@@ -365,7 +365,7 @@ class Checkpointer:
         with Undo() as undo:
             if not wanted.module_only:
                 restore = functools.partial(self._restore, state.get("engine"), rank_state, wanted, loader, undo)
-                self._ranks.all_or_none(f"restoring the training state of {prepared.loaded.path}", restore)
+                self._ranks.keep(f"restoring the training state of {prepared.loaded.path}", restore)
         prepared.install()
         if wanted.custom is not None:
             self._load_by_hand(prepared.loaded.path, wanted.custom)
@@ -379,7 +379,7 @@ class Checkpointer:
             custom(src=WholeTensors.of(path), dst=self.module)
 
         with self.gather(list(self.module.parameters()), modifier_rank=0):
-            self._ranks.all_or_none("load_checkpoint(custom_load_fn=...)", fill)
+            self._ranks.keep("load_checkpoint(custom_load_fn=...)", fill)
 
     def _restore(self, saved: Any, rank_state: Any, wanted: Wanted, loader: Any, undo: Undo) -> None:
         from dsx_checkpoint import CheckpointCorruptError, CheckpointError

@@ -155,13 +155,13 @@ def save_weights(
     from dsx_checkpoint.ranks import default_ranks
 
     ranks = default_ranks()
-    path = ranks.all_or_none("save_16bit_model", lambda: _checked_path(folder, filename, elsewhere))
+    path = ranks.keep("save_16bit_model", lambda: _checked_path(folder, filename, elsewhere))
     collected: dict[str, torch.Tensor] = {}
     for aliases, value in whole_tensors(module, gather, exclude_frozen=exclude_frozen):
         if writer:
             copy = value.to("cpu", copy=True)
             collected.update((alias, copy) for alias in (aliases[:1] if path.suffix == ".safetensors" else aliases))
-    ranks.all_or_none(f"writing {path}", (lambda: _write(path, collected)) if writer else (lambda: None))
+    ranks.keep(f"writing {path}", (lambda: _write(path, collected)) if writer else (lambda: None))
 
 
 def _checked_path(folder: Any, filename: str, elsewhere: Sequence[str]) -> Path:
