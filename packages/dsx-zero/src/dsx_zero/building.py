@@ -35,7 +35,9 @@ from .homes.chosen import (
     makes_states_at_once,
     may_step_during_backward,
     place_units,
+    room_for_copies,
     room_for_new_values,
+    speculates,
     steps_during_backward,
     sub_group_size,
     transfers_beside_step,
@@ -54,7 +56,7 @@ from .plan.rank_sets import check_rank_sets, is_plain, ranks_of_buffers
 from .plan.units import GroupPlan, ParameterInfo, Persistence, RanksOf, UnitPlan, plan_units
 from .precision import Precision
 from .runtime import Publisher, Runtime
-from .step.apart import new_values_wait
+from .step.host_thread import new_values_wait
 from .step.inner import StepGroups, may_be_cut, why_at_once
 from .step.masters import (
     Master,
@@ -180,7 +182,8 @@ class StepParts:
         channel: carries the words of the order.
         agreement_group: adds norms up with what the ranks agree on; None: `channel` has all that they agree on.
         moving_lanes: those on which copies between tiers run.
-        early_units: those that may be stepped while backward goes on.
+        early_units: those that may be stepped while backward goes on; `undoable_units`: where that may have to be
+            undone.
         late_after: steps after which updates are applied late; None: never.
         data_writes: whether `Edits` looks for writes that raise no version counter.
     """
@@ -200,6 +203,7 @@ class StepParts:
     agreement_group: Any = None
     moving_lanes: tuple[Lane, ...] = ()
     early_units: tuple[int, ...] = ()
+    undoable_units: tuple[int, ...] = ()
     late_after: int | None = None
     data_writes: bool | None = None
 
@@ -469,7 +473,7 @@ def assemble(builder: Builder, planned: Planned, runtime: Runtime, inner: Any, k
         group.master is not None and group.master.view() is None for unit in runtime.units for group in unit.groups
     )
     most = sub_group_size(recipe.settings, moves=moves) if may_be_cut(inner) else None
-    early = _early_units(recipe, planned, runtime, inner)
+    early, undoable = _early_units(recipe, planned, runtime, inner)
     masters = make_masters(runtime.units, whole=runtime.stage == 0, most=most, known=kept.masters)
     faces = _faces(recipe.model, runtime)
     shown: list[list[Any]] = [[faces.get(id(p), p) for p in group["params"]] for group in inner.param_groups]
@@ -497,7 +501,7 @@ def assemble(builder: Builder, planned: Planned, runtime: Runtime, inner: Any, k
         pipeline=Pipeline(*transfers_beside_step(recipe.settings)),
     )
     # Where states move, small sub-groups cost transfers: the usual step has large ones, which span units.
-    apart_plan = planned_step(by_unit=bool(early))
+    apart_plan = planned_step(by_unit=bool(early or undoable))
     return StepParts(
         runtime=runtime,
         masters=tuple(stepped),
@@ -506,7 +510,7 @@ def assemble(builder: Builder, planned: Planned, runtime: Runtime, inner: Any, k
         groups=groups,
         states=states,
         placements=planned.placements,
-        plan=planned_step() if moves and early else apart_plan,
+        plan=planned_step() if moves and (early or undoable) else apart_plan,
         apart_plan=apart_plan,
         lane=builder.lane,
         faces=faces,
@@ -514,24 +518,42 @@ def assemble(builder: Builder, planned: Planned, runtime: Runtime, inner: Any, k
         agreement_group=builder.agreement_group(runtime),
         moving_lanes=tuple(builder.moving_lanes.values()),
         early_units=early,
+        undoable_units=undoable,
         late_after=late_update_after(recipe.settings),
         data_writes=recipe.settings.notice_data_writes,
     )
 
 
-def _early_units(recipe: Recipe, planned: Planned, runtime: Runtime, inner: Any) -> tuple[int, ...]:
-    """The units that may be stepped while backward goes on, the same on all ranks. Units whose new values would not fit
-    into their room in host memory are left out.
+def _early_units(
+    recipe: Recipe, planned: Planned, runtime: Runtime, inner: Any
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The units that may be stepped while backward goes on: where nothing has to be undone, and where something may
+    have to. Units whose new values, or copies of whose old values, would not fit into their room in host memory are
+    left out.
     """
-    settings = recipe.settings
-    safe = hasattr(inner, "step_flat") and why_at_once(inner) is None and runtime.averaging is None
-    if not safe or runtime.checks_overflow or not steps_during_backward(settings):
-        return ()
-    room, found = room_for_new_values(settings, recipe.placement), list[int]()
-    for unit in reversed(list(runtime.trainable_units())):  # backward completes the last ones first
-        waiting = sum(group.stepped.numel for group in unit.trainable if new_values_wait(group))
-        if may_step_during_backward(planned.placed(unit.index)) and waiting <= room:
-            room -= waiting
+    settings, none = recipe.settings, tuple[int, ...]()
+    if why_at_once(inner) is not None or runtime.averaging is not None or not steps_during_backward(settings):
+        return none, none
+    units = [u for u in runtime.trainable_units() if may_step_during_backward(planned.placed(u.index))]
+    waiting = {u.index: sum(group.stepped.numel for group in u.trainable if new_values_wait(group)) for u in units}
+    room = room_for_new_values(settings, recipe.placement)
+    surely = hasattr(inner, "step_flat") and not runtime.checks_overflow
+    early = _that_fit(units, waiting, room) if surely else none
+    if not speculates(settings, {group.key.device.type for unit in units for group in unit.trainable}):
+        return early, none
+    copied = {u.index: sum(group.stepped.numel for group in u.trainable) - waiting[u.index] for u in units}
+    fit = set(_that_fit(units, waiting, room)).intersection(
+        _that_fit(units, copied, room_for_copies(settings, sum(copied.values())))
+    )
+    return early, tuple(sorted(fit))
+
+
+def _that_fit(units: Sequence[Unit], elements: Mapping[int, int], room: int) -> tuple[int, ...]:
+    """The units whose elements have room together. Backward completes the last ones first."""
+    found = list[int]()
+    for unit in reversed(units):
+        if elements[unit.index] <= room:
+            room -= elements[unit.index]
             found.append(unit.index)
     return tuple(reversed(found))
 

@@ -36,11 +36,11 @@ from .state.loading import SliceLoad, publish_masters, read_slices
 from .state.local import count_bytes, load_local, save_local
 from .state.moving import MovedStates, OffloadStateTypeEnum
 from .state.slices import ParamSlice, Reader, iter_slices
-from .step.during_backward import StepDuringBackward
 from .step.edits import EditAgreement, Edits
 from .step.failures import StepFailure
+from .step.host_late import LateUpdate
+from .step.host_step import DuringBackward
 from .step.inner import StateView, checked_state
-from .step.late import LateUpdate
 from .step.masters import Master, refresh_master, write_parameters
 from .step.model_check import Frozen, ModelCheck
 from .step.nonfinite import NonFiniteWarning
@@ -208,10 +208,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
         self._moved = MovedStates(runtime, parts.states)
         self._edits = Edits(flat, data_writes=parts.data_writes)
-        self._early: StepDuringBackward | None = None
-        if parts.early_units:
-            early = StepDuringBackward(
-                runtime, self._runner, self._edits, units=parts.early_units, channel=parts.channel, inner=inner
+        self._early: DuringBackward | None = None
+        if parts.early_units or parts.undoable_units:
+            early = DuringBackward(
+                runtime,
+                self._runner,
+                self._edits,
+                units=parts.early_units,
+                undoable=parts.undoable_units,
+                norm_on_host=self._norm.on_host,
+                channel=parts.channel,
+                inner=inner,
             )
             runtime.gradients.watch_reductions(early)
             self._early = early
@@ -518,7 +525,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             run.averaging.announce_clipping(max_norm)
             local = run.averaging.local()
         self._norm.finish_gradients(local=local)
-        stepped = () if self._early is None else self._early.complete(grad_scale, max_norm)
+        if self._early is not None:
+            self._early.complete(grad_scale, max_norm)
         norm = self._norm.norm(grad_scale, needed=bool(max_norm) or run.checks_overflow or not local, local=local)
         late, self.steps_done = self._late is not None and self._late.is_late(self.steps_done), self.steps_done + 1
         if late:
@@ -528,17 +536,27 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if not local:
                 norm = everywhere  # the rest of the step uses what the host has read
             if not torch.isfinite(everywhere).item():
+                self._conclude(None)
                 self._failure.end()
+                self._end_early()
                 return self._note(StepOutcome(True, everywhere, loss))
         self._nonfinite.steps += 1
         if norm.device.type != "cpu" or not math.isfinite(norm.item()):
             self._nonfinite.look(run, norm, everywhere=not local)
         factor = self._failure.run(lambda: clip_factor(norm, grad_scale, max_norm), 1.0)
+        stepped, factor = self._conclude(factor)
         self._apply(factor, stepped, late=late)
         self._failure.end()
+        self._end_early()
+        return self._note(StepOutcome(False, None if local else norm, loss))
+
+    def _conclude(self, factor: Any) -> tuple[Collection[int], Any]:
+        """See `DuringBackward.conclude`."""
+        return ((), factor) if self._early is None else self._early.conclude(factor)
+
+    def _end_early(self) -> None:
         if self._early is not None:
             self._early.end_step()
-        return self._note(StepOutcome(False, None if local else norm, loss))
 
     def _apply(self, factor: float | torch.Tensor, stepped: Collection[int], *, late: bool) -> None:
         """Step the masters with the gradients times `factor`, and publish them; or begin to, for the next step."""
@@ -568,28 +586,33 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._step_groups.check()
         self._frozen.check()
 
-    def step_during_backward(self, grad_scale: float = 1.0) -> bool:
-        """Announce that the coming backward is the last one before `step(grad_scale=grad_scale)` without `max_norm`.
+    def step_during_backward(self, grad_scale: float = 1.0, max_norm: float | None = None) -> bool:
+        """Announce that the coming backward is the last one before `step(grad_scale=grad_scale, max_norm=max_norm)`.
 
         Units whose masters lie in host memory or on disk (`offload_optimizer`) are then stepped on a thread as soon as
         their gradients are reduced, while backward goes on. The result has the bits of a step after backward.
-        In the first two announced steps nothing is stepped early; if settings, gradients or parameters are written
-        between backward and `step` in one of them, nothing ever is. Later such a write makes `step` raise.
+
+        With `max_norm`, or 16-bit parameters whose overflow is checked, the norm decides on the step and is known only
+        behind backward. Then units are stepped as if nothing was clipped, unless the step before was clipped or
+        skipped, and old values are kept: `step` undoes the update bit by bit if the norm says otherwise, or if
+        settings, gradients or parameters were written. Elsewhere there is nothing to undo: in the first two announced
+        steps nothing is stepped early; if settings, gradients or parameters are written between backward and `step` in
+        one of them, nothing ever is. Later such a write makes `step` raise.
 
         To be called before each such backward on every rank, or on none.
 
         Args:
-            grad_scale: as for `step`.
+            grad_scale, max_norm: as for `step`.
 
         Returns:
-            Whether units are stepped during this backward. Never where the step needs the norm first (16-bit parameters
-            whose overflow is checked), where the optimizer has no `step_flat` or has hooks, and where
-            `offload_optimizer.step_during_backward` is false.
+            Whether units are stepped during this backward. Never where the optimizer cannot be stepped in parts or has
+            hooks, and where `offload_optimizer.step_during_backward` is false. On a CPU, whose cores would have to do
+            both, a step that may have to be undone is begun early only if the key is set to true.
         """
         self._check_in_use()
         self._step_groups.check()
         self._frozen.check()
-        return self._early is not None and self._early.announce(grad_scale)
+        return self._early is not None and self._early.announce(grad_scale, max_norm)
 
     def _apply_late_update(self) -> None:
         if self._late is not None and self._late.finished():
@@ -931,6 +954,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self._late is not None:
             counted["grads"]["host"] = counted["grads"].get("host", 0) + self._late.nbytes
         counted["params"]["host"] = counted["params"].get("host", 0) + self._runner.apart.nbytes
+        counted["optimizer"]["host"] = counted["optimizer"].get("host", 0) + self._runner.apart.old_nbytes
         for kind, nbytes in self._moved.nbytes().items():
             counted[kind]["host"] = counted[kind].get("host", 0) + nbytes
         return {kind: {tier: n for tier, n in tiers.items() if n} for kind, tiers in counted.items()}

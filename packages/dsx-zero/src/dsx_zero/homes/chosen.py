@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
+
+from dsx_core.host_memory import free_host_memory
 
 from ..errors import ZeroConfigError
 from .stored import OneCallerAtATime, TensorStore
@@ -19,7 +22,9 @@ __all__ = [
     "offload_ratio",
     "place_units",
     "placement_of",
+    "room_for_copies",
     "room_for_new_values",
+    "speculates",
     "states_at_once",
     "steps_during_backward",
     "sub_group_size",
@@ -266,6 +271,31 @@ def room_for_new_values(settings: Section, placement: Placement) -> int:
 
 _ROOM = 1_000_000_000
 """The default of `offload_optimizer.max_in_cpu`, for a placement without that section."""
+
+
+def speculates(settings: Section, devices: Collection[str]) -> bool:
+    """Are units stepped during backward where that may have to be undone? On a CPU only if the configuration sets
+    `step_during_backward`: its cores compute backward, so that nothing is hidden, and copies of old values cost time.
+    """
+    section = settings.offload_optimizer
+    asked = section is not None and "step_during_backward" in section.model_fields_set
+    return asked or "cpu" not in devices
+
+
+def room_for_copies(settings: Section, elements: int) -> int:
+    """Elements whose old values, masters and states, may be copied while units are stepped speculatively:
+    `offload_optimizer.max_in_cpu` if it is set, and at most half of the memory that is left to this rank of the host
+    when the states of all `elements` are there.
+    """
+    section = settings.offload_optimizer
+    free = free_host_memory() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    room = max(0, (free - _STATE_BYTES * elements) // 2 // (_STATE_BYTES + 4))
+    given = section is not None and "max_in_cpu" in section.model_fields_set
+    return min(room, int(section.max_in_cpu)) if given else room
+
+
+_STATE_BYTES = 8
+"""Of one element: Adam's two moments in fp32. The master has 4 more."""
 
 
 def makes_states_at_once(settings: Section) -> bool:

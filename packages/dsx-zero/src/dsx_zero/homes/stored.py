@@ -118,13 +118,19 @@ class StoredHome:
         self.writes = 0
         """Grows with every `store`, as the version of a tensor does with every write."""
         self._starts: list[int] = []
+        self._second: set[int] = set()
+        """Pieces whose values are under their second name."""
+        self._beside: set[int] | None = None
+        """While values are held: the pieces that were written beside them."""
         self.cut_at(())
         self._ahead: tuple[torch.Tensor, _Moves] | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the pieces that were stored."""
-        return sum((b - a) * self.dtype.itemsize for a, b, key in self._pieces(0, self.numel) if key in self._store)
+        return sum(
+            (b - a) * self.dtype.itemsize for a, b, n in self._pieces(0, self.numel) if self._at(n) in self._store
+        )
 
     def view(self) -> None:
         """Returns None: the elements are not in the memory of this process."""
@@ -174,12 +180,31 @@ class StoredHome:
         if ahead is not None:
             ahead[1].wait()  # the buffer must not be freed while it is being filled
 
+    # Holding values --------------------------------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Until `settle` the present values stay and are read, and what is stored is written beside them. It takes the
+        same space once more, which the next such time uses again. Calling it twice is harmless.
+        """
+        if self._beside is None:
+            self._beside = set()
+
+    def settle(self, *, keep: bool) -> None:
+        """End what `hold` began, after every `store` has ended. `keep`: what was stored takes the place of the values
+        that were held; otherwise it is forgotten. Does nothing where nothing is held.
+        """
+        beside, self._beside = self._beside, None
+        if beside and keep:
+            self.forget_ahead()
+            self._second ^= beside
+
     def discard(self) -> None:
         """Delete the pieces from the store."""
         self.forget_ahead()
-        for _, _, key in self._pieces(0, self.numel):
-            if key in self._store:
-                self._store.delete(key)
+        for number in range(len(self._starts)):
+            for key in (self._key(number, second=False), self._key(number, second=True)):
+                if key in self._store:
+                    self._store.delete(key)
 
     def cut_at(self, places: Iterable[int]) -> None:
         """Let pieces begin at these elements. Must be called before anything is stored."""
@@ -189,18 +214,26 @@ class StoredHome:
             raise ValueError(f"{self._name}: has values already; it is cut before they are stored")
         self._starts = starts
 
-    def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, str]]:
-        """The pieces that have elements of [start, stop)."""
+    def _key(self, number: int, *, second: bool) -> str:
+        return f"{self._name}.{number}{'.second' if second else ''}"
+
+    def _at(self, number: int) -> str:
+        """The name of a piece's values."""
+        return self._key(number, second=number in self._second)
+
+    def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """The pieces that have elements of [start, stop): begin, end and number."""
         starts = self._starts
         number = max(0, bisect_right(starts, start) - 1)
         while number < len(starts) and starts[number] < stop:
             end = starts[number + 1] if number + 1 < len(starts) else self.numel
-            yield starts[number], end, f"{self._name}.{number}"
+            yield starts[number], end, number
             number += 1
 
     def _read(self, out: torch.Tensor, start: int) -> _Moves:
         moves, stop = _Moves(), start + out.numel()
-        for begin, end, key in self._pieces(start, stop):
+        for begin, end, number in self._pieces(start, stop):
+            key = self._at(number)
             first, last = max(begin, start), min(end, stop)
             target = out[first - start : last - start]
             if key not in self._store:
@@ -216,15 +249,20 @@ class StoredHome:
         moves, stop = _Moves(), start + values.numel()
         if not self._fits(values):  # copied at once: from a device, the host would wait for each piece
             values = values.to(device=self.device, dtype=self.dtype).contiguous()
-        for begin, end, key in self._pieces(start, stop):
+        for begin, end, number in self._pieces(start, stop):
+            key = earlier = self._at(number)
+            if self._beside is not None:
+                key = self._key(number, second=number not in self._second)
+                earlier = key if number in self._beside else earlier
+                self._beside.add(number)
             first, last = max(begin, start), min(end, stop)
             source = values[first - start : last - start]
             if (first, last) == (begin, end):
                 moves.add(self._store.put(key, source))
                 continue
             piece = torch.zeros(end - begin, dtype=self.dtype)
-            if (first, last) != (begin, end) and key in self._store:
-                self._store.get(key, piece).wait()
+            if earlier in self._store:
+                self._store.get(earlier, piece).wait()
             piece[first - begin : last - begin].copy_(source)
             moves.add(self._store.put(key, piece))
         return moves

@@ -34,7 +34,7 @@ from .failures import StepFailure
 if TYPE_CHECKING:
     from ..runtime import Runtime
 
-__all__ = ["SquaresAndRows", "StepNorm", "clip_factor", "groups_of_norm", "norm_of", "sum_of_squares"]
+__all__ = ["SquaresAndRows", "StepNorm", "clip_factor", "groups_of_norm", "norm_of", "sum_of_squares", "usual_factor"]
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -185,6 +185,11 @@ class StepNorm:
             self._with_rows = SquaresAndRows(group, device, self._squares_to_add_up)
             runtime.gradients.agree_by(self._with_rows)
 
+    @property
+    def on_host(self) -> bool:
+        """Whether the norm is on the host when the step clips: it is computed there, or was read for overflow."""
+        return self._device.type == "cpu" or self._runtime.checks_overflow
+
     def finish_gradients(self, *, local: bool) -> None:
         """Complete the reductions of the step, and agree with the other ranks (collective).
 
@@ -263,6 +268,12 @@ class StepNorm:
         """This rank's part of the square of the norm, on the host."""
         squares, self._all_double = self._squares_to_add_up()
         return squares.item()
+
+
+def usual_factor(grad_scale: float, max_norm: float | None, *, on_host: bool) -> float:
+    """What `clip_factor` gives where the norm is at most `max_norm`, bit for bit. `on_host`: where the norm is."""
+    factor = 1.0 / grad_scale if grad_scale else math.inf
+    return factor if on_host or not max_norm else torch.tensor(factor, dtype=torch.float32).item()
 
 
 def clip_factor(norm: torch.Tensor, grad_scale: float, max_norm: float | None) -> float | torch.Tensor:

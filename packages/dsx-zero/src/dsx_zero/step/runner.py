@@ -17,8 +17,8 @@ from dsx_comm.lanes import HostLane, Lane, Ticket, transfer
 
 from ..homes.home import write
 from ..runtime import Runtime
-from .apart import ApartSteps
 from .failures import StepFailure
+from .host_thread import ApartSteps
 from .inner import InnerStep, StepGroups, has_step_hooks, why_at_once
 from .masters import Master, copy_targets, gradients_of, runs_of
 from .model_check import Frozen

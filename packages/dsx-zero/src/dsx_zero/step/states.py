@@ -7,7 +7,7 @@ and put into `optimizer.state`, and stored afterwards. Single values (`step`) al
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -117,6 +117,16 @@ class OptimizerStates:
         self.inner.state.pop(master.tensor, None)
         for home in self._homes.pop(id(master.tensor), {}).values():
             discard(home)
+
+    def homes_of(self, master: Master) -> Mapping[str, Home]:
+        """The homes of a master's states that are not in the optimizer's own state, by name."""
+        return self._homes[id(master.tensor)]
+
+    def forget_homes(self, master: Master, *, keep: Collection[str]) -> None:
+        """Release the homes of a master's states, except those with the names in `keep`."""
+        homes = self._homes[id(master.tensor)]
+        for name in [name for name in homes if name not in keep]:
+            discard(homes.pop(name))
 
     def homes(self) -> list[Home]:
         """The homes of the states that are not in the optimizer's own state."""

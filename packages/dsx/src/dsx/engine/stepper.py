@@ -64,14 +64,15 @@ class ShardedStepper:
     ) -> None:  # fmt: skip
         self._optimizer, self._scaler, self._max_norm = optimizer, scaler, max_norm
         self._gradient_scale, self._steps = gradient_scale, steps
-        self._announces = known_before and not max_norm
+        self._announces = known_before
 
     def before_last_backward(self) -> None:
-        """Called before the last backward of an update. Units may be stepped during it, if everything that the update
-        needs is known before.
+        """Called before the last backward of an update. Units may be stepped during it, if everything but the norm is
+        known before.
         """
         if self._announces:
-            self._optimizer.step_during_backward(self._scaler.scale * self._gradient_scale())
+            scale = self._scaler.scale * self._gradient_scale()
+            self._optimizer.step_during_backward(grad_scale=scale, max_norm=self._max_norm)
 
     def step(self) -> StepOutcome:
         """Do one update. On overflow only the loss scale changes, and the gradients are dropped."""

@@ -1,5 +1,5 @@
-"""Late updates: an update is applied one step later (decision 0043), so that the host computes it while the device runs
-the next forward and backward.
+"""The CPU optimizer step one step later: an update is applied late (decision 0043), so that the host computes it while
+the device runs the next forward and backward.
 
 After `warm_up` steps of the usual kind, step n
 
@@ -8,10 +8,8 @@ After `warm_up` steps of the usual kind, step n
 
 So forward and backward of step n + 1 use parameters that lack the update of step n. The first late step applies
 nothing; a step whose gradients are not finite gives the host nothing. `ZeroOptimizer.synchronize` applies the update
-that is under way.
-
-The host works on copies of the gradients, because the next backward writes new ones into their memory. The copies take
-4 bytes per element of this rank's masters.
+that is under way. The host works on copies of the gradients, because the next backward writes new ones into their
+memory. The copies take 4 bytes per element of this rank's masters.
 """
 
 from __future__ import annotations
@@ -26,9 +24,9 @@ from ..params.flat import FlatGroup, Part
 from ..runtime import Runtime
 from .edits import Edits
 from .failures import raise_on_all_ranks
+from .host_thread import Worker
 from .inner import settings_of
 from .runner import StepRunner
-from .worker import Worker
 
 __all__ = ["LateUpdate"]
 
@@ -47,8 +45,7 @@ class LateUpdate:
         self._warm_up, self._under_way = warm_up, False
         self._numbers = range(len(runner.apart.plan.sub_groups))
         self._kept: dict[tuple[FlatGroup, int], torch.Tensor] = {}
-        device = next((group.key.device for u in runtime.trainable_units() for group in u.trainable), "cpu")
-        self._worker = Worker(torch.device(device))
+        self._worker = Worker.beside(runtime)
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,408 @@
+"""The CPU optimizer step of units while backward goes on (decision 0065).
+
+`announce` says that the coming backward is the last one before the step. When the last reduction of a
+unit is complete, the thread steps the unit's masters, in host memory or on disk. The parameters keep their old values
+until `step()`: backward, other ranks' gathers and the user see the values from before the update (`host_thread`). The
+result has the same bits as a step after backward: a unit is stepped only after all ranks have said, together with the
+unit's reduction, that it was the last one, and with the settings (learning rates) of the announcement.
+
+Where the step clips or checks for overflow, the norm decides on the update, and it is known when backward has ended.
+There the thread *speculates* that gradients are neither clipped nor infinite, and keeps what it overwrites. In `step`
+the updates are kept, or undone bit by bit and made again with the right factor. A step after one that was clipped or
+skipped is not announced to the thread: the norms of neighbouring steps are alike. An update that can be undone is also
+undone wherever somebody looks at or changes what it rests on between backward and step (learning rates, gradients,
+parameters, a checkpoint, another backward). Units are stepped after backward from then on.
+
+Without clipping and check there is nothing to undo, and nothing is kept. There such a change makes `step` raise, and
+the first announced steps are trials: nothing is stepped early in them, and a loop that makes such changes is found.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from dsx_comm.lanes import Ticket
+
+from ..errors import ZeroStateError
+from ..grads.reductions import cut_parts
+from ..homes.home import Home
+from ..homes.stored import StoredHome
+from ..order.channel import Answer, Asks
+from ..params.flat import FlatGroup, Part
+from ..runtime import Runtime
+from .edits import Edits
+from .failures import raise_on_all_ranks
+from .host_thread import Worker
+from .inner import InnerStep, Settings, has_reciprocal, has_step_hooks, same_settings, settings_of
+from .norm import usual_factor
+from .runner import StepRunner
+
+__all__ = ["DuringBackward"]
+
+_log = logging.getLogger(__name__)
+
+_TRIALS = 2
+"""Announced steps in which nothing is stepped early, where a step cannot be undone."""
+
+_MOST_UNDONE = 2
+"""So many times an early step is undone because somebody read or changed something; then there are no more."""
+
+_REMEDY = (
+    "do it before the last backward of an update or after step(), or set"
+    " zero_optimization.offload_optimizer.step_during_backward to false. This step was begun and cannot be completed:"
+    " load a checkpoint to go on"
+)
+
+
+@dataclass
+class _Announced:
+    """The step that was announced.
+
+    Attributes:
+        factor: what its gradients are multiplied with.
+        units: those that are stepped early.
+        undoable: it can be undone, and is undone if the factor is another one.
+        trial: nothing is stepped early in it.
+    """
+
+    grad_scale: float
+    factor: float
+    settings: Settings
+    inner_step: InnerStep
+    units: Collection[int]
+    undoable: bool
+    trial: bool
+
+
+@dataclass
+class _Group:
+    """A flat group whose masters were stepped, and numbers that show later writes to it: each write makes one of them
+    grow.
+    """
+
+    group: FlatGroup
+    gradients: Home
+    arriving: Ticket | None
+    before: list[int] = field(default_factory=list)
+    """Of gradients and partitioned parameters, from before the thread has begun."""
+    stepped: int = 0
+    """Of the masters, which the thread writes itself."""
+
+    def __post_init__(self) -> None:
+        self.before = self._sources()
+
+    def _sources(self) -> list[int]:
+        return [_version(self.gradients), self.group.replaced]
+
+    def note_stepped(self) -> None:
+        """The masters have the values that they keep until the step."""
+        self.stepped = _version(self.group.master)
+
+    def was_written(self) -> bool:
+        """Was anything written since?"""
+        return self._sources() != self.before or _version(self.group.master) != self.stepped
+
+
+def _version(home: Home | None) -> int:
+    view = None if home is None else home.view()
+    if view is not None:
+        return view._version
+    return home.writes if isinstance(home, StoredHome) else 0  # units with other tiers are not stepped early
+
+
+class DuringBackward:
+    """Steps a unit on the host as soon as its last reduction is complete, while backward goes on.
+
+    Args:
+        runner: executes the step; no sub-group of `runner.apart.plan` spans two units.
+        units: the units that may be stepped early where the step needs no norm.
+        undoable: the units that may be stepped early where it does.
+        norm_on_host: whether the step's clipping is computed on the host.
+        channel: asks a yes-or-no question of all ranks.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        runner: StepRunner,
+        edits: Edits,
+        *,
+        units: Collection[int],
+        undoable: Collection[int],
+        norm_on_host: bool,
+        channel: Asks,
+        inner: Any,
+    ) -> None:
+        self._runtime, self._runner, self._edits, self._channel, self._inner = runtime, runner, edits, channel, inner
+        self._units, self._undoable, self._norm_on_host = frozenset(units), frozenset(undoable), norm_on_host
+        self._sub_groups = {unit: runner.sub_groups_of(unit) for unit in {*units, *undoable}}
+        self._by_flat = hasattr(inner, "step_flat")
+        """Whether the optimizer's kernels only read gradients and release Python's lock. Another optimizer may hold it
+        while the user's code waits and goes on, so that its steps can always be undone.
+        """
+        self._names = {unit.index: str(unit.plan) for unit in runtime.units}
+        self._worker = Worker.beside(runtime)
+        self._announced: _Announced | None = None
+        self._was_announced = False
+        self._asks = runtime.ranks.size == 1
+        """Whether each reduction also asks all ranks. It does from the step after the first announced one, on every
+        rank. One rank alone has no other rank to wait for.
+        """
+        self._answers: dict[int, Answer] = {}
+        self._stepped: dict[int, tuple[_Group, ...]] = {}
+        """By unit: the groups that the worker steps. In a trial nothing is stepped, and these are only watched."""
+        self._trials, self._undone, self._only_afterwards = _TRIALS, 0, False
+        self._plain = False
+        """Whether the last step was neither clipped nor skipped."""
+        self._usual = 1.0
+        """What the gradients of the announced step are multiplied with, unless it is clipped."""
+        self._disturbed: str | None = None
+
+    # Before and during backward ---------------------------------------------------------------------------------------
+
+    def announce(self, grad_scale: float, max_norm: float | None) -> bool:
+        """Say that the coming backward is the last one before `step(grad_scale=..., max_norm=...)`. Returns whether
+        units will be stepped during it.
+        """
+        self._runtime.gradients.expect_last()
+        self._was_announced = True
+        if self._announced is not None:
+            self._disturb("more than one backward was announced as the last before the step")
+        undoable = bool(max_norm) or self._runtime.checks_overflow or not self._by_flat
+        units = self._undoable if undoable else self._units
+        factor = self._usual = usual_factor(grad_scale, max_norm, on_host=self._norm_on_host)
+        if self._only_afterwards or not units or not has_reciprocal(factor) or has_step_hooks(self._inner):
+            return False
+        if undoable and not self._plain:
+            return False
+        settings = settings_of(self._inner)
+        inner_step, trial = self._runner.inner_step.for_twin(settings), self._trials > 0 and not undoable
+        self._announced = _Announced(grad_scale, factor, settings, inner_step, units, undoable, trial)
+        return not trial
+
+    def begin_backward(self) -> None:
+        """See `ReductionWatch`: units that are stepped already must not get other gradients."""
+        if self._stepped:
+            self._disturb("a backward came after the one that was said to be the last before the step")
+            self.check_not_begun()
+
+    def started(self, unit: int) -> None:
+        """See `ReductionWatch`."""
+        if unit in self._stepped and self._announced is not None and self._announced.trial:
+            del self._stepped[unit]  # it was not the last one, and the ranks would have said so
+        elif unit in self._stepped:
+            self._disturb(f"the gradients of unit {self._names[unit]} were reduced again after its step")
+        if self._asks:
+            self._answers[unit] = self._channel.ask(self._runtime.gradients.is_final(unit))
+
+    def finished(self, unit: int) -> None:
+        """See `ReductionWatch`."""
+        answer, announced = self._answers.pop(unit, None), self._announced
+        final = answer is not None and answer.get()
+        if announced is None or unit not in announced.units or unit in self._stepped:
+            return
+        if not (final or announced.trial):
+            return
+        groups = tuple(_Group(*found) for found in self._runtime.gradients.reduced(unit))
+        self._stepped[unit] = groups
+        if announced.trial:
+            _wait_for_gradients(groups)
+            _note_stepped(groups)
+        else:
+            self._worker.submit(lambda: self._step(self._sub_groups[unit], groups, announced))
+
+    def _step(self, sub_groups: Sequence[int], groups: Sequence[_Group], announced: _Announced) -> None:
+        """Step the masters of a unit. Runs on the worker thread."""
+        _wait_for_gradients(groups)
+        self._edits.take_over([entry.group for entry in groups])
+        of = {id(entry.group): entry.gradients for entry in groups}
+
+        def gradients(group: FlatGroup, parts: Sequence[Part]) -> tuple[torch.Tensor, ...]:
+            found = cut_parts(of[id(group)], group, parts)
+            return (
+                found if self._by_flat else tuple(grad.clone() for grad in found)
+            )  # such an optimizer may change them
+
+        self._runner.apart.step(
+            sub_groups, announced.factor, announced.inner_step, gradients, keep_old=announced.undoable
+        )
+        _note_stepped(groups)
+
+    # At the step ------------------------------------------------------------------------------------------------------
+
+    def complete(self, grad_scale: float, max_norm: float | None) -> None:
+        """To be called in the step, when all reductions are complete: wait for the worker thread (collective).
+
+        Raises:
+            ZeroStateError: a rank's worker has failed; or something was changed since the announcement, in a step that
+                cannot be undone. A step that can be undone is undone on every rank then, and may be made again.
+        """
+        failure, announced = self._end_early(), self._announced
+        problem = self._disturbed
+        if failure is not None:
+            problem = f"the step of a unit during backward failed: {type(failure).__name__}: {failure}"
+        elif announced is not None and self._stepped:
+            problem = problem or next(self._changes(announced, grad_scale, max_norm), None)
+        if problem is not None and self._is_undoable():
+            self._undo(problem, for_good=True)
+            problem = problem if failure is not None and not _is_full(failure) else None
+        elif problem is not None and not self._early():
+            self._stop_early_steps(problem)
+            problem = None
+        elif problem is not None and failure is None:
+            problem = f"{problem}, but units were stepped during backward: {_REMEDY}"
+        if self._asks:
+            try:
+                raise_on_all_ranks(self._channel, self._runtime.ranks, problem, failure)
+            except ZeroStateError:
+                if self._is_undoable():
+                    self._undo("another rank's step failed", for_good=False)
+                raise
+
+    def conclude(self, factor: float | torch.Tensor | None) -> tuple[frozenset[int], float | torch.Tensor | None]:
+        """The norm is known: keep what was stepped during backward if the right factor was taken, else undo it.
+
+        Args:
+            factor: what the gradients are to be multiplied with; None: the step is skipped.
+
+        Returns:
+            The sub-groups that were stepped already, and `factor`, on the host if it was read.
+        """
+        if not self._was_announced:
+            return frozenset(), factor
+        if isinstance(factor, torch.Tensor):
+            factor = factor.item()  # the host steps these masters, and needs the number anyway
+        announced, self._plain = self._announced, factor == self._usual
+        if announced is not None and announced.undoable and self._early():
+            if factor == announced.factor:
+                self._runner.apart.settle()
+            else:
+                self._undo("the gradients were clipped, or not finite", for_good=False)
+        return frozenset(number for unit in self._early() for number in self._sub_groups[unit]), factor
+
+    def _changes(self, announced: _Announced, grad_scale: float, max_norm: float | None) -> Iterator[str]:
+        """Descriptions of what was changed since the announcement and would give other values."""
+        if grad_scale != announced.grad_scale:
+            yield f"got grad_scale={grad_scale}, expected the announced {announced.grad_scale}"
+        if max_norm and not announced.undoable:
+            yield f"got max_norm={max_norm}, which needs the norm of the gradients before the first update"
+        if not same_settings(announced.settings, settings_of(self._inner)):
+            yield "the settings of the parameter groups (lr, ...) were changed between backward and step"
+        for unit, groups in self._stepped.items():
+            now = self._runtime.gradients.reduced(unit)
+            dropped = any(home is not entry.gradients for entry, (_, home, _) in zip(groups, now, strict=True))
+            if dropped or any(entry.was_written() for entry in groups):
+                yield f"gradients or masters of unit {self._names[unit]} were written between backward and step"
+            if self._edits.were_written([entry.group for entry in groups]):
+                yield f"parameters of unit {self._names[unit]} were written between backward and step"
+
+    def groups(self) -> frozenset[FlatGroup]:
+        """The flat groups whose masters were stepped during backward."""
+        return frozenset(entry.group for unit in self._early() for entry in self._stepped[unit])
+
+    def _early(self) -> Collection[int]:
+        """The units whose masters were stepped during this backward; none in a trial."""
+        return () if self._announced is None or self._announced.trial else self._stepped
+
+    def _is_undoable(self) -> bool:
+        return self._announced is not None and self._announced.undoable
+
+    def end_step(self) -> None:
+        """Say that the step has ended."""
+        if self._announced is not None and self._stepped:
+            self._trials = max(0, self._trials - 1)
+        self._asks = self._was_announced or self._runtime.ranks.size == 1
+        self._was_announced = False
+        self._forget()
+
+    def join(self) -> None:
+        """Wait until the thread has stepped what it was given so far."""
+        self._worker.join()
+
+    def abandon(self) -> None:
+        """Forget the step that has begun, because masters and states are about to get other values."""
+        self._end_early()
+        if self._is_undoable():
+            self._runner.apart.undo()
+        self._runner.apart.forget()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._announced, self._disturbed = None, None
+        self._stepped = {}
+
+    # What was seen ----------------------------------------------------------------------------------------------------
+
+    def check_ended(self) -> None:
+        """Refuse to read masters and states while only some of them were stepped, or undo these steps where that is
+        possible. Raises ZeroStateError.
+        """
+        if not self._early():
+            return
+        if self._is_undoable():
+            self._undo("masters or optimizer states were used between backward and step", for_good=False, counts=True)
+            return
+        raise ZeroStateError(
+            "masters and optimizer states of some units belong to the step that was begun during backward, and"
+            " those of others do not; call step() first, or set"
+            " zero_optimization.offload_optimizer.step_during_backward to false"
+        )
+
+    def check_not_begun(self) -> None:
+        """Refuse another backward after units were stepped. Raises ZeroStateError."""
+        if self._early():
+            raise ZeroStateError(f"{self._disturbed}, but units were stepped during backward: {_REMEDY}")
+
+    def _disturb(self, what: str) -> None:
+        """Something makes early steps wrong: undo them, or remember the first such event for `complete`."""
+        if self._early() and self._is_undoable():
+            self._undo(what, for_good=False, counts=True)
+        else:
+            self._disturbed = self._disturbed or what
+
+    def _end_early(self) -> BaseException | None:
+        """Wait until the thread has nothing more to do. Returns its failure, if there is one."""
+        if self._early():
+            self._worker.submit(self._runner.apart.end)
+        return self._worker.wait()
+
+    def _undo(self, why: str, *, for_good: bool, counts: bool = False) -> None:
+        """Undo what was stepped early in this step; the step will be made after backward. `for_good`: so will all later
+        ones; `counts`: if that has happened often.
+        """
+        self._end_early()
+        self._runner.apart.undo()
+        self._forget()
+        self._undone += counts
+        if for_good or self._undone >= _MOST_UNDONE:
+            self._stop_early_steps(why)
+
+    def _stop_early_steps(self, why: str) -> None:
+        """Do not step early from now on."""
+        if not self._only_afterwards:
+            self._only_afterwards = True
+            self._runner.apart.drop_copies()
+            _log.info("units are stepped after backward, not during it: %s", why)
+
+
+def _is_full(failure: BaseException) -> bool:
+    """Is there no space for new values beside the old ones? After backward they take the place of the old ones."""
+    return isinstance(failure, OSError) and failure.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def _wait_for_gradients(groups: Sequence[_Group]) -> None:
+    """Wait until the reduced gradients are in their homes."""
+    for entry in groups:
+        if entry.arriving is not None:
+            entry.arriving.synchronize()
+
+
+def _note_stepped(groups: Sequence[_Group]) -> None:
+    """The masters have the values that they keep until the step: remember their versions."""
+    for entry in groups:
+        entry.note_stepped()
