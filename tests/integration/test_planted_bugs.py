@@ -255,7 +255,7 @@ def schedule_one_update_ahead() -> Any:
         self.scheduler = scheduler
         scheduler.step()
 
-    return patch.object(module("dsx.engine.schedule").DrivenSchedule, "__init__", init)
+    return patch.object(module("dsx.engine.stepper").DrivenSchedule, "__init__", init)
 
 
 def overflow_not_checked() -> Any:
@@ -286,7 +286,7 @@ def optimizer_forgets() -> Any:
 
 
 def last_micro_batch_only() -> Any:
-    window = module("dsx.engine.accumulation").SyncWindow
+    window = module("dsx.engine.backwards").SyncWindow
     right = window.before_step
 
     def before_step(self):

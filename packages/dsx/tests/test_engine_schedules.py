@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from dsx.engine.schedule import DrivenSchedule, NoSchedule
+from dsx.engine.stepper import DrivenSchedule, NoSchedule
 from dsx_testkit import run_ranks
 
 

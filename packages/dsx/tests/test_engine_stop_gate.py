@@ -5,7 +5,8 @@ import threading
 import dsx
 import pytest
 import torch
-from dsx.engine.gate import StepGate
+from dsx.engine.report import Counters
+from dsx.engine.stepper import StepGate
 from dsx_checkpoint.ranks import Solo
 from dsx_testkit import run_ranks
 
@@ -20,13 +21,13 @@ def asked_by_a_thread(gate, action, ranks=None):
 
 
 def test_the_running_update_is_counted_once():
-    updates, ran = [0], []
-    gate = StepGate(lambda: updates[0])
+    counters, ran = Counters(), []
+    gate = StepGate(counters)
     assert asked_by_a_thread(gate, lambda: ran.append("before")) == 0
     gate.begin_update()
     assert ran == ["before"]
     assert asked_by_a_thread(gate, lambda: ran.append("during")) == 1
-    updates[0] = 1  # the update is counted, and observers run
+    counters.global_steps = 1  # the update is counted, and observers run
     assert asked_by_a_thread(gate, lambda: ran.append("behind")) == 1
     assert ran == ["before"]
     gate.end_update()
@@ -34,7 +35,7 @@ def test_the_running_update_is_counted_once():
 
 
 def test_an_update_that_was_dropped_is_not_counted():
-    gate = StepGate(lambda: 3)
+    gate = StepGate(Counters(global_steps=3))
     gate.begin_update()
     gate.abandon_update()
     assert asked_by_a_thread(gate, lambda: None) == 3

@@ -127,17 +127,17 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, op: Any, to: Memb
     `output` may be a part of `source`.
     """
     if output.numel() * output.element_size() <= SMALL_BYTES:
-        return small_reduce_scatter(output, source, op, to)
+        return small_reduce_scatter(output, source, op, to.group, to.size)
     parts = list(source.view(to.size, -1).unbind(0))
     return reduce_scatter_parts(output, parts, op, to)
 
 
-def small_reduce_scatter(output: torch.Tensor, source: torch.Tensor, op: Any, to: Membership) -> Handle:
+def small_reduce_scatter(output: torch.Tensor, source: torch.Tensor, op: Any, group: Any, size: int) -> Handle:
     """`reduce_scatter` in one call of gloo, for parts of at most `SMALL_BYTES`."""
     sent = source.view(-1).view(torch.uint8)
     received = torch.empty_like(sent)
-    work = dist.all_to_all_single(received, sent, group=to.group, async_op=True)
-    parts = received.view(source.dtype).view(to.size, -1).unbind(0)
+    work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+    parts = received.view(source.dtype).view(size, -1).unbind(0)
     return Handle([work], partial(reduce_in_order, parts, op, output.view(-1)))
 
 

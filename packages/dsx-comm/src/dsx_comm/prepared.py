@@ -164,7 +164,7 @@ def prepare_reduce_scatter(
     if not numel or to.size == 1:
         pass  # nothing to send
     elif on_gloo and size <= composed.SMALL_BYTES and composed.direct(to.size, size):
-        issue = partial(composed.small_reduce_scatter, op=kind, to=to)
+        issue = partial(composed.small_reduce_scatter, op=kind, group=to.group, size=to.size)
     elif native and not on_gloo:
         issue = partial(getattr(dist, REDUCE_SCATTER), op=kind, group=to.group, async_op=True)
     return PreparedCollective(call, issue, to, (numel, numel * to.size), label, dtype)

@@ -17,7 +17,6 @@ from torch import nn
 from .config import Config
 from .data import LoaderOptions
 from .engine.efficiency import (
-    FixedBatches,
     LayerDropping,
     SeqlenCurriculum,
     TokenBatches,
@@ -25,6 +24,7 @@ from .engine.efficiency import (
     takes_any_keyword,
 )
 from .engine.errors import EngineArgumentError
+from .engine.hooks import FixedBatches
 from .engine.request import Request
 from .extension import Extension, Stateful, Watch, Watched
 from .pipelining import is_pipeline

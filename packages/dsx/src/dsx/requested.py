@@ -12,7 +12,7 @@ from torch import nn
 from .config import Config
 from .engine.errors import EngineArgumentError
 from .engine.request import Request
-from .engine.schedule import DrivenSchedule, NoSchedule, ScheduleDriver
+from .engine.stepper import DrivenSchedule, NoSchedule, ScheduleDriver
 from .lr_schedules import build_schedule
 from .optimizers import OptimizerChoice, choose_optimizer
 from .utils.logging import logger

@@ -21,10 +21,9 @@ import torch
 
 from .config import Config
 from .engine.accessors import moments
-from .engine.clock import NoClock
 from .engine.compression import CompressionLine
 from .engine.errors import EngineArgumentError
-from .engine.hooks import TokenCount
+from .engine.hooks import NoClock, TokenCount
 from .engine.observers import (
     MemoryUse,
     MonitorEvents,

@@ -23,18 +23,15 @@ from .compiling import compile_as_configured
 from .config.load import load_config
 from .config.source import read
 from .data import LoaderOptions
-from .engine.accumulation import Accumulation, SyncWindow
-from .engine.backwards import Backwards
+from .engine.backwards import Accumulation, Backwards, SyncWindow
 from .engine.checkpoint_facts import checkpoint_facts
 from .engine.checkpointing import Checkpointer
 from .engine.engine import Engine
-from .engine.gate import StepGate
 from .engine.parts import EngineParts, Update
 from .engine.places import places_of_model
 from .engine.report import Counters
 from .engine.request import Request, joins_others, launched_as
-from .engine.schedule import ScheduleDriver
-from .engine.stepper import LossScaler, NoStepper, ShardedStepper, Stepper
+from .engine.stepper import LossScaler, NoStepper, ScheduleDriver, ShardedStepper, StepGate, Stepper
 from .engine.weights import NOTHING_TO_GATHER, Gather
 from .errors import DsxConfigError
 from .extension import Extension, Watch, Watched, sections_of, states_of
@@ -174,7 +171,7 @@ def _parts(
     )  # fmt: skip
     shards.follow_backward(backwards)
     update = Update(_stepper(to, watch, scaler), scaler, schedule)
-    gate = StepGate(lambda: counters.global_steps)
+    gate = StepGate(counters)
     return EngineParts(
         module=to.module,
         shards=shards,
@@ -221,7 +218,7 @@ def _stepper(to: Watched, watch: Watch, scaler: LossScaler) -> Stepper:
     batches = watch.batches
     return ShardedStepper(
         to.optimizer, scaler, max_norm, batches.gradient_scale, known_before=batches.known_before,
-        steps=lambda: to.counters.global_steps,
+        counters=to.counters,
     )  # fmt: skip
 
 

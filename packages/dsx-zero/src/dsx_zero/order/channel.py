@@ -79,6 +79,8 @@ class ControlChannel:
 
     def __init__(self, group: Any, rank: int, world_size: int) -> None:
         self.rank, self._group, self._world_size = rank, group, world_size
+        self._gathers: dict[int, dsx_comm.PreparedCollective] = {}
+        """A prepared all-gather for each number of words."""
 
     def exchange(self, words: tuple[int, ...]) -> list[tuple[int, ...]]:
         """See `Channel.exchange`: one all-gather."""
@@ -100,7 +102,11 @@ class ControlChannel:
         return read
 
     def _start(self, rows: torch.Tensor, mine: torch.Tensor) -> Any:
-        return dsx_comm.all_gather_into_tensor(rows, mine, group=self._group, async_op=True)
+        gather = self._gathers.get(mine.numel())
+        if gather is None:
+            gather = dsx_comm.prepare_all_gather(mine.numel(), mine.dtype, mine.device, self._group)
+            self._gathers[mine.numel()] = gather
+        return gather.start(rows, mine)
 
     def ask(self, yes: bool) -> Answer:
         """See `Asks.ask`: one all-reduce of a number, which is a ring of 2 (N - 1) messages where gloo carries it."""

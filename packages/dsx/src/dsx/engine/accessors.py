@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .describe import describe
 from .errors import EngineArgumentError
-from .schedule import DrivenSchedule, NoSchedule
+from .stepper import DrivenSchedule, NoSchedule
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,23 +47,9 @@ class EngineAccessors:
 
     # - Batch sizes and counters
 
-    def train_batch_size(self) -> int:
-        """Samples per update over all data-parallel ranks."""
-        return self.train_micro_batch_size_per_gpu() * self.gradient_accumulation_steps() * self.dp_world_size
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples per rank in one forward and backward."""
-        return self._custom_batch or self._parts.loader.micro_batch_size
-
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches per update."""
         return self._parts.accumulation.steps
-
-    def get_batch_info(self) -> BatchInfo:
-        """All three batch sizes."""
-        return BatchInfo(
-            self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
-        )
 
     @property
     def global_steps(self) -> int:

@@ -27,13 +27,11 @@ from dsx_core import with_code
 from ..data import RepeatingLoader, TrainingLoader
 from ..utils.logging import logger
 from .errors import EngineArgumentError
-from .gate import StepGate
 from .hyperparameters import numbers_of, restore_numbers
 from .randomness import RandomStates
 from .registered import Registered, has_state
 from .report import Counters
-from .schedule import ScheduleDriver
-from .stepper import LossScaler
+from .stepper import LossScaler, ScheduleDriver, StepGate
 from .training_state import TrainingState, Undo
 
 if TYPE_CHECKING:

@@ -196,13 +196,11 @@ class EngineCheckpoints:
         self._living()
         self._companions = (*self._companions, companion)
 
-    def _after_update(self) -> None:
-        """Called when an update is over. Here the ranks stop together, if they have agreed to."""
-        if self._preemption is not None or self._companions:
-            self._parts.checkpointer.note_rest(self.training_dataloader)
+    def _tell_companions(self) -> None:
+        """Called when an update is over, if there are companions or a signal to stop for."""
+        self._parts.checkpointer.note_rest(self.training_dataloader)
         for companion in self._companions:
             companion.after_update()
-        self._parts.gate.end_update()
 
     def _close_checkpoints(self) -> None:
         """Restore the signal handlers, and wait for saves in flight."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -22,60 +22,6 @@ _FROM_THE_LOADER = (
     "this update used no batch of the engine's loader; pass training_data to dsx.initialize, or make the loader with"
     " engine.deepspeed_io, and compute the loss with engine(batch), not with engine.module(batch)"
 )
-
-
-class Batches(Protocol):
-    """The size of an update, and the weights and learning rates that depend on it."""
-
-    @property
-    def known_before(self) -> bool:
-        """Whether gradient scale and learning rates of an update are known before its last backward."""
-        ...
-
-    def note(self, size: Any) -> None: ...
-
-    def before_forward(self) -> None: ...
-
-    def weight(self) -> float: ...
-
-    def gradient_scale(self) -> float: ...
-
-    def samples(self, configured: int) -> int: ...
-
-    def rates(self) -> AbstractContextManager[object]: ...
-
-    def forget(self) -> None: ...
-
-
-class FixedBatches:
-    """Every update has the configured number of samples."""
-
-    known_before = True
-
-    def note(self, size: Any) -> None:
-        """Does nothing: the size is fixed."""
-
-    def before_forward(self) -> None:
-        """Does nothing: the size is fixed."""
-
-    def weight(self) -> float:
-        """Returns 1: all losses have the same weight."""
-        return 1.0
-
-    def gradient_scale(self) -> float:
-        """Returns 1: the update uses the mean of the gradients as it is."""
-        return 1.0
-
-    def samples(self, configured: int) -> int:
-        """Returns the configured number."""
-        return configured
-
-    def rates(self) -> AbstractContextManager[object]:
-        """A context that changes no learning rate."""
-        return nullcontext()
-
-    def forget(self) -> None:
-        """Does nothing: nothing is counted."""
 
 
 class TokenBatches:

@@ -24,14 +24,15 @@ from typing import Any
 import torch
 
 from ..data import TrainingLoader
-from .accessors import EngineAccessors
+from .accessors import BatchInfo, EngineAccessors
 from .as_module import EngineModule
+from .backwards import LossSum
 from .by_hand import EngineByHand
 from .checkpoints import EngineCheckpoints
 from .efficiency import EngineData
 from .errors import EngineArgumentError, EngineError
 from .parts import EngineParts
-from .report import LossSum, StepReport
+from .report import StepReport
 from .saving import WeightsMixin
 
 _ROUTES = ("train", "eval", "predict")
@@ -156,7 +157,7 @@ class Engine(EngineCheckpoints, WeightsMixin, EngineByHand, EngineData, EngineAc
         parts, counters = self._parts, self.counters
         scale = parts.update.scaler.scale
         with parts.watch.batches.rates():
-            lr = tuple(self.get_lr())
+            lr = tuple(float(group.get("lr", 0.0)) for group in parts.shards.param_groups)
             with parts.watch.clock.range("step"):
                 outcome = parts.update.stepper.step()
         samples = parts.watch.batches.samples(self.train_batch_size())
@@ -183,6 +184,12 @@ class Engine(EngineCheckpoints, WeightsMixin, EngineByHand, EngineData, EngineAc
         for observer in self._parts.watch.observers:
             observer.after_step(report)
 
+    def _after_update(self) -> None:
+        """Called when an update is over. Here the ranks stop together, if they have agreed to."""
+        if self._companions or self._preemption is not None:
+            self._tell_companions()
+        self._parts.gate.end_update()
+
     def _divisor(self, scale_wrt_gas: bool) -> int:
         return self._parts.accumulation.steps if scale_wrt_gas else 1
 
@@ -203,6 +210,20 @@ class Engine(EngineCheckpoints, WeightsMixin, EngineByHand, EngineData, EngineAc
         In stages 2 and 3 this keeps full local gradients until the next backward outside of the context.
         """
         return self._living().window.hold()
+
+    def train_batch_size(self) -> int:
+        """Samples per update over all data-parallel ranks."""
+        return self.train_micro_batch_size_per_gpu() * self._parts.accumulation.steps * self._parts.topology.batches[1]
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples per rank in one forward and backward."""
+        return self._custom_batch or self._parts.loader.micro_batch_size
+
+    def get_batch_info(self) -> BatchInfo:
+        """All three batch sizes."""
+        return BatchInfo(
+            self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+        )
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the global batch size from the next update on, by changing the accumulation steps.

@@ -1,13 +1,39 @@
-"""Hooks that are called while a step runs: before each forward, before each backward and before the update.
+"""The parts of an engine that are called while a step runs: hooks, the clock, and the size of an update.
 
-An engine calls its hooks in order. Observers (`observers.py`) are called after the step.
+Hooks are called before each forward, before each backward and before the update, in order. Observers
+(`observers.py`) are called after the step. A clock times ranges named forward, backward and step: `NoClock` measures
+nothing; `dsx_monitor.WallClock` has the same methods and measures. On CUDA it records events and reads them after they
+have happened, so that timing never waits for the device.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
+
+_NOTHING = nullcontext()
+
+
+class Clock(Protocol):
+    """Times the parts of a step."""
+
+    def range(self, name: str) -> AbstractContextManager[object]: ...
+
+    def elapsed(self) -> list[tuple[str, float]]: ...
+
+
+class NoClock:
+    """Measures nothing."""
+
+    def range(self, name: str) -> AbstractContextManager[object]:
+        """A context that does nothing; the same one each time."""
+        return _NOTHING
+
+    def elapsed(self) -> list[tuple[str, float]]:
+        """Returns no figures."""
+        return []
 
 
 class StepHook:
@@ -51,3 +77,57 @@ class TokenCount(StepHook):
         """Tokens since the last call, of this rank."""
         tokens, self._tokens = self._tokens, 0
         return tokens
+
+
+class Batches(Protocol):
+    """The size of an update, and the weights and learning rates that depend on it."""
+
+    @property
+    def known_before(self) -> bool:
+        """Whether gradient scale and learning rates of an update are known before its last backward."""
+        ...
+
+    def note(self, size: Any) -> None: ...
+
+    def before_forward(self) -> None: ...
+
+    def weight(self) -> float: ...
+
+    def gradient_scale(self) -> float: ...
+
+    def samples(self, configured: int) -> int: ...
+
+    def rates(self) -> AbstractContextManager[object]: ...
+
+    def forget(self) -> None: ...
+
+
+class FixedBatches:
+    """Every update has the configured number of samples."""
+
+    known_before = True
+
+    def note(self, size: Any) -> None:
+        """Does nothing: the size is fixed."""
+
+    def before_forward(self) -> None:
+        """Does nothing: the size is fixed."""
+
+    def weight(self) -> float:
+        """Returns 1: all losses have the same weight."""
+        return 1.0
+
+    def gradient_scale(self) -> float:
+        """Returns 1: the update uses the mean of the gradients as it is."""
+        return 1.0
+
+    def samples(self, configured: int) -> int:
+        """Returns the configured number."""
+        return configured
+
+    def rates(self) -> AbstractContextManager[object]:
+        """A context that changes no learning rate."""
+        return nullcontext()
+
+    def forget(self) -> None:
+        """Does nothing: nothing is counted."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from ..utils.logging import logger
-from .clock import Clock
+from .hooks import Clock
 from .report import Counters, StepReport
 
 Event = tuple[str, float, int]

@@ -9,14 +9,11 @@ from dsx_comm import RankSets
 from torch import nn
 
 from ..data import LoaderOptions
-from .accumulation import Accumulation, SyncWindow
-from .backwards import Backwards
+from .backwards import Accumulation, Backwards, SyncWindow
 from .checkpointing import Checkpointer
-from .gate import StepGate
 from .inputs import InputChain
 from .report import Counters
-from .schedule import ScheduleDriver
-from .stepper import LossScaler, NoStepper, Stepper
+from .stepper import LossScaler, NoStepper, ScheduleDriver, StepGate, Stepper
 from .watch import Watch
 from .weights import Gather
 

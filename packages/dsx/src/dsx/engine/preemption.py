@@ -31,7 +31,7 @@ from dsx_launch.exit_codes import RESUME_EXIT_CODE
 
 from ..utils.logging import logger
 from .errors import EngineArgumentError
-from .gate import StepGate
+from .stepper import StepGate
 
 __all__ = ["RESUME_EXIT_CODE", "Preempted", "PreemptionWatch"]
 

@@ -62,24 +62,3 @@ class StepReport:
         loss.
         """
         return None if self.loss_tensor is None else float(self.loss_tensor)
-
-
-class LossSum:
-    """The sum of the losses of all backwards since the last `take()`, kept on its device.
-
-    The terms are already divided by the accumulation steps, so the sum is the mean loss of the update, also if a
-    micro-batch has several losses, each with its own backward.
-    """
-
-    def __init__(self) -> None:
-        self._sum: torch.Tensor | None = None
-
-    def add(self, share: torch.Tensor) -> None:
-        """Add one detached, unscaled loss, divided by the accumulation steps."""
-        value = share.float().reshape(())
-        self._sum = value if self._sum is None else self._sum + value
-
-    def take(self) -> torch.Tensor | None:
-        """Return the sum as a 0-D fp32 tensor and start again; None if nothing was added."""
-        total, self._sum = self._sum, None
-        return total

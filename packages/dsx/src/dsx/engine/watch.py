@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..data import LoaderOptions
-from .clock import Clock, NoClock
-from .efficiency import Batches, FixedBatches
-from .hooks import StepHook
+from .hooks import Batches, Clock, FixedBatches, NoClock, StepHook
 from .inputs import BatchTransform
 from .observers import Event, StepObserver, StepTimes
 from .report import StepReport
