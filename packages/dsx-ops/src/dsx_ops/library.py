@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .errors import TensorError
-from .versions import wrote
+from .tables import wrote
 
 NAMESPACE = "dsx_ops"
 _library = torch.library.Library(NAMESPACE, "DEF")  # the registrations live as long as this object

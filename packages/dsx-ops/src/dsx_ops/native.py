@@ -40,9 +40,8 @@ def switched_off() -> bool:
     return _loader.disabled
 
 
-def threads() -> int:
-    """How many threads a kernel may use: torch's setting."""
-    return torch.get_num_threads()
+threads = torch.get_num_threads
+"""How many threads a kernel may use: torch's setting."""
 
 
 def warn_slow(numel: int, what: str) -> None:

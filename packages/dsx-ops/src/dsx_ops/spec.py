@@ -145,7 +145,7 @@ class Hyper:
 class Slot:
     """One tensor of an update, with everything that belongs to it, all of the same numel.
 
-    Kernels take slots whose tensors are dense and lie in memory in one order (`optim.arrange.working_slot`).
+    Kernels take slots whose tensors are dense and lie in memory in one order (`optim.slots.working_slot`).
 
     `low_bits`: int16, completes a bf16 `param` to its fp32 master. `copy`: receives the new parameter in its own dtype.
     `scales`: one fp32 per 256 elements and moment, for 8-bit states. `offset`: index of the first element in the whole

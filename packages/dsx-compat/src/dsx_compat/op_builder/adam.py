@@ -10,7 +10,7 @@ import torch
 from dsx_ops import reference, update
 from dsx_ops.errors import HyperparameterError
 from dsx_ops.layouts import put_back
-from dsx_ops.optim.arrange import working_slot
+from dsx_ops.optim.slots import working_slot
 from dsx_ops.spec import Algorithm, Batch, Hyper, Slot, check_slot
 from torch import Tensor
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from .. import native
 from ..spec import Algorithm, Batch, Lowered
-from ..tables import flat_table, update_dtypes, update_table
-from ..versions import wrote, wrote_slots
+from ..tables import flat_table, update_dtypes, update_table, wrote, wrote_slots
 
 
 def run(module: Any, batch: Batch) -> None:

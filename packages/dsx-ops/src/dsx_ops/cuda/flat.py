@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tables import flat_table
-from ..versions import wrote
+from ..tables import flat_table, wrote
 from . import launch
 
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ..spec import Batch, Lowered
-from ..tables import addresses, update_dtypes, update_table
-from ..versions import wrote_slots
+from ..tables import addresses, update_dtypes, update_table, wrote_slots
 from . import launch
 
 LAMB_UPDATE, LAMB_APPLY = 5, 6  # native/include/dsx_ops/kernels.h

@@ -21,12 +21,50 @@ from torch.optim import Optimizer
 from .. import update
 from ..errors import HyperparameterError, TensorError
 from ..layouts import is_dense, put_back
-from ..spec import Algorithm, Batch, Hyper, Slot, check_slot
-from .arrange import working_slot
-from .shards import local_slot
-from .skips import SkipCounter
+from ..spec import Algorithm, Batch, Guard, Hyper, Slot, check_slot
+from .slots import local_slot, working_slot
 
 CopyOut = Mapping[Tensor, Tensor]
+
+
+class SkipCounter:
+    """Counts steps of one set of parameters that their device decided to skip, without the host knowing.
+
+    After an overflow nothing may change, and the step must not count, or the bias corrections would run ahead. The host
+    counts every step; the device counts those it skipped. `settle` subtracts them; it waits for the device, and is
+    called where numbers leave the optimizer.
+    """
+
+    def __init__(self) -> None:
+        self._states: list[dict[str, Any]] = []
+        self._skipped: Tensor | None = None
+
+    def fits(self, states: list[dict[str, Any]]) -> bool:
+        """Whether what was counted so far holds for just these states."""
+        return self._skipped is None or [id(s) for s in self._states] == [id(s) for s in states]
+
+    def arm(self, batches: list[Batch], states: list[dict[str, Any]], found_inf: Tensor) -> None:
+        """Make the batches depend on `found_inf`, one number on their device (not 0 = skip)."""
+        self._states = states
+        if self._skipped is None:
+            self._skipped = torch.zeros((), dtype=torch.float64, device=found_inf.device)
+        flag = found_inf.detach().reshape(()).to(torch.float32)
+        for batch in batches:
+            batch.guard = Guard(flag, self._skipped)
+
+    def count(self, found_inf: Tensor) -> None:
+        """To be called when the batches are under way."""
+        if self._skipped is not None:
+            self._skipped = self._skipped + (found_inf.detach().reshape(()) != 0)
+
+    def settle(self) -> None:
+        """Take the skipped steps off the counters of the states. Waits for the device."""
+        if self._skipped is None:
+            return
+        skipped = int(self._skipped)
+        for state in self._states:
+            state["step"] -= skipped
+        self._states, self._skipped = [], None
 
 
 def check_numbers(defaults: Mapping[str, Any]) -> None:
@@ -184,7 +222,9 @@ class FusedOptimizer(Optimizer):
 
     def _apply(self, batches: Sequence[Batch]) -> None:
         self._update(batches)
-        put_back(copy for batch in batches for slot in batch.slots for copy in slot.copies)
+        copies = [copy for batch in batches for slot in batch.slots for copy in slot.copies]
+        if copies:
+            put_back(copies)
 
     def _update(self, batches: Sequence[Batch]) -> None:
         for batch in batches:
