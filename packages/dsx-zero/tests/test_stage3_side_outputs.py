@@ -185,7 +185,7 @@ def test_auxiliary_losses_on_modules_are_found(loss):
 
 
 def test_watched_generators_can_be_sent_to_and_closed():
-    from dsx_zero.gather.side_outputs import watch_iterators
+    from dsx_zero.gather.iterators import watch_iterators
 
     seen, log = [], []
 

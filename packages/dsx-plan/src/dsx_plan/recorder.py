@@ -50,7 +50,7 @@ _PARTIAL = frozenset(["embedding", "index_select", "gather", "index"])
 _ASKED = frozenset({*_EMPTY, "zeros", "zeros_like", "new_zeros", "ones", "full", "clone", "_to_copy"})
 """Operators by which the engine takes memory."""
 _OWNERS: tuple[tuple[str, str | None], ...] = (
-    ("dsx_zero.params.storage", "gathered"),
+    ("dsx_zero.params.partitioned_unit", "gathered"),
     ("dsx_zero.grads", "gradients"),
     ("dsx_zero.step.states", "states"),
     ("dsx_zero.step", "workspace"),

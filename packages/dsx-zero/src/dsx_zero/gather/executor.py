@@ -13,8 +13,7 @@ from dsx_comm.lanes import Lane, Ticket
 
 from ..homes.home import fetching
 from ..params.flat import FlatGroup
-from ..params.partitioned_unit import PartitionedUnit, UnitState
-from ..params.storage import GatheredStorage
+from ..params.partitioned_unit import GatheredStorage, PartitionedUnit, UnitState
 from ..transports.protocol import Then, Transport
 from .read_ahead import ReadAhead
 

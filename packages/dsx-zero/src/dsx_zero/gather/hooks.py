@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,10 +14,13 @@ from dsx_core.modules import ModuleHook
 from torch import nn
 
 from ..params.partitioned_unit import PartitionedUnit
+from .iterators import watch_iterators
 from .lifetime import GatherLifetime
-from .side_outputs import attribute_tensors, watch_iterators
 
 __all__ = ["UnitHooks"]
+
+_PLAIN = frozenset({bool, int, float, str, type(None), dict, set})
+"""Types of nearly all attributes of modules, which are not searched. The lookup is faster than `isinstance`."""
 
 
 @dataclass
@@ -54,6 +57,28 @@ class _Forwards:
     pauses: int = 0
 
 
+def _side_outputs(module: nn.Module, stop: Container[nn.Module]) -> list[torch.Tensor]:
+    """Tensors with a graph among the attributes of a module and of those below it, down to the modules in `stop`.
+
+    Backward can enter a module through them although its forward did not return them (auxiliary losses). Attributes
+    may be tensors, or lists and tuples of them. Each module is searched once per forward: by the innermost hooked
+    module around it, which passes on what it finds.
+    """
+    found: list[torch.Tensor] = []
+    left = [module]
+    while left:
+        attributes = left.pop().__dict__
+        for child in attributes["_modules"].values():
+            if child is not None and child not in stop:
+                left.append(child)
+        for value in attributes.values():
+            if type(value) not in _PLAIN and isinstance(value, (torch.Tensor, list, tuple)):
+                for item in (value,) if isinstance(value, torch.Tensor) else value:
+                    if isinstance(item, torch.Tensor) and item.grad_fn is not None:
+                        found.append(item)
+    return found
+
+
 class _BeforeForward(ModuleHook):
     def __init__(self, forwards: _Forwards) -> None:
         self._forwards = forwards
@@ -85,10 +110,10 @@ class _AfterForward(ModuleHook):
         traced = torch.is_grad_enabled()
         left: list[torch.Tensor] = []
         if traced:
-            left = running.side_outputs + attribute_tensors(module, forwards.by_module)
+            left = running.side_outputs + _side_outputs(module, forwards.by_module)
             if forwards.running:
                 forwards.running[-1].side_outputs += left
-        uses = forwards.lifetime.after_forward(units[::-1], (output, left), failed=failed)
+        uses = forwards.lifetime.after_forward(units[::-1], (output, left) if left else output, failed=failed)
         if not uses or not traced or isinstance(output, torch.Tensor):
             return None
         watched = watch_iterators(output, partial(forwards.lifetime.watch_item, uses))

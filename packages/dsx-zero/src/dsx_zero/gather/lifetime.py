@@ -233,7 +233,8 @@ class GatherLifetime(GatherOnUse):
     # Watching tensors -------------------------------------------------------------------------------------------------
 
     def _watch_outputs(self, unit: int, use: Use, output: Any) -> None:
-        for tensor in tensors_in(output, objects=True):
+        # A tensor alone, the usual case, needs no search.
+        for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output, objects=True):
             if tensor.requires_grad:
                 tensor.register_hook(partial(self.before_backward, unit, use))
 

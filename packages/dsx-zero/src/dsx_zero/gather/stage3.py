@@ -117,7 +117,8 @@ class Stage3:
 
     def finish(self) -> None:
         """See ``runtime.Publisher``."""
-        self._gathering.finish()
+        if self._resident:
+            self._gathering.finish()
         self.lifetime.parameters_changed()
 
     def write(self, group: FlatGroup, index: int, whole: torch.Tensor) -> None:

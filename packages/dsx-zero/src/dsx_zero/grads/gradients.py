@@ -19,13 +19,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import dsx_comm
 import torch
 from dsx_comm.lanes import Ticket
-from dsx_core.modules import CallingHook
+from dsx_core.modules import ModuleHook
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -41,6 +40,21 @@ from .reductions import Reductions, ReductionWatch
 from .rows import RowGradients
 
 __all__ = ["ReducedGradients"]
+
+
+class _AfterForward(ModuleHook):
+    """The hook on the model. It has a weak reference: the gradients end with the optimizer, and the model may be
+    sharded again.
+    """
+
+    def __init__(self, gradients: Callable[[], ReducedGradients | None]) -> None:
+        self._gradients = gradients
+
+    @torch.compiler.disable
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        owner = self._gradients()
+        if owner is not None:
+            owner.on_forward(output)
 
 
 class ReducedGradients:
@@ -93,7 +107,7 @@ class ReducedGradients:
             for place, buffers in enumerate(groups):
                 for index, parameter in enumerate(buffers.group.parameters):
                     yield parameter.register_post_accumulate_grad_hook(self._hook(me, unit, place, index))
-        yield model.register_forward_hook(CallingHook(partial(_returned, me)))
+        yield model.register_forward_hook(_AfterForward(me))
 
     def remove_hooks(self) -> None:
         """Remove all hooks from the model, and all gradients from its parameters."""
@@ -366,10 +380,3 @@ class ReducedGradients:
     def refuse_backwards(self, why: str | None) -> None:
         """See `Gradients.refuse_backwards`."""
         self._refused = why
-
-
-def _returned(gradients: Callable[[], ReducedGradients | None], module: nn.Module, args: Any, output: Any) -> None:
-    # A weak reference, as above: the gradients end with the optimizer, and the model may be sharded again.
-    owner = gradients()
-    if owner is not None:
-        owner.on_forward(output)

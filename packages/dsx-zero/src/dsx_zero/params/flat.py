@@ -26,7 +26,7 @@ from ..plan.layout import FlatLayout, LocalSlice
 from ..plan.units import GroupKey, GroupPlan, UnitPlan
 from .memory import Memory, OrdinaryMemory
 
-__all__ = ["FlatGroup", "Unit", "cut_at_parts", "label_of", "local_parts"]
+__all__ = ["FlatGroup", "Unit", "cut_at_parts", "label_of", "local_parts", "make_shard"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,17 @@ def cut_at_parts(home: Home, parts: Sequence[Part]) -> None:
     if isinstance(home, Cuttable):
         places = [(part.slice.offset, part.slice.offset + part.slice.numel) for part in parts]
         home.cut_at(place for pair in places for place in pair)
+
+
+def make_shard(plan: GroupPlan, memory: Memory, tier: Tier) -> Home:
+    """The home of this rank's shard of a group that has no visible buffer, filled with zeros if it is in memory."""
+    layout, key = plan.layout, plan.key
+    shard = tier.home(f"shard.{label_of(plan)}", layout.shard_numel, key.dtype, key.device, memory)
+    if shard.view() is None:
+        cut_at_parts(shard, local_parts(layout, key.ranks.rank))
+    else:
+        write(shard, torch.zeros(layout.shard_numel, dtype=key.dtype))  # the padding, too
+    return shard
 
 
 class FlatGroup:

@@ -18,18 +18,79 @@ import torch
 from dsx_comm import RankSet
 from torch import nn
 
-from ..homes.home import read, write
+from ..homes.home import read
 from ..homes.tiers import DeviceTier, Tier
 from ..plan.units import GroupPlan, ParameterInfo, UnitPlan
-from .flat import FlatGroup, Unit, cut_at_parts, label_of, local_parts
+from .flat import FlatGroup, Unit, make_shard
 from .memory import Memory, OrdinaryMemory
 from .partitioned import PartitionedParameter, PartitionedParameterError
 from .restored import note_replaced
 from .sources import SourceWithPlain
-from .storage import GatheredStorage
 from .whole import read_whole, write_all, write_whole
 
-__all__ = ["PartitionedUnit", "Place", "UnitState", "is_partitioned"]
+__all__ = ["GatheredStorage", "PartitionedUnit", "Place", "UnitState", "is_partitioned"]
+
+
+class GatheredStorage:
+    """A flat buffer of ``numel`` elements whose memory can be freed and allocated again under the same views.
+
+    Autograd saves *tensors*, and a tensor keeps its storage object. If the object stays and only its memory is freed
+    and filled again, all tensors saved during forward (parameters, transposes, slices of them) have their data again
+    after the refill. Two rules make that exact: bytes are written through ``fill``, a tensor over the same storage with
+    a version counter of its own, so that a refill is not an in-place change to what autograd saved; and after an
+    optimizer step the counter of ``base``, which is that of all views, is moved, so that a backward through a graph
+    from before the step raises torch's own error, as it does without sharding.
+
+    Reading a view while ``allocated`` is false crashes the process; no such view may be reachable then. After
+    construction the memory is allocated (with undefined contents), so that views can be made.
+    """
+
+    def __init__(self, numel: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        self.base = torch.empty(numel, dtype=dtype, device=device)
+        """The tensor whose version counter all views share."""
+        self._storage = self.base.untyped_storage()
+        self._nbytes = self._storage.nbytes()
+        self.numel = numel
+        # `.data` shares the storage but not the version counter.
+        self.fill = self.base.data
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory while it is allocated."""
+        return self._nbytes
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.base.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.base.device
+
+    @property
+    def allocated(self) -> bool:
+        """Whether the memory is allocated. For an empty buffer it is always True."""
+        return self._nbytes == 0 or self._storage.nbytes() > 0
+
+    def view(self, start: int, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
+        """A tensor of ``shape`` over the elements from ``start`` on. Make and read it only while ``allocated``."""
+        size = torch.Size(shape)
+        return self.base[start : start + size.numel()].view(size)
+
+    def allocate(self) -> None:
+        """Allocate the memory, with undefined contents, unless it is allocated."""
+        if self._storage.nbytes() != self._nbytes:
+            self._storage.resize_(self._nbytes)
+
+    def free(self) -> None:
+        """Free the memory. The views stay, and must not be read."""
+        if self._storage.nbytes():
+            self._storage.resize_(0)
+
+    def poison(self) -> None:
+        """Fill allocated memory of a floating-point dtype with NaN. Tests use it to find reads after `free`."""
+        if self.allocated and self.dtype.is_floating_point:
+            self.fill.fill_(float("nan"))
 
 
 class UnitState(Enum):
@@ -309,9 +370,4 @@ def _partitioned_group(plan: GroupPlan, storage: GatheredStorage, memory: Memory
         for offset, shape in zip(layout.offsets, layout.shapes)
     ]
     storage.free()
-    shard = tier.home(f"shard.{label_of(plan)}", layout.shard_numel, plan.key.dtype, plan.key.device, memory)
-    if shard.view() is None:
-        cut_at_parts(shard, local_parts(layout, plan.key.ranks.rank))
-    else:
-        write(shard, torch.zeros(layout.shard_numel, dtype=plan.key.dtype))  # the padding, too
-    return PartitionedGroup(plan, parameters, visible=None, shard=shard, tier=tier)
+    return PartitionedGroup(plan, parameters, visible=None, shard=make_shard(plan, memory, tier), tier=tier)

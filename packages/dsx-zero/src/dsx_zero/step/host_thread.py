@@ -31,8 +31,8 @@ from dsx_comm.lanes import HostLane
 from ..homes.stored import StoredHome
 from ..params.flat import FlatGroup
 from ..runtime import Runtime
-from .inner import InnerStep
-from .masters import Master, ReadGradients, gradients_of
+from .inner import InnerStep, ReadGradients, gradients_of
+from .masters import Master
 from .model_check import Frozen
 from .plan import StepPlan
 from .states import OptimizerStates

@@ -2,21 +2,16 @@
 
 *Parts.* May some of its parameters be stepped now, and others later in the same step? That is safe if its rule treats
 each parameter alone, and if it keeps no step count outside of the parameters' states. Torch's element-wise optimizers
-and those that offer `step_flat` are known to be safe; any other optimizer can say so with `steps_in_parts = True`. The
-rest are stepped in one call, as their authors expect.
+and those with `step_flat` are safe; others can say so with `steps_in_parts = True`. The rest take one call.
 
-*Groups.* A user finds in `optimizer.param_groups` what was put there: the model's parameters. So code that walks them
-(`clip_grad_norm_`, weight decay by hand, `torch.amp.GradScaler`) treats the same tensors in every stage. The optimizer
-steps masters, of which this rank holds slices: during a step they take the places of the parameters (`StepGroups`).
-States are kept by master; `StateView` gives or refuses the state of a parameter. Optimizers that communicate by
-themselves (1-bit) read their groups between steps too, so their groups hold the masters all the time.
+*Groups.* A user finds in `optimizer.param_groups` the model's parameters, and code that walks them treats the same
+tensors in every stage. The optimizer steps masters, of which this rank holds slices: during a step they take the places
+of the parameters (`StepGroups`). States are kept by master; `StateView` gives or refuses the state of a parameter. An
+optimizer that communicates by itself (1-bit) reads its groups between steps too: they hold the masters all the time.
 
-*Calls.* `InnerStep` steps some of the masters, with unscaling and clipping as one factor. Where the optimizer's kernel
-takes the factor, gradients stay as they are. An optimizer that offers `step_flat` is called for one master after the
-other. Any other optimizer is given the gradients of these masters, and its groups hold only these masters during the
-call. `twin` makes a second optimizer for another thread: of the same class, on the same states, with a copy of the
-settings of that moment. The other thread does not touch the user's object, which schedulers and scripts read and change
-at the same time.
+*Calls.* `InnerStep` steps some of the masters, with unscaling and clipping as one factor, which a kernel may take. An
+optimizer with `step_flat` is called for one master after the other; the groups of any other one hold only these masters
+during the call. `twin` makes a second optimizer for another thread, on the same states with a copy of the settings.
 """
 
 from __future__ import annotations
@@ -32,23 +27,30 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from ..errors import ZeroOptimizerError, ZeroStateError
 from ..grads.averaging import averages_itself
+from ..params.flat import FlatGroup, Part
 from .masters import Master
 from .sparse import takes_rows
 
 __all__ = [
     "InnerStep",
+    "ReadGradients",
     "Settings",
     "StateView",
     "StepGroups",
     "checked_state",
+    "gradients_of",
     "has_reciprocal",
     "has_step_hooks",
     "may_be_cut",
+    "runs_of",
     "same_settings",
     "settings_of",
     "twin",
     "why_at_once",
 ]
+
+ReadGradients = Callable[[FlatGroup, Sequence[Part]], tuple[torch.Tensor, ...]]
+"""Reads the reduced gradients of parts of a flat group, as `Gradients.parts` does."""
 
 _TORCH = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 
@@ -376,3 +378,24 @@ def twin(inner: Any, settings: Settings) -> Any:
     made.__dict__.pop("step", None)
     made.param_groups = [{**group, "params": []} for group in settings]
     return made
+
+
+def runs_of(masters: Sequence[Master]) -> list[tuple[int, int]]:
+    """Ranges of neighbouring masters that lie in one flat group."""
+    runs, start = [], 0
+    for place in range(1, len(masters) + 1):
+        if place == len(masters) or masters[place].group is not masters[start].group:
+            runs.append((start, place))
+            start = place
+    return runs if masters else []
+
+
+def gradients_of(masters: Sequence[Master], read: ReadGradients) -> list[torch.Tensor]:
+    """The gradients of these masters, in their shapes."""
+    grads: list[torch.Tensor] = []
+    for start, stop in runs_of(masters):
+        parts = []
+        for master in masters[start:stop]:  # a loop instead of one function call per group
+            parts.append(Part(master.name, master.slice))
+        grads.extend(read(masters[start].group, parts))
+    return [g if g.is_sparse else g.view(master.shape) for master, g in zip(masters, grads, strict=True)]

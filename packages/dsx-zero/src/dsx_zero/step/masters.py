@@ -16,7 +16,7 @@ from torch import nn
 
 from ..errors import ZeroOptimizerError
 from ..homes.home import Home, read, write
-from ..params.flat import FlatGroup, Part, Unit
+from ..params.flat import FlatGroup, Unit
 from ..plan.layout import LocalSlice, pieces
 from ..plan.units import UnitPlan
 from .plan import cut
@@ -24,22 +24,16 @@ from .plan import cut
 __all__ = [
     "Master",
     "Masters",
-    "ReadGradients",
     "check_optimizer",
     "check_whole_tensors",
     "copy_targets",
-    "gradients_of",
     "make_masters",
     "needs_whole_tensors",
     "place_masters",
     "refresh_master",
     "replace_parameters",
-    "runs_of",
     "write_parameters",
 ]
-
-ReadGradients = Callable[[FlatGroup, Sequence[Part]], tuple[torch.Tensor, ...]]
-"""Reads the reduced gradients of parts of a flat group, as `Gradients.parts` does."""
 
 _MAX_NAMED = 5
 _REFUSED = {
@@ -257,24 +251,3 @@ def copy_targets(masters: Sequence[Master]) -> dict[torch.Tensor, torch.Tensor]:
         if shown is not None and shown.device == master.tensor.device:
             found[master.tensor] = shown.narrow(0, place.offset, place.numel).view(master.shape)
     return found
-
-
-def runs_of(masters: Sequence[Master]) -> list[tuple[int, int]]:
-    """Ranges of neighbouring masters that lie in one flat group."""
-    runs, start = [], 0
-    for place in range(1, len(masters) + 1):
-        if place == len(masters) or masters[place].group is not masters[start].group:
-            runs.append((start, place))
-            start = place
-    return runs if masters else []
-
-
-def gradients_of(masters: Sequence[Master], read: ReadGradients) -> list[torch.Tensor]:
-    """The gradients of these masters, in their shapes."""
-    grads: list[torch.Tensor] = []
-    for start, stop in runs_of(masters):
-        parts = []
-        for master in masters[start:stop]:  # a loop instead of one function call per group
-            parts.append(Part(master.name, master.slice))
-        grads.extend(read(masters[start].group, parts))
-    return [g if g.is_sparse else g.view(master.shape) for master, g in zip(masters, grads, strict=True)]

@@ -19,8 +19,8 @@ from ..homes.home import write
 from ..runtime import Runtime
 from .failures import StepFailure
 from .host_thread import ApartSteps
-from .inner import InnerStep, StepGroups, has_step_hooks, why_at_once
-from .masters import Master, copy_targets, gradients_of, runs_of
+from .inner import InnerStep, StepGroups, gradients_of, has_step_hooks, runs_of, why_at_once
+from .masters import Master, copy_targets
 from .model_check import Frozen
 from .plan import Action, Kind, Pipeline, StepPlan, make_plan
 from .states import OptimizerStates

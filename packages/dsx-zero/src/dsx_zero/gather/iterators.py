@@ -1,49 +1,21 @@
-"""Tensors through which backward can enter a module although its forward did not return them as tensors.
-
-* *Side outputs*: tensors that a forward stored on its modules (auxiliary losses as attributes).
-* *Iterators*: outputs that are a generator, `map`, `zip` or `iter(...)`. A search would consume them, so they
-  are replaced by iterators that check each item when it is taken.
-
-Each module is searched once per forward: by the innermost hooked module around it, which passes on what it finds.
+"""Outputs that are iterators: a generator, `map`, `zip` or `iter(...)`. A search for tensors would consume them, so
+they are replaced by iterators that check each item when it is taken.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Container, Generator, Iterator, MutableMapping
+from collections.abc import Callable, Generator, Iterator, MutableMapping
 from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["attribute_tensors", "watch_iterators"]
-
-_PLAIN = frozenset({bool, int, float, str, type(None), dict, set})
-"""Types of nearly all attributes of modules, which are not searched. The lookup is faster than `isinstance`."""
+__all__ = ["watch_iterators"]
 
 _CLOSED = (torch.Tensor, nn.Module, type, ModuleType, FunctionType, str, bytes, int, float, type(None))
 """Types of objects in which no iterator is searched."""
-
-
-def attribute_tensors(module: nn.Module, stop: Container[nn.Module]) -> list[torch.Tensor]:
-    """Tensors with a graph among the attributes of a module and of those below it, down to the modules in `stop`.
-
-    Attributes may be tensors, or lists and tuples of them.
-    """
-    found: list[torch.Tensor] = []
-    left = [module]
-    while left:
-        attributes = left.pop().__dict__
-        for child in attributes["_modules"].values():
-            if child is not None and child not in stop:
-                left.append(child)
-        for value in attributes.values():
-            if type(value) not in _PLAIN and isinstance(value, (torch.Tensor, list, tuple)):
-                for item in (value,) if isinstance(value, torch.Tensor) else value:
-                    if isinstance(item, torch.Tensor) and item.grad_fn is not None:
-                        found.append(item)
-    return found
 
 
 def watch_iterators(value: Any, watch: Callable[[Any], None]) -> Any:
