@@ -772,6 +772,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Make the masters equal to the parameters, for values that were written in a way the next step does not
         notice (`p.data`).
         """
+        self.check_update_ended()
         for unit in self._runtime.trainable_units():
             for group in unit.trainable:
                 refresh_master(group)

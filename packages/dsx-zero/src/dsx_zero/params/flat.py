@@ -11,7 +11,7 @@ have the same tier, the master is the parameter's own home and nothing is copied
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from zlib import crc32
@@ -105,6 +105,8 @@ class FlatGroup:
         """Counts all changes of the values, equally on all ranks. Data computed from an earlier generation is stale."""
         self.replaced = 0
         """Counts the changes that no step has made (edits, loads): values may be far from the earlier ones."""
+        self.before_edit: Callable[[], object] | None = None
+        """Called before an edit is written into a partitioned parameter and its master."""
 
     @classmethod
     def resident(cls, plan: GroupPlan, parameters: Sequence[nn.Parameter], *, memory: Memory) -> FlatGroup:

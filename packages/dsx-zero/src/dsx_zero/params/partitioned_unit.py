@@ -135,8 +135,7 @@ class UnitParameter(SourceWithPlain):
             return
         whole = self.full_tensor()
         edit(whole)
-        whole = write_whole(self.group, self.name, whole)
-        self.group.note_replaced()
+        whole = self._replace(whole)
         if self.unit.state is UnitState.GATHERED:
             self.plain.detach().copy_(whole)
 
@@ -149,9 +148,16 @@ class UnitParameter(SourceWithPlain):
         """End ``open``. With a ``source_rank`` all ranks keep that rank's values (collective)."""
         self._opened = False
         if source_rank is not None:
-            whole = write_whole(self.group, self.name, self.plain.detach(), source_rank=source_rank)
-            self.group.note_replaced()
+            whole = self._replace(self.plain.detach(), source_rank=source_rank)
             self.plain.detach().copy_(whole)
+
+    def _replace(self, whole: torch.Tensor, *, source_rank: int = 0) -> torch.Tensor:
+        """Make an edit the parameter's value, in shard and master (collective). Returns that rank's tensor."""
+        if self.group.before_edit is not None:
+            self.group.before_edit()
+        whole = write_whole(self.group, self.name, whole, source_rank=source_rank)
+        self.group.note_replaced()
+        return whole
 
     @property
     def plain(self) -> nn.Parameter:

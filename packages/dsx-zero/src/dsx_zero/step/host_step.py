@@ -21,8 +21,10 @@ from __future__ import annotations
 
 import errno
 import logging
+import weakref
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -162,6 +164,10 @@ class DuringBackward:
         self._usual = 1.0
         """What the gradients of the announced step are multiplied with, unless it is clipped."""
         self._disturbed: str | None = None
+        before_edit = partial(_before_edit, weakref.ref(self))
+        for unit in runtime.trainable_units():
+            for group in unit.trainable:
+                group.before_edit = before_edit
 
     # Before and during backward ---------------------------------------------------------------------------------------
 
@@ -353,6 +359,11 @@ class DuringBackward:
             " zero_optimization.offload_optimizer.step_during_backward to false"
         )
 
+    def before_edit(self) -> None:
+        """A user's edit is about to be written into masters: undo early steps, where that is possible."""
+        if self._early() and self._is_undoable():
+            self._undo("parameters were written between backward and step", for_good=False, counts=True)
+
     def check_not_begun(self) -> None:
         """Refuse another backward after units were stepped. Raises ZeroStateError."""
         if self._early():
@@ -388,6 +399,11 @@ class DuringBackward:
             self._only_afterwards = True
             self._runner.apart.drop_copies()
             _log.info("units are stepped after backward, not during it: %s", why)
+
+
+def _before_edit(early: weakref.ref[DuringBackward]) -> None:
+    if (found := early()) is not None:
+        found.before_edit()
 
 
 def _is_full(failure: BaseException) -> bool:

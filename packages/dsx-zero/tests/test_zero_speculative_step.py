@@ -1,0 +1,389 @@
+"""Units that are stepped on the host before the norm is known: kept, or undone bit by bit and made again."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import random
+
+import dsx_zero
+import pytest
+import torch
+from dsx_testkit import run_ranks, tiny
+from dsx_zero.step.host_thread import ApartSteps
+
+pytest.importorskip("dsx_ops")
+
+WIDTH = 12
+CLIP = 1.0
+
+
+def fused(parameters):
+    import dsx_ops
+
+    return dsx_ops.FusedAdam(parameters, lr=1e-2, weight_decay=0.1)
+
+
+def lion(parameters):
+    import dsx_ops
+
+    return dsx_ops.FusedLion(parameters, lr=1e-3)
+
+
+OPTIMIZERS = {
+    "fused": fused,
+    "lion": lion,
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, centered=True, momentum=0.5),
+}
+
+
+class Net(tiny.Residual):
+    """Its gradients are as large as `strength`, which a test sets."""
+
+    strength = 1.0
+
+    def forward(self, x):
+        return super().forward(x) * self.strength
+
+
+def built(
+    early, kind="fused", stage=2, dtype=torch.float32, depth=3, check=None, store=None, offload_param="none", **section
+):
+    torch.manual_seed(3)
+    config = {
+        "stage": stage,
+        "reduce_bucket_size": WIDTH * WIDTH + WIDTH,
+        "stage3_param_persistence_threshold": 0,
+        "offload_optimizer": {"device": "cpu", "step_during_backward": early, **section},
+    }
+    if offload_param != "none":
+        config["offload_param"] = {"device": offload_param, "nvme_path": "unused", "max_in_cpu": 1300}
+    model = Net(WIDTH, 3, dtype=dtype)
+    precision = dsx_zero.Precision()
+    optimizer = OPTIMIZERS[kind] if isinstance(kind, str) else kind
+    return dsx_zero.shard(model, optimizer, config=config, precision=precision, store=store)
+
+
+def everything(model, optimizer):
+    """All that a step may change, by name: masters, states and parameters."""
+    return copy.deepcopy([(s.name, s.start, s.param, s.master, dict(s.states)) for s in optimizer.slices()])
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a.contiguous().view(-1).view(torch.uint8),
+                                                  b.contiguous().view(-1).view(torch.uint8))  # fmt: skip
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(value, b[key]) for key, value in a.items())
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b))
+    return repr(a) == repr(b)
+
+
+class Counted:
+    """Counts announced steps, sub-groups that were stepped early, and steps that were undone."""
+
+    def __init__(self, patch):
+        self.announced = self.stepped = self.undone = 0
+        step, undo = ApartSteps.step, ApartSteps.undo
+
+        def noting_step(apart, numbers, *args, **options):
+            self.stepped += len(numbers)
+            return step(apart, numbers, *args, **options)
+
+        def noting_undo(apart):
+            self.undone += 1
+            return undo(apart)
+
+        patch.setattr(ApartSteps, "step", noting_step)
+        patch.setattr(ApartSteps, "undo", noting_undo)
+
+
+def update(model, optimizer, batches, strength, scale, counted=None):
+    for place, batch in enumerate(batches):
+        if place == len(batches) - 1:
+            said = optimizer.step_during_backward(grad_scale=scale, max_norm=CLIP)
+            if counted is not None:
+                counted.announced += said
+        model.strength = strength * scale / len(batches)
+        model(batch).backward()
+    outcome = optimizer.step(grad_scale=scale, max_norm=CLIP)
+    optimizer.zero_grad()
+    return outcome.overflow, outcome.grad_norm
+
+
+def strengths(chance, steps):
+    """Mostly small gradients, some that are clipped, some that are not finite."""
+    return [chance.choices((1e-3, 30.0, float("inf"), float("nan")), (10, 3, 1, 1))[0] for _ in range(steps)]
+
+
+def sequences(rank, world, kind, stage, dtype, number, micro=1):
+    """Random sequences of three steps, each with the same bits as the plain order."""
+    chance = random.Random(f"{kind} {stage} {dtype}")
+    plain = built(False, kind, stage, dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        counted = Counted(patch)
+        early = built(True, kind, stage, dtype)
+        for sequence in range(number):
+            for step, strength in enumerate(strengths(chance, 3)):
+                if dtype == torch.float32 and strength not in (1e-3, 30.0):
+                    strength = 2e3  # nothing is checked: it would stay in the parameters
+                scale = chance.choice((1.0, 8.0, 3.0))
+                batches = [early[0].batch(rank, 100 * sequence + 10 * step + part) for part in range(micro)]
+                said = update(*plain, batches, strength, scale)
+                assert repr(said) == repr(update(*early, batches, strength, scale, counted))
+                if sequence % 5 == 4 or number < 20:
+                    assert same(everything(*plain), everything(*early)), (sequence, step)
+        assert same(everything(*plain), everything(*early))
+    for _, optimizer in (plain, early):
+        optimizer.release()
+    return counted.announced, counted.stepped, counted.undone
+
+
+CASES = [
+    ("fused", 2, torch.bfloat16, 1),
+    ("adamw", 2, torch.float16, 1),
+    ("sgd", 1, torch.float32, 2),
+    ("rmsprop", 3, torch.bfloat16, 1),
+    ("lion", 3, torch.float32, 2),
+]
+
+
+@pytest.mark.parametrize(("kind", "stage", "dtype", "world"), CASES)
+def test_random_sequences_have_the_bits_of_the_plain_order(kind, stage, dtype, world):
+    for announced, stepped, undone in run_ranks(sequences, world, kind, stage, dtype, 12):
+        assert announced > 5 and stepped > 10 and undone > 1
+
+
+def accumulated(rank, world, place, nvme, folder):
+    """Masters and states on disk, or fp32 parameters in host memory; two micro-batches per update."""
+    import dsx_nvme
+
+    section = {"device": "nvme", "nvme_path": "unused"} if nvme else {}
+    chance, pairs = random.Random(place), []
+    with pytest.MonkeyPatch.context() as patch:
+        counted = Counted(patch)
+        for on in (False, True):
+            store = dsx_nvme.TensorStore(f"{folder}/{place}.{on}.{rank}") if nvme else None
+            pairs.append(built(on, "fused", 3, torch.float32, store=store, offload_param=place, **section))
+        for step, strength in enumerate((1e-3, 1e-3, 30.0, 1e-3, 1e-3, 30.0, 30.0, 1e-3, 1e-3)):
+            scale = chance.choice((1.0, 4.0))
+            said = []
+            for model, optimizer in pairs:
+                batches = [model.batch(rank, 10 * step + part) for part in range(2)]
+                noting = counted if optimizer is pairs[1][1] else None
+                said.append(update(model, optimizer, batches, strength, scale, noting))
+            assert repr(said[0]) == repr(said[1])
+            assert same(*(everything(*pair) for pair in pairs)), step
+    for _, optimizer in pairs:
+        optimizer.release()
+    return counted.announced, counted.stepped, counted.undone
+
+
+@pytest.mark.parametrize(("place", "nvme"), [("none", True), ("cpu", True), ("nvme", True), ("cpu", False)])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_accumulation_and_every_place_of_states_and_parameters(place, nvme, world, tmp_path):
+    for announced, stepped, undone in run_ranks(accumulated, world, place, nvme, str(tmp_path)):
+        assert (announced, undone) == (5, 2) and stepped >= 15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_thousand_random_sequences(dtype):
+    ((announced, _, undone),) = run_ranks(sequences, 1, "fused", 2, dtype, 1000)
+    assert announced > 1000 and undone > 200
+
+
+# What happens between backward and step -------------------------------------------------------------------------------
+
+
+def change_rate(model, optimizer):
+    optimizer.param_groups[0]["lr"] *= 0.5
+
+
+def clip_by_hand(model, optimizer):
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-4)
+
+
+def set_gradient(model, optimizer):
+    p = next(iter(model.parameters()))
+    dsx_zero.safe_set_full_grad(p, torch.full(p.shape, 1e-3))
+
+
+def drop_gradients(model, optimizer):
+    model.zero_grad()
+
+
+def write_parameter(model, optimizer):
+    with torch.no_grad(), dsx_zero.GatheredParameters(model, modifier_rank=0):
+        model.blocks[2].weight.mul_(0.5)
+
+
+def another_backward(model, optimizer):
+    model(model.batch(optimizer.runtime.ranks.rank, 77)).backward()
+
+
+def forget_and_begin_again(model, optimizer):
+    optimizer.zero_grad()
+    optimizer.step_during_backward(max_norm=CLIP)
+    another_backward(model, optimizer)
+
+
+def read_master(model, optimizer):
+    assert dsx_zero.safe_get_full_fp32_param("blocks.0.weight", optimizer=optimizer) is not None
+
+
+def save_and_load(model, optimizer):
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def move_states_away(model, optimizer):
+    optimizer.offload_states()
+    optimizer.reload_states()
+
+
+def read_gradient(model, optimizer):
+    assert dsx_zero.safe_get_full_grad("blocks.0.weight", optimizer=optimizer) is not None
+
+
+CHANGES = [change_rate, clip_by_hand, set_gradient, drop_gradients, write_parameter, another_backward,
+           forget_and_begin_again, read_master, save_and_load, move_states_away, read_gradient]  # fmt: skip
+
+
+def changed(rank, world, stage, change, store, folder):
+    def run(on):
+        disk = None
+        if store:
+            import dsx_nvme
+
+            disk = dsx_nvme.TensorStore(f"{folder}/{on}.{rank}")
+        section = {"device": "nvme", "nvme_path": "unused"} if store else {}
+        model, optimizer = built(on, "fused", stage, store=disk, **section)
+        said = []
+        for step in range(4):
+            said.append(optimizer.step_during_backward(max_norm=CLIP))
+            model.strength = 1e-3
+            model(model.batch(rank, step)).backward()
+            if step == 2:
+                change(model, optimizer)
+            optimizer.step(max_norm=CLIP)
+            optimizer.zero_grad()
+        found = everything(model, optimizer)
+        optimizer.release()
+        return said, found
+
+    with pytest.MonkeyPatch.context() as patch:
+        counted = Counted(patch)
+        said, found = run(True)
+    none, wanted = run(False)
+    assert not any(none) and said[1:3] == [True, True] and counted.stepped
+    assert same(found, wanted)
+    assert counted.undone == (change is not read_gradient)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_change_between_backward_and_step_means_what_it_says(change, tmp_path):
+    run_ranks(changed, 1, 2, change, change in (change_rate, read_master, another_backward), str(tmp_path))
+
+
+@pytest.mark.parametrize("change", [another_backward, write_parameter, save_and_load], ids=lambda c: c.__name__)
+def test_a_change_at_stage_3_of_two_ranks(change, tmp_path):
+    run_ranks(changed, 2, 3, change, False, str(tmp_path))
+
+
+def breaking(error):
+    import dsx_ops
+
+    class Breaks(dsx_ops.FusedAdam):
+        left = -1
+
+        def step_flat(self, param, *args, **options):
+            super().step_flat(param, *args, **options)  # half of the work is done
+            type(self).left -= 1
+            if type(self).left == 0:
+                raise error
+
+    return Breaks
+
+
+def failing(rank, world, error, heals):
+    """One rank's optimizer fails in the middle of the step during backward."""
+    kind = breaking(error)
+    model, optimizer = built(True, lambda p: kind(p, lr=1e-2))
+    for step in range(2):
+        optimizer.step_during_backward(max_norm=CLIP)
+        model.strength = 1e-3
+        model(model.batch(rank, step)).backward()
+        if step == 0:
+            optimizer.step(max_norm=CLIP)
+            optimizer.zero_grad()
+            before = everything(model, optimizer)
+            kind.left = 3 if rank == world - 1 else -1
+    if not heals:
+        with pytest.raises(dsx_zero.ZeroStateError, match=f"rank {world - 1}: .*{error}"):
+            optimizer.step(max_norm=CLIP)
+        assert same(everything(model, optimizer), before)  # on every rank: a checkpoint can be saved
+    optimizer.step(max_norm=CLIP)  # the gradients are there
+    optimizer.zero_grad()
+    other, plain = built(False)
+    plain.param_groups[0]["weight_decay"] = 0.0
+    for step in range(2):
+        other.strength = 1e-3
+        other(other.batch(rank, step)).backward()
+        plain.step(max_norm=CLIP)
+        plain.zero_grad()
+    found, wanted = everything(model, optimizer), everything(other, plain)
+    assert same(found, wanted)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_failure_undoes_the_step_on_all_ranks(world):
+    run_ranks(failing, world, RuntimeError("the host has had enough"), False)
+
+
+def test_without_space_beside_the_old_values_the_step_is_made_after_backward():
+    run_ranks(failing, 2, OSError(errno.ENOSPC, "no space"), True)
+
+
+# Where it pays --------------------------------------------------------------------------------------------------------
+
+
+def said_by(rank, world, section):
+    with pytest.MonkeyPatch.context() as patch:
+        counted = Counted(patch)
+        config = {"stage": 2, "reduce_bucket_size": 200, "offload_optimizer": {"device": "cpu", **section}}
+        model, optimizer = dsx_zero.shard(Net(WIDTH, 3), fused, config=config)
+        for step in range(3):
+            update(model, optimizer, [model.batch(rank, step)], 1e-3, 1.0, counted)
+        copied = optimizer.state_bytes_by_tier()["optimizer"]["host"]
+        held = 8 * sum(m.numel for name, _ in model.named_parameters() for m in optimizer.masters_of(name))
+        optimizer.release()
+    return counted.announced, counted.stepped, (copied - held) // 12
+
+
+def test_on_a_cpu_nothing_is_speculated_unless_it_is_asked_for():
+    assert run_ranks(said_by, 1, {}) == [(0, 0, 0)]
+    ((announced, stepped, copied),) = run_ranks(said_by, 1, {"step_during_backward": True})
+    assert (announced, copied) == (2, 3 * (WIDTH * WIDTH + WIDTH)) and stepped >= 4
+
+
+def test_copies_of_old_values_are_bounded():
+    room = {"step_during_backward": True, "max_in_cpu": 2 * (WIDTH * WIDTH + WIDTH)}
+    ((announced, stepped, copied),) = run_ranks(said_by, 1, room)
+    assert announced == 2 and stepped >= 2 and 0 < copied <= room["max_in_cpu"]
+
+
+def test_after_a_clipped_step_the_norm_is_waited_for():
+    """The cost of a wrong guess is paid once where every step is clipped."""
+
+    def clipped(rank, world):
+        with pytest.MonkeyPatch.context() as patch:
+            counted = Counted(patch)
+            model, optimizer = built(True)
+            for step, strength in enumerate((1e-3, 30.0, 30.0, 30.0, 1e-3, 1e-3)):
+                update(model, optimizer, [model.batch(rank, step)], strength, 1.0, counted)
+        assert (counted.announced, counted.undone) == (2, 1)
+
+    run_ranks(clipped, 1)
