@@ -26,6 +26,7 @@ from device_models import Block, Experts, Language, Mixed, Sliced, Words, next_w
 from device_streams import DEVICE, FOLDER, SIMULATED, STEPS, aside, compressed, let_go, numbers  # noqa: F401  bodies
 from planted_races import RACES, SWAPPED
 from torch import nn
+from torch.nn import functional as F
 
 waits: list[Any] = []
 """The host's waits of the last step of the case that runs, where the body marks them."""
@@ -262,6 +263,63 @@ def activations_alone(settings: dict[str, Any]) -> list[float]:
         return numbers(losses)
     finally:
         dsx_activations.configure()
+
+
+class OfCutTokens(Language):
+    """The small GPT with the sum of the losses of tokens at given positions. With `chunks` its blocks keep all but one
+    chunk of the sequence in host memory.
+    """
+
+    def __init__(self, chunks: int | None = None) -> None:
+        super().__init__()
+        if chunks is not None:
+            self.call = lambda block, x: _in_host_chunks(block, x, chunks)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        hidden = self.tokens(tokens) + self.positions(positions)
+        for block in self.blocks:
+            hidden = self.call(block, hidden)
+        logits = self.head(self.norm(hidden))
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+
+
+def _in_host_chunks(block: Any, x: torch.Tensor, chunks: int) -> torch.Tensor:
+    import dsx_activations
+
+    def project(x: torch.Tensor, positions: torch.Tensor) -> Any:
+        return block.qkv(block.before(x)).unflatten(2, (3, block.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
+
+    def finish(x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+        x = x + block.out(mixed.transpose(1, 2).flatten(2))
+        return x + block.down(F.gelu(block.up(block.behind(x))))
+
+    return dsx_activations.run_in_host_chunks(
+        project, finish, x, chunks=chunks, parameters=block.parameters(), causal=True, length=16
+    )
+
+
+def cut_sequences(settings: dict[str, Any]) -> list[float]:
+    """One sequence over all ranks: by the engine, or by the model's own layers, whose chunks wait in host memory."""
+    import dsx_activations
+
+    settings = dict(settings)
+    chunks, world = settings.pop("chunks", None), dist.get_world_size()
+    torch.manual_seed(0)
+    model: Any = OfCutTokens(chunks)
+    given = {"length": 16, **settings.pop("sequence_parallel", {}), **({"convert": False} if chunks else {})}
+    made = make_engine({**settings, "sequence_parallel_size": world, "sequence_parallel": given}, model)
+    losses = []
+    for number in range(STEPS):
+        tokens = torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(number)).to(DEVICE)
+        mine, targets = (dsx_activations.shard_sequence(t) for t in (tokens[:, :-1], tokens[:, 1:]))
+        positions = dsx_activations.shard_sequence(torch.arange(16, device=DEVICE)[None])
+        with watched(number == STEPS - 1):
+            loss = dsx_activations.token_mean(made(mine, targets, positions), targets.numel())
+            made.backward(loss)
+            made.step()
+        losses.append(loss.detach())
+    made.destroy()
+    return numbers(losses)
 
 
 def activation_boundary(settings: dict[str, Any]) -> list[float]:

@@ -191,15 +191,15 @@ RACES: dict[str, Race] = {
         2,
     ),
     # activation checkpointing
-    "activation-leaves-early": Race(f"{PLACES}:_OnHost.__init__", SEE, "pass", "activations-on-host"),
+    "activation-leaves-early": Race(f"{PLACES}:HostCopy.__init__", SEE, "pass", "activations-on-host"),
     "activation-dropped-in-flight": Race(
-        f"{PLACES}:_OnHost.let_go", "self._leaving.wait()", "pass", "activations-on-host"
+        f"{PLACES}:HostCopy.let_go", "self._leaving.wait()", "pass", "activations-on-host"
     ),
     "activation-back-too-soon": Race(
-        f"{PLACES}:_OnHost.start", "self._lane.see_writes_so_far()", "pass", "activations-on-host"
+        f"{PLACES}:HostCopy.start", "self._lane.see_writes_so_far()", "pass", "activations-on-host"
     ),
     "activation-not-awaited": Race(
-        f"{PLACES}:_OnHost.get", "ticket.wait()", "pass", "activations-on-host", sample=True
+        f"{PLACES}:HostCopy.take", "ticket.wait()", "pass", "activations-on-host", sample=True
     ),
     # checkpoints behind training, states that move
     "save-copies-early": Race(

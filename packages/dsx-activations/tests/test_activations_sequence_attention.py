@@ -9,6 +9,7 @@ import torch
 from dsx_activations import ActivationArgumentError, gather_documents, sequence_attention, shard_sequence
 from dsx_testkit import RankError, run_ranks
 from dsx_testkit.sequences import Case, check, expected, got, random_cases
+from torch.utils._python_dispatch import TorchDispatchMode
 
 PLAIN = Case(7, 2, 6, 2, 33, True, None, False, False, "zigzag", None, 1)
 
@@ -193,6 +194,37 @@ def capped(rank, world):
 
 def test_scores_with_a_soft_cap():
     run_ranks(capped, 2)
+
+
+def ring_by_kernels(rank, world):
+    """FlexAttention in the ring with every mask, also for queries that see nothing of a block; flash without masks."""
+    from torch.nn.attention import flex_attention
+
+    q = torch.randn(1, 4, 6, 8, requires_grad=True)
+    if hasattr(flex_attention, "_validate_device"):
+        with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
+            sequence_attention(q, q, q, team=1, length=6 * world, kernel="flex")
+        flex_attention._validate_device = lambda *tensors: None  # on a CPU torch refuses what a device can do
+    for given in ({}, {"window": 3}, {"packed": True, "padded": True}, {"causal": False, "packed": True}):
+        check(replace(PLAIN, team=1, length=17, kernel="flex", **given), rtol=1e-6, atol=1e-6)
+    seen = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Seen():
+        sequence_attention(q, q, q, causal=True, team=1, length=6 * world).sum().backward()
+    flash = [name for name in seen if "flash_attention" in name]
+    assert len(flash) == 2 * (rank + 1), flash  # of the blocks that this rank's queries see, forward and backward
+    with pytest.raises(ActivationArgumentError, match="got a function as kernel with teams of 1 of the group's 2"):
+        sequence_attention(q, q, q, team=1, length=6 * world, kernel=lambda q, k, v, **_: q)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_fused_kernels_in_the_ring():
+    run_ranks(ring_by_kernels, 2)
 
 
 def test_mistakes_are_named():

@@ -71,7 +71,11 @@ class SequenceParallelSection(BaseModel):
     )
     overlap: Count = Field(1, description="messages in which heads travel, each while others are computed")
     kernel: Literal["auto", "sdpa", "flex", "pieces"] = Field("auto", description="kernel of the attention")
+    host_chunks: Count | None = Field(
+        None,
+        description="chunks of queries, keys and values that wait for the backward in host memory; null: on the device",
+    )
 
     def options(self) -> dict[str, Any]:
         """The arguments of `sequence_parallel`."""
-        return {key: getattr(self, key) for key in ("order", "length", "team", "overlap", "kernel")}
+        return {key: getattr(self, key) for key in ("order", "length", "team", "overlap", "kernel", "host_chunks")}

@@ -21,7 +21,9 @@ from dsx_comm.lanes import Lane, Ticket, make_lane
 
 from .errors import ActivationStateError
 
-__all__ = ["DevicePlace", "Held", "HostPlace", "Place", "SlotPlace", "Slots", "changed_in_place"]
+__all__ = [
+    "DevicePlace", "Held", "HostCopy", "HostPlace", "Place", "SlotPlace", "Slots", "changed_in_place", "host_memory",
+]  # fmt: skip
 
 
 def changed_in_place(shape: torch.Size) -> ActivationStateError:
@@ -174,16 +176,21 @@ class _Batch:
                 held.start()
 
 
-class _OnHost:
-    def __init__(self, source: torch.Tensor, host: torch.Tensor, lane: Lane, batch: _Batch) -> None:
+class HostCopy:
+    """A device tensor that is copied into host memory on a lane, and back when it is wanted again.
+
+    Args:
+        source: the tensor. It must not be written to before `let_go`.
+        host: where it is copied to, as large.
+        lane: where copies run.
+    """
+
+    def __init__(self, source: torch.Tensor, host: torch.Tensor, lane: Lane) -> None:
         self._source: torch.Tensor | None = source
-        self._version = source._version
-        self._device, self._host, self._lane, self._batch = source.device, host, lane, batch
-        self._changed = False
+        self._device, self.host, self._lane = source.device, host, lane
         self._back: tuple[torch.Tensor, Ticket] | None = None
         lane.see_writes_so_far()
         self._leaving = lane.submit(lambda: _copy(host, source))
-        batch.held.append(weakref.ref(self))
 
     def let_go(self) -> None:
         """Free the device's copy. Work that the caller queues later waits for the copy, so that it can use the memory
@@ -191,28 +198,21 @@ class _OnHost:
         """
         if self._source is not None:
             self._leaving.wait()
-            self._changed = self._source._version != self._version
             self._source = None
 
     def start(self) -> None:
         """Start copying the tensor back, unless it is still on the device or already on its way."""
         if self._source is not None or self._back is not None:
             return
-        out, host = torch.empty(self._host.shape, dtype=self._host.dtype, device=self._device), self._host
+        out, host = torch.empty(self.host.shape, dtype=self.host.dtype, device=self._device), self.host
         self._lane.see_writes_so_far()  # the memory of `out` may have had another user on the caller's side
         self._back = (out, self._lane.submit(lambda: _copy(out, host)))
 
-    def get(self) -> torch.Tensor:
-        self._batch.fetch()
-        before = self._batch.before
-        if before is not None and (batch := before()) is not None:
-            batch.fetch()
-        source = self._source
-        if self._changed or (source is not None and source._version != self._version):
-            raise changed_in_place(self._host.shape)
-        if source is not None:
+    def take(self) -> torch.Tensor:
+        """The tensor on its device, to be read only."""
+        if self._source is not None:
             self._leaving.wait()
-            return source
+            return self._source
         self.start()
         (out, ticket), self._back = self._arriving(), None
         ticket.wait()
@@ -226,6 +226,31 @@ class _OnHost:
     def __del__(self) -> None:
         if self._back is not None:
             self._back[1].wait()  # the lane may still write into the memory that is about to be freed
+
+
+class _OnHost(HostCopy):
+    """An input of a checkpoint, which must not be changed in place until the backward."""
+
+    def __init__(self, source: torch.Tensor, host: torch.Tensor, lane: Lane, batch: _Batch) -> None:
+        self._version, self._changed, self._batch = source._version, False, batch
+        super().__init__(source, host, lane)
+        batch.held.append(weakref.ref(self))
+
+    def let_go(self) -> None:
+        """See `HostCopy`."""
+        if self._source is not None:
+            self._changed = self._source._version != self._version
+        super().let_go()
+
+    def get(self) -> torch.Tensor:
+        self._batch.fetch()
+        before = self._batch.before
+        if before is not None and (batch := before()) is not None:
+            batch.fetch()
+        source = self._source
+        if self._changed or (source is not None and source._version != self._version):
+            raise changed_in_place(self.host.shape)
+        return self.take()
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -245,7 +270,7 @@ class HostPlace:
     """
 
     def __init__(self, number: int | None = None, lane: Lane | None = None) -> None:
-        self._slots = None if number is None else Slots(number, _host_memory)
+        self._slots = None if number is None else Slots(number, host_memory)
         self._given, self._lanes = lane, {}
         self._leaving: deque[list[weakref.ref[_OnHost]]] = deque()
         self._batch = _Batch(None)
@@ -270,7 +295,7 @@ class HostPlace:
             return self._stays.put(flat)
         if self._slots is None:
             return _OnHost(
-                flat, _host_memory(flat.numel(), flat.dtype, flat.device), self._lane(flat.device), self._batch
+                flat, host_memory(flat.numel(), flat.dtype, flat.device), self._lane(flat.device), self._batch
             )
         held = _InHostSlot()
         slot = self._slots.take(held, flat.numel(), flat.dtype, flat.device)
@@ -302,5 +327,6 @@ class _InHostSlot:
         return self.inner.get()
 
 
-def _host_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def host_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory of the host for a flat tensor of a device, page-locked for CUDA."""
     return torch.empty(numel, dtype=dtype, pin_memory=device.type == "cuda")

@@ -15,6 +15,7 @@ its arguments. `models` converts whole models (`handle`, `hugging_face`, `own_mo
 from .combined import gather_documents, sequence_attention
 from .cutting import sequence_segments, shard_sequence
 from .handle import SequenceParallel
+from .layers import run_in_host_chunks
 from .loader import SequenceLoader
 from .loss import token_mean
 from .models import sequence_parallel
@@ -27,6 +28,7 @@ __all__ = [
     "UlyssesAttention",
     "gather_documents",
     "ring_attention",
+    "run_in_host_chunks",
     "sequence_attention",
     "sequence_parallel",
     "sequence_segments",

@@ -17,6 +17,8 @@ from torch.nn import functional as F
 from ..errors import ActivationArgumentError
 from .cutting import Segments, place_in, sequence_segments
 from .facts import Facts
+from .fused import flex_mask
+from .host_chunks import attend_from_host, lane_for
 from .pieces import Work
 from .ring import attend_around
 from .ulysses import attend_by_heads
@@ -45,6 +47,7 @@ def sequence_attention(
     team: int | None = None,
     overlap: int = 1,
     kernel: str | Callable[..., torch.Tensor] = "auto",
+    host_chunks: int | None = None,
 ) -> torch.Tensor:
     """Attention of this rank's tokens over the whole sequence. Collective, as is its backward.
 
@@ -72,7 +75,13 @@ def sequence_attention(
         kernel: computes the attention of whole sequences, where no ring is needed: "sdpa", "flex" (FlexAttention),
             "pieces" (matrix products, exact, in memory linear in the length), or a function
             `f(q, k, v, is_causal=..., scale=...)`, which is also given `window=` and `documents=` where there are any.
-            "auto": "sdpa", with masks, dropout or a soft cap "pieces". A ring is always computed in pieces.
+            "auto": "sdpa", with masks, dropout or a soft cap "pieces". In a ring "auto" and "sdpa" are torch's flash
+            attention where it gives logarithms (the CPU; CUDA with 16-bit numbers) and no masks are there, otherwise
+            pieces; "flex" is itself. A function needs `team` to be the group's size.
+        host_chunks: queries, keys, values and results wait for the backward in page-locked host memory, in as many
+            chunks of the sequence, of which the backward has two on the device at a time. `team` is then the group's
+            size, and the kernel one of the ring. On a CPU, whose memory is the host's, nothing is moved. None: they
+            stay on the device.
 
     Returns:
         (batch, heads, tokens, value features), in q's dtype.
@@ -88,6 +97,9 @@ def sequence_attention(
     facts = Facts.of(name, q, k, v, group, order, length, further)
     if softcap is not None and not softcap > 0:
         raise ActivationArgumentError(f"{name}: softcap: got {softcap!r}, expected a number above 0, or None")
+    if host_chunks is not None:
+        _check_chunks(name, host_chunks, team, facts.size, kernel)
+        team = facts.size
     number = _team(name, team, facts.size, k.shape[1])
     if isinstance(overlap, bool) or not isinstance(overlap, int) or overlap < 1:
         raise ActivationArgumentError(f"{name}: overlap: got {overlap!r}, expected a whole number of at least 1")
@@ -96,15 +108,25 @@ def sequence_attention(
     seed = _shared_seed(seed, facts, q.device) if dropout_p else 0
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     within, across = facts.in_teams(number)
+    if callable(kernel) and across.size > 1:
+        raise ActivationArgumentError(
+            f"{name}: got a function as kernel with teams of {number} of the group's {facts.size} ranks, expected"
+            f" team={facts.size}: keys of other teams come in blocks, which the function could not put together; give"
+            ' team, or kernel="auto", "flex" or "pieces"'
+        )
     each = q.shape[1] // k.shape[1]
 
     def local(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: tuple[int, int], key: int) -> torch.Tensor:
         fitting = _fitting(k, v, heads, key, each)
         dropout = Dropout(dropout_p, seed, heads[0]) if dropout_p else None
+        lane = None if host_chunks is None else lane_for(q.device)
+        if host_chunks is not None and lane is not None:
+            work = Work(visible, scale, dropout, softcap, str(kernel))
+            return attend_from_host(q, *fitting, work, host_chunks, lane)
         alone = across.size == 1 and dropout is None and softcap is None
         if alone and (kernel not in ("auto", "pieces") or (kernel == "auto" and visible.plain)):
             return _by_kernel(kernel, q, *_repeated(fitting, q.shape[1]), visible, scale)
-        return attend_around(q, *fitting, across, Work(visible, scale, dropout, softcap))
+        return attend_around(q, *fitting, across, Work(visible, scale, dropout, softcap, str(kernel)))
 
     if (dropout_p or softcap is not None) and kernel not in ("auto", "pieces"):
         raise ActivationArgumentError(
@@ -112,6 +134,17 @@ def sequence_attention(
             ' "auto": the choice of other kernels depends on how the sequence is cut, and they have no soft cap'
         )
     return attend_by_heads(q, k, v, within, local, overlap)
+
+
+def _check_chunks(name: str, chunks: Any, team: int | None, size: int, kernel: Any) -> None:
+    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
+        raise ActivationArgumentError(f"{name}: host_chunks: got {chunks!r}, expected a whole number >= 1, or None")
+    if team not in (None, size) or callable(kernel):
+        raise ActivationArgumentError(
+            f"{name}: host_chunks: got team={team} and {'a function as kernel' if callable(kernel) else kernel},"
+            f" expected team={size} (the group's size: keys in host memory do not go around a ring) and"
+            ' kernel="auto", "flex" or "pieces": a function could not put chunks together'
+        )
 
 
 def gather_documents(
@@ -220,21 +253,8 @@ def _by_kernel(
 
 
 def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: Visible, scale: float) -> torch.Tensor:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # lazy import: imports dynamo
+    from torch.nn.attention.flex_attention import flex_attention  # lazy import: imports dynamo
 
-    documents, window = visible.documents, visible.window
-
-    def seen(b: torch.Tensor, h: torch.Tensor, row: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        found = row >= key if visible.causal else key >= 0
-        if window is not None:
-            found = found & ((row - key).abs() < window)
-        if documents is not None:
-            found = found & (documents[b, row] == documents[b, key]) & (documents[b, row] >= 0)
-        return found
-
-    length, batch = q.shape[2], None if documents is None else q.shape[0]
-    mask = None
-    if visible.causal or not visible.plain:
-        mask = create_block_mask(seen, batch, None, length, length, device=str(q.device))
-    out: Any = flex_attention(q, k, v, block_mask=mask, scale=scale)
+    whole = 0, q.shape[2]
+    out: Any = flex_attention(q, k, v, block_mask=flex_mask(visible, whole, whole, q.device), scale=scale)
     return out

@@ -38,6 +38,7 @@ def sequence_parallel(
     team: int | None = None,
     overlap: int = 1,
     kernel: str | Callable[..., torch.Tensor] = "auto",
+    host_chunks: int | None = None,
 ) -> SequenceParallel:
     """Let the attention of a model run over a sequence that is cut over the ranks of a group.
 
@@ -52,7 +53,7 @@ def sequence_parallel(
         order: "plain" or "zigzag"; how the tokens are cut.
         length: tokens of all sequences, if it never changes. None: the ranks ask each other once per forward, unless
             `describe` tells them; on a device the host waits for it.
-        team, overlap, kernel: as for `sequence_attention`.
+        team, overlap, kernel, host_chunks: as for `sequence_attention`.
 
     Returns:
         A handle; `remove()` ends the conversion.
@@ -71,7 +72,8 @@ def sequence_parallel(
         raise ActivationStateError(
             f"sequence_parallel: {type(model).__name__} is converted already; call remove() of what the first call gave"
         )
-    parallel = SequenceParallel(model, group, order, length, {"team": team, "overlap": overlap, "kernel": kernel})
+    options = {"team": team, "overlap": overlap, "kernel": kernel, "host_chunks": host_chunks}
+    parallel = SequenceParallel(model, group, order, length, options)
     inner = hugging_face.model_in(model)
     if inner is not None:
         hugging_face.convert(inner, parallel)

@@ -26,13 +26,15 @@ Range = tuple[int, int]
 @dataclass(frozen=True)
 class Work:
     """What attention is computed: who sees what, the factor of the scores, dropout, and `softcap * tanh(score /
-    softcap)` in the place of scores.
+    softcap)` in the place of scores. `kernel` is the choice of `sequence_attention`: "pieces" and "flex" are taken, any
+    other name leaves the choice to `fused`.
     """
 
     visible: Visible
     scale: float
     dropout: Dropout | None = None
     softcap: float | None = None
+    kernel: str = "auto"
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

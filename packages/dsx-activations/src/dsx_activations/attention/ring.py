@@ -1,7 +1,8 @@
 """Ring attention: keys and values go around the ranks, and each rank adds the attention of its queries over the block
 that has just come. The next block travels meanwhile.
 
-Backward goes around once more; the gradients of a block travel with it and end at home. `pieces` has the arithmetic.
+Backward goes around once more; the gradients of a block travel with it and end at home. `fused` and `pieces` have the
+arithmetic.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .facts import Facts
-from .pieces import Backward, Forward, Work, wide
+from .fused import backward_of, forward_of
+from .pieces import Work, wide
 from .visible import Visible
 
 __all__ = ["attend_around", "ring_attention"]
@@ -68,7 +70,7 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, facts: Facts, work: Work) -> torch.Tensor:
         with torch.autocast(q.device.type, enabled=False):
-            sums = Forward(q, k.shape[1], v.shape[3], facts.segments[facts.rank], work)
+            sums = forward_of(q, k.shape[1], v.shape[3], facts.segments[facts.rank], work)
             for source, keys, values in _Blocks(facts, k, v).around():
                 sums.add(keys, values, facts.segments[source])
             out, logs = sums.result()
@@ -83,7 +85,7 @@ class _Ring(torch.autograd.Function):
         q, k, v, out, logs = ctx.saved_tensors
         facts, work = ctx.given
         with torch.autocast(q.device.type, enabled=False):
-            sums = Backward(q, k.shape[1], (out, logs), grad, facts.segments[facts.rank], work)
+            sums = backward_of(q, k.shape[1], v.shape[3], (out, logs), grad, facts.segments[facts.rank], work)
             homeward = _Homeward(facts, k, v, wide(q.dtype))
             for source, keys, values in _Blocks(facts, k, v).around():
                 homeward.add(source, *sums.add(keys, values, facts.segments[source]))

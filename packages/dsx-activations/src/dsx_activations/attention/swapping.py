@@ -46,6 +46,10 @@ class Swap:
         """The reverse."""
         return self._begun(_TOKENS, tensors)
 
+    def exchange(self, toward: str, tensors: Tensors) -> Tensors:
+        """Send and wait at once, outside of autograd: toward "heads" or "tokens", each the adjoint of the other."""
+        return self.joined(toward, self.send(toward, tensors))
+
     def _begun(self, toward: str, tensors: Tensors) -> Callable[[], Tensors]:
         flight = _Flight(self, toward)
         token = _Start.apply(flight, *tensors)

@@ -20,7 +20,7 @@ from .cutting import Segments, even_parts
 from .facts import Facts
 from .swapping import Swap
 
-__all__ = ["UlyssesAttention", "attend_by_heads"]
+__all__ = ["UlyssesAttention", "attend_by_heads", "dealt"]
 
 
 class UlyssesAttention(nn.Module):
@@ -152,7 +152,7 @@ def _checked(
 
 def _runs(query_heads: int, key_heads: int, size: int, number: int) -> list[tuple[Segments, Segments]]:
     """For each message the heads of queries and of keys of every rank."""
-    queries, keys = _dealt(query_heads, key_heads, size)
+    queries, keys = dealt(query_heads, key_heads, size)
     each = query_heads // key_heads
     number = max(1, min([number, *(b - f for f, b in keys if b > f)]))
     if number == 1:
@@ -169,7 +169,7 @@ def _runs(query_heads: int, key_heads: int, size: int, number: int) -> list[tupl
     return found
 
 
-def _dealt(query_heads: int, key_heads: int, size: int) -> tuple[Segments, Segments]:
+def dealt(query_heads: int, key_heads: int, size: int) -> tuple[Segments, Segments]:
     """The heads of queries and of keys of every rank. Key heads stay whole where there are enough of them."""
     each = query_heads // key_heads
     if key_heads >= size:

@@ -693,6 +693,7 @@ class SequenceParallel(TypedDict, total=False):
     team: int | Auto | None
     overlap: int | Auto
     kernel: Literal["auto", "sdpa", "flex", "pieces"]
+    host_chunks: int | Auto | None
 
 
 class SparseAttention(TypedDict, total=False):
