@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -19,7 +20,7 @@ from torch import nn
 from .errors import AuditError
 from .system import Point, System, named, plain_name, whole
 
-__all__ = ["EngineSystem", "Fsdp1System", "TorchSystem", "adapter_for"]
+__all__ = ["EngineSystem", "Fsdp1System", "MegatronSystem", "TorchSystem", "adapter_for"]
 
 
 class TorchSystem:
@@ -44,7 +45,7 @@ class TorchSystem:
     @contextlib.contextmanager
     def watch(self, point: Point) -> Iterator[None]:
         """Hooks on the optimizer, and on torch's functions that clip."""
-        before = self.optimizer.register_step_pre_hook(lambda *_: point("before"))
+        before = self.optimizer.register_step_pre_hook(partial(_before, point))
         after = self.optimizer.register_step_post_hook(lambda *_: point("after"))
         with contextlib.ExitStack() as stack:
             for place in (torch.nn.utils, torch.nn.utils.clip_grad):
@@ -75,6 +76,20 @@ class TorchSystem:
     def loss_scale(self) -> float:
         """See `System`."""
         return float(self.scaler.get_scale()) if self.scaler is not None and self.scaler.is_enabled() else 1.0
+
+    def scaler_state(self) -> dict[str, float]:
+        """See `System`."""
+        return {} if self.scaler is None or not self.scaler.is_enabled() else self.scaler.state_dict()
+
+    def states(self) -> dict[str, torch.Tensor]:
+        """See `System`."""
+        found = {}
+        for name, parameter in self.module.named_parameters():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                local = getattr(value, "to_local", lambda value=value: value)()
+                if isinstance(local, torch.Tensor):
+                    found[f"state {key} of {plain_name(name)}"] = local.detach().to("cpu", copy=True)
+        return found
 
     def save(self, folder: str) -> None:
         """See `System`. How a torch program saves is its own affair: give `save` and `load` to the audit."""
@@ -175,6 +190,71 @@ class EngineSystem:
         self.engine.load_checkpoint(folder, tag="audit")
 
 
+class MegatronSystem(TorchSystem):
+    """Model and optimizer with the attributes of Megatron's: gradients are summed in `p.main_grad`, fp32 parameters are
+    `p.main_param`, and `step()` of the optimizer unscales, clips, and returns whether it made the update.
+
+    Args:
+        model: the model, or a list of one chunk of it, inside its data-parallel wrapper.
+        optimizer: has `step()`, `param_groups`, and `get_loss_scale()` where there is a loss scale. A distributed
+            optimizer, whose `main_param` is a slice, is refused.
+    """
+
+    clipped = False
+    buffers_of_rank_0 = False
+
+    def __init__(self, model: Any, optimizer: Any) -> None:
+        chunks = list(model) if isinstance(model, (list, tuple)) else [model]
+        if len(chunks) != 1:
+            raise AuditError(f"model: got {len(chunks)} chunks of an interleaved pipeline, expected one")
+        self.model, self.scaler, self.optimizer = chunks[0], None, optimizer
+        self.module = chunks[0]
+        while isinstance(getattr(self.module, "module", None), nn.Module):  # DDP, Float16Module
+            self.module = self.module.module
+        for name, parameter in self.module.named_parameters():
+            main = getattr(parameter, "main_param", None)
+            if main is not None and main.shape != parameter.shape:
+                raise AuditError(
+                    f"{name}: its main_param has shape {tuple(main.shape)}, expected {tuple(parameter.shape)}: audit"
+                    " a run without the distributed optimizer"
+                )
+
+    @contextlib.contextmanager
+    def watch(self, point: Point) -> Iterator[None]:
+        """Around `optimizer.step()`."""
+        right = self.optimizer.step
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            point("before")
+            result = right(*args, **kwargs)
+            if not isinstance(result, tuple) or result[0]:
+                point("after")
+            return result
+
+        with mock.patch.object(self.optimizer, "step", step):
+            yield
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """See `System`."""
+        mains = ((name, getattr(p, "main_param", None)) for name, p in self.module.named_parameters())
+        return {**super().parameters(), **named(mains)}
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """See `System`."""
+        scale = self.loss_scale()
+        grads = ((n, getattr(p, "main_grad", p.grad)) for n, p in self.module.named_parameters() if p.requires_grad)
+        return {name: grad / scale for name, grad in named(grads).items()}
+
+    def loss_scale(self) -> float:
+        """See `System`."""
+        scale = getattr(self.optimizer, "get_loss_scale", None)
+        return 1.0 if scale is None else float(scale())
+
+    def states(self) -> dict[str, torch.Tensor]:
+        """See `System`: the states are of parameters inside the optimizer, so none are given."""
+        return {}
+
+
 def adapter_for(model: Any, optimizer: Any = None, scaler: Any = None) -> System:
     """The adapter for a model: what its method `audited()` returns, as dsx's engine has it, or one chosen by its class.
 
@@ -207,6 +287,26 @@ def _inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise AuditError(f"optimizer: got {type(optimizer).__name__}, expected a torch optimizer or a wrapper of one")
     return optimizer
+
+
+def _before(point: Point, _optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Before the update. A closure computes gradients inside `step`, as Lightning's do: the point is behind it."""
+    given = [
+        value for value in (*args, *kwargs.values()) if callable(value) and not isinstance(value, torch.optim.Optimizer)
+    ]
+    if not given:
+        point("before")
+        return None
+
+    def closure() -> Any:
+        loss = given[0]()
+        point("before")
+        return loss
+
+    def changed(value: Any) -> Any:
+        return closure if value is given[0] else value
+
+    return tuple(map(changed, args)), {key: changed(value) for key, value in kwargs.items()}
 
 
 def _noticed(function: Callable[..., Any], point: Point) -> Callable[..., Any]:

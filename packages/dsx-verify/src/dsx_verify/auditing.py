@@ -12,9 +12,6 @@ The sequence of an update, on every rank:
 
 from __future__ import annotations
 
-import math
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,15 +21,15 @@ import torch
 
 from .adapters import adapter_for
 from .case import Case, Observed
-from .compare import magnitude
 from .comparing import Judge
 from .errors import AuditError
-from .expected import TIMES_NOISE, Computed, Expected, Reference, Sample, rounding
+from .expected import Computed, Expected, Reference, Sample
 from .explaining import explain
 from .ranks import Ranks
 from .receipt import Receipt, WrongStepError
+from .reloading import reload
 from .seen import Seen, watch_forward
-from .system import System
+from .system import System, scaler_state
 
 __all__ = ["Audit", "audit"]
 
@@ -62,9 +59,10 @@ class Audit:
         self.system, self.expected, self._batches = system, expected, batches
         self.ranks, self.seed = ranks, seed
         self.receipt = receipt
-        self._step = 0
+        self.scaled_losses = False  # whether losses may be the shares of micro-batches in the mean
+        self.step_number = 0
         self._reference: Reference | None = None
-        self._now = Observed()
+        self.observed = Observed()
         self._samples: list[Sample] = []
         self._may_skip = False
         self._kept: Any = None  # the oracle from before the update
@@ -79,37 +77,50 @@ class Audit:
     @contextmanager
     def update(self) -> Iterator[list[Any]]:
         """Around one update: gives this rank's micro-batches, and compares when it ends."""
-        self._begin()
-        with self.system.watch(self._point), watch_forward(self.system.module, self._pass_begins):
+        self.draw()
+        with self.system.watch(self.point), watch_forward(self.system.module, self.begin_pass):
             yield self.micro_batches()
-        self._end()
+        self.end()
 
-    def _begin(self) -> None:
-        step, ranks = self._step + 1, self.ranks
-        first = self._step * self.expected.accumulation
-        own = [
-            Sample(ranks.index, micro, number := (first + micro) * ranks.count + ranks.index, self._batches(number))
-            for micro in range(self.expected.accumulation)
-        ]
-        every = {(s.micro, s.rank): s for samples in ranks.gather(own) for s in samples}
-        if sorted({rank for _, rank in every}) != list(range(ranks.count)):
-            raise AuditError(f"data_ranks: no rank has some of the indices below {ranks.count}")
+    def number(self, micro: int) -> int:
+        """The number of this rank's micro-batch `micro` of the current update, counted over all updates and ranks."""
+        return ((self.step_number - 1) * self.expected.accumulation + micro) * self.ranks.count + self.ranks.index
+
+    def draw(self) -> None:
+        """Begin an update with the samples of `batches`."""
+        self.begin()
+        self.share([self._batches(self.number(micro)) for micro in range(self.expected.accumulation)])
+
+    def begin(self) -> None:
+        """An update begins: note what is there before it."""
+        self.observed = Observed(before=self.system.parameters(), buffers=self.system.buffers())
+        self.observed.scale = self.system.loss_scale()
+        self.observed.scaler = scaler_state(self.system)
+        self.step_number += 1
+
+    def share(self, batches: list[Any]) -> None:
+        """Tell all ranks this rank's micro-batches of the current update."""
+        own = [Sample(self.ranks.index, micro, self.number(micro), batch) for micro, batch in enumerate(batches)]
+        every = {(s.micro, s.rank): s for samples in self.ranks.gather(own) for s in samples}
+        if sorted({rank for _, rank in every}) != list(range(self.ranks.count)):
+            raise AuditError(f"data_ranks: no rank has some of the indices below {self.ranks.count}")
         self._samples = [every[key] for key in sorted(every)]
-        self._now = Observed(before=self.system.parameters(), buffers=self.system.buffers())
-        self._now.scale = self.system.loss_scale()
-        self._step = step
 
-    def _pass_begins(self) -> Seen:
+    def begin_pass(self) -> Seen:
         """A forward pass of the system begins: give it the random numbers of its micro-batch."""
-        now = self._now
-        own = [sample for sample in self._samples if sample.rank == self.ranks.index]
-        if len(now.passes) < len(own):
-            torch.manual_seed(self.seed + own[len(now.passes)].number)
+        now = self.observed
+        if len(now.passes) < self.expected.accumulation:
+            torch.manual_seed(self.seed + self.number(len(now.passes)))
         now.passes.append(Seen())
         return now.passes[-1]
 
-    def _point(self, name: str) -> None:
-        now = self._now
+    def current_pass(self) -> Seen:
+        """The pass that `begin_pass` has begun."""
+        return self.observed.passes[-1] if self.observed.passes else Seen()
+
+    def point(self, name: str) -> None:
+        """A point of an update of the system; see `System.watch`."""
+        now = self.observed
         if name == "unclipped":
             now.clips += 1
             if not now.unclipped and now.scale == 1.0:
@@ -124,34 +135,10 @@ class Audit:
         with self.update() as micro_batches:
             self.note_losses(step(micro_batches))
 
-    def reload(self, step: Step, save: Callable[[str], None], load: Callable[[str], None]) -> None:
-        """Save, train one update, load, train it again: parameters must be the same after each of the two."""
-        folder = self.ranks.gather(tempfile.mkdtemp(prefix="dsx-verify-"))[0]
-        save(folder)
-        saved = self.system.parameters()
-        self.run(step)
-        first, self._step = self._now.after, self._step - 1
-        load(folder)
-        judge = Judge(self._step, self.ranks.rank)
-        for name, value in self.system.parameters().items():
-            judge.tensor("checkpoint", name, value, saved[name], 0.0)
-        self._settle(judge, None)
-        self._begin()
-        with self.system.watch(self._point), watch_forward(self.system.module, self._pass_begins):
-            step(self.micro_batches())
-        judge = Judge(self._step, self.ranks.rank)
-        for name, value in self.system.parameters().items():
-            change = magnitude(first[name].double() - saved[name].double())
-            judge.tensor("checkpoint", f"{name} after one more update", value, first[name], 1e-3 * change)
-        self._settle(judge, None)
-        self.ranks.gather(None)
-        if self.ranks.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-
     def note_losses(self, returned: Any) -> None:
         """What the step returned, where that is losses."""
         items = returned if isinstance(returned, Sequence) else [returned]
-        self._now.losses = [
+        self.observed.losses = [
             float(item)
             for item in items
             if isinstance(item, (int, float, torch.Tensor)) and torch.tensor(item).numel() == 1
@@ -175,7 +162,7 @@ class Audit:
         for name, tensor in own.items():
             if name in start:
                 judge.tensor("start", name, tensor, plain["values"].get(name, start[name]), 0.0)
-        self._settle(judge, None)
+        self.settle(judge, None)
 
     def _names(self, start: dict[str, torch.Tensor]) -> dict[str, Any]:
         reference = self._reference
@@ -190,8 +177,9 @@ class Audit:
             "values": values if self.expected.same_start else {},
         }
 
-    def _end(self) -> None:
-        now, reference, ranks = self._now, self._reference, self.ranks
+    def end(self) -> None:
+        """An update has ended: compare."""
+        now, reference, ranks = self.observed, self._reference, self.ranks
         now.after = self.system.parameters()
         buffers = dict(zip([rank for rank in self._indices()], ranks.gather(now.buffers)))
         if self.system.buffers_of_rank_0:
@@ -207,59 +195,65 @@ class Audit:
         if reference is not None:
             reference.take(now.after)
         self._previous, self._kept = now.before, None
-        self.receipt.steps = self._step
+        self.receipt.steps = self.step_number
 
     def _indices(self) -> list[int]:
         return self.ranks.gather(self.ranks.index)
 
     def _forward(self, computed: Computed | None) -> None:
         """Losses, random streams and dtypes of forward passes."""
-        now, index = self._now, self.ranks.index
-        plain = self.ranks.of_rank_0(lambda: _forward_of(computed))
-        judge = Judge(self._step, self.ranks.rank)
+        now, index = self.observed, self.ranks.index
+        plain = self.ranks.of_rank_0(lambda: {} if computed is None else computed.forwards())
+        judge = Judge(self.step_number, self.ranks.rank)
+        judge.equal("accumulation", "micro-batches", len(self.micro_batches()), self.expected.accumulation)
         seen = {micro: s for (rank, micro), s in plain["seen"].items() if rank == index}
         if len(now.passes) == len(seen):
             for micro, mine in enumerate(now.passes):
-                judge.equal("random stream", f"after micro-batch {micro}", mine.random, seen[micro].random)
+                if mine.random and seen[micro].random:  # the outermost module was called on both sides
+                    judge.equal("random stream", f"after micro-batch {micro}", mine.random, seen[micro].random)
                 for name, dtype in seen[micro].dtypes.items():
                     if name in mine.dtypes:
                         judge.equal("dtype", f"the output of {name or 'the model'}", mine.dtypes[name], dtype)
-        losses = [loss for (rank, _), loss in sorted(plain["losses"].items()) if rank == index]
-        judge.losses(now.losses, losses, list(plain["losses"].values()), plain["noise"])
-        self._settle(judge, computed)
+        own = {key: loss for key, loss in sorted(plain["losses"].items()) if key[0] == index}
+        shares = [plain["shares"][key] for key in own]
+        parts = [(1 / len(shares), share, share * self.ranks.count, share / sum(shares)) for share in shares]
+        everyone = list(plain["losses"].values())
+        judge.losses(now.losses, list(own.values()), everyone, plain["noise"], parts if self.scaled_losses else None)
+        self.settle(judge, computed)
 
     def _gradients(self, computed: Computed | None) -> None:
         """Gradients before and after clipping, each on its own."""
-        now = self._now
-        plain = self.ranks.of_rank_0(lambda: _gradients_of(computed, self.expected))
+        now = self.observed
+        plain = self.ranks.of_rank_0(lambda: {} if computed is None else computed.gradients(self.expected))
         overflows = (plain["largest"] * now.scale > 512 and now.scale > 1) or not plain["finite"]
         self._may_skip = overflows and now.updates == 0
         if self._may_skip:
             return
-        judge = Judge(self._step, self.ranks.rank)
+        judge = Judge(self.step_number, self.ranks.rank)
         judge.gradients("gradient", now.unclipped, plain["mean"], plain["allowed"])
-        self._settle(judge, computed)
+        self.settle(judge, computed)
         clip = plain["clip"] if self.system.clipped else 1.0
         expected = {name: clip * grad for name, grad in plain["mean"].items()}
         allowed = {name: clip * limit + 1e-5 * clip * plain["sizes"][name] for name, limit in plain["allowed"].items()}
         if now.updates:
             judge.gradients("clipped gradient" if clip != 1.0 else "gradient", now.gradients, expected, allowed)
-        self._settle(judge, computed)
+        self.settle(judge, computed)
 
     def _numbers(self, computed: Computed | None) -> None:
         """The number of updates, and the learning rates."""
-        judge, reference, now = Judge(self._step, self.ranks.rank), self._reference, self._now
+        judge, reference, now = Judge(self.step_number, self.ranks.rank), self._reference, self.observed
         rates = self.ranks.of_rank_0(lambda: reference.oracle.lr() if reference is not None else [])
         judge.equal("number of updates", "the optimizer", now.updates, 0 if self._may_skip else 1)
         if now.updates:
             judge.rates(now.rates, rates)
-        self._settle(judge, computed)
+        judge.scaler(now.scaler, scaler_state(self.system), skipped=not now.updates)
+        self.settle(judge, computed)
 
     def _parameters(self, computed: Computed | None) -> None:
         """The change of each parameter, and buffers."""
-        now = self._now
+        now = self.observed
         plain = self.ranks.of_rank_0(self._update_plainly)
-        judge = Judge(self._step, self.ranks.rank)
+        judge = Judge(self.step_number, self.ranks.rank)
         for name, value in plain["after"].items():
             if name in now.after:
                 judge.parameter(name, now.before[name], now.after[name], value, plain["trained"])
@@ -267,7 +261,7 @@ class Audit:
         for name, buffer in now.buffers.items():
             if name in own:
                 judge.buffer(name, buffer, own[name], plain["noise"])
-        self._settle(judge, computed)
+        self.settle(judge, computed)
 
     def _update_plainly(self) -> dict[str, Any]:
         """Rank 0: step the oracle with the system's own gradients."""
@@ -278,14 +272,14 @@ class Audit:
         self._kept = oracle.twin()
         if not self._may_skip:
             oracle.grads = {
-                name: self._now.gradients.get(name, torch.zeros_like(master)).to(master.dtype)
+                name: self.observed.gradients.get(name, torch.zeros_like(master)).to(master.dtype)
                 for name, master in oracle.masters.items()
             }
             oracle.update()
         values = {name: p.detach().clone() for name, p in oracle.params.items()}
         return {"after": values, "trained": set(oracle.masters), "noise": 16 * 2.0**-24}
 
-    def _settle(self, judge: Judge, computed: Computed | None) -> None:
+    def settle(self, judge: Judge, computed: Computed | None) -> None:
         """All ranks exchange what differs, and stop together at the first point with a difference."""
         told = self.ranks.gather((judge.compared, judge.differences, judge.worst))
         for kind, count in told[0][0].items():
@@ -296,36 +290,11 @@ class Audit:
         found = [difference for _, differences, _ in told for difference in differences]
         if not found:
             return
-        observed = self.ranks.gather(self._now)
+        observed = self.ranks.gather(self.observed)
         parts = (self._reference, computed, found, self._kept, self._previous)
         case = Case(self.expected, self.ranks.count, self._indices(), observed, *parts)
         self.receipt.fault = self.ranks.of_rank_0(lambda: explain(case))
         raise WrongStepError(self.receipt)
-
-
-def _forward_of(computed: Computed | None) -> dict[str, Any]:
-    if computed is None:
-        return {}
-    return {"seen": computed.seen, "losses": computed.losses, "noise": computed.loss_noise}
-
-
-def _gradients_of(computed: Computed | None, expected: Expected) -> dict[str, Any]:
-    """The right gradients, and how much a system's may differ: by rounding that was measured, and by that of sums over
-    ranks and micro-batches.
-    """
-    if computed is None:
-        return {}
-    mean = computed.mean()
-    sums = 2 * rounding(expected.reduce) * (1 + math.log2(len(computed.samples)))
-    sizes = {name: max(magnitude(grad), computed.terms(name)) for name, grad in mean.items()}
-    largest = max(sizes.values(), default=0.0)
-    relative = {name: TIMES_NOISE * computed.noise[name] + sums for name in mean}
-    # A gradient that is tiny beside the others has the rounding error of what they were computed from.
-    allowed = {name: relative[name] * max(sizes[name], 1e-3 * largest) for name in mean}
-    norm = math.sqrt(sum(float(grad.square().sum()) for grad in mean.values()))
-    clip = min(1.0, expected.max_norm / (norm + 1e-6)) if expected.max_norm > 0 else 1.0
-    finite = math.isfinite(norm)
-    return {"mean": mean, "allowed": allowed, "sizes": sizes, "largest": largest, "clip": clip, "finite": finite}
 
 
 def audit(
@@ -380,7 +349,7 @@ def audit(
         for _ in range(steps):
             running.run(step)
         if save is not None and load is not None:
-            running.reload(step, save, load)
+            reload(running, step, save, load)
     except WrongStepError:
         if raise_error:
             raise

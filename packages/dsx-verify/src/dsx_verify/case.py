@@ -42,6 +42,7 @@ class Observed:
     after: dict[str, torch.Tensor] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     scale: float = 1.0
+    scaler: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass

@@ -28,7 +28,7 @@ class Judge(Comparison):
         """Two values that must be equal."""
         self.compared[kind] = self.compared.get(kind, 0) + 1
         if got != expected:
-            self._say(kind, name, f"got {got}, expected {expected}")
+            self.say(kind, name, f"got {got}, expected {expected}")
 
     def names(
         self, own: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str]
@@ -38,16 +38,16 @@ class Judge(Comparison):
             if name in aliases:
                 other = own.get(aliases[name])
                 if other is None or not torch.equal(other, tensor):
-                    self._say("tied weights", name, f"holds values of its own, but is tied to {aliases[name]}")
+                    self.say("tied weights", name, f"holds values of its own, but is tied to {aliases[name]}")
             elif name not in shapes:
-                self._say("names", name, "is not in the plain model")
+                self.say("names", name, "is not in the plain model")
             else:
                 self.equal("shape", name, tuple(tensor.shape), shapes[name])
         missing = [name for name in shapes if name not in own and name not in aliases.values()]
         missing += [name for name in shapes if name not in own and name in aliases.values()]
         for name in missing:
             if not any(first == name and alias in own for alias, first in aliases.items()):
-                self._say("names", name, "is missing in the system")
+                self.say("names", name, "is missing in the system")
 
     def dtypes(self, own: Mapping[str, torch.Tensor], master: torch.dtype | None, trained: Collection[str]) -> None:
         """The optimizer must update parameters of the dtype that was asked for."""
@@ -59,12 +59,27 @@ class Judge(Comparison):
         """Two tensors; `allowed` is absolute."""
         self.tensors(self._step, kind, name, got, expected, allowed)
 
-    def losses(self, got: list[float], own: list[float], everyone: list[float], noise: float) -> None:
-        """Losses of micro-batches, or the mean over this rank's or over all ranks' micro-batches."""
+    def losses(
+        self,
+        got: list[float],
+        own: list[float],
+        everyone: list[float],
+        noise: float,
+        parts: list[tuple[float, ...]] | None = None,
+    ) -> None:
+        """Losses of micro-batches, or the mean over this rank's or over all ranks' micro-batches.
+
+        Args:
+            parts: factors of each micro-batch by which its loss may have been scaled.
+        """
         if not got:
             return
-        if len(got) == len(own) and len(own) > 1:
-            pairs = [(f"micro-batch {micro}", a, [b]) for micro, (a, b) in enumerate(zip(got, own))]
+        if len(got) == len(own) and (len(own) > 1 or parts is not None):
+            factors = [(1.0, *more) for more in parts] if parts else [(1.0,)] * len(own)
+            pairs = [
+                (f"micro-batch {micro}", a, [b * factor for factor in factors[micro]])
+                for micro, (a, b) in enumerate(zip(got, own))
+            ]
         else:
             pairs = [("the micro-batches", got[-1], [sum(own) / len(own), sum(everyone) / len(everyone)])]
         for name, value, answers in pairs:
@@ -94,6 +109,18 @@ class Judge(Comparison):
             nearest = min(expected, key=lambda rate: abs(rate - value))
             self.numbers(self._step, "learning rate", f"group {group}", value, nearest, 1e-6 * abs(nearest))
 
+    def scaler(self, before: Mapping[str, float], after: Mapping[str, float], *, skipped: bool) -> None:
+        """The loss scale after an update: smaller after one that was left out, larger after enough that were not."""
+        if not before:
+            return
+        good = 0 if skipped else int(before["_growth_tracker"]) + 1
+        grows = good == int(before["growth_interval"])
+        factor = before["backoff_factor"] if skipped else before["growth_factor"] if grows else 1.0
+        right = before["scale"] * factor
+        self.numbers(self._step, "loss scale", "the scale", after["scale"], right, 1e-6 * right)
+        counted = int(after["_growth_tracker"])
+        self.equal("loss scale", "good updates since the scale changed", counted, 0 if grows else good)
+
     def parameter(
         self,
         name: str,
@@ -114,5 +141,6 @@ class Judge(Comparison):
         """A buffer after an update. Its dtype is the plain model's."""
         self.tensor("buffer", name, got, expected, 1e-6 * magnitude(expected) + 64 * noise * magnitude(expected))
 
-    def _say(self, kind: str, name: str, words: str) -> None:
+    def say(self, kind: str, name: str, words: str) -> None:
+        """A difference in words."""
         self._add(Difference(self._step, kind, name, self._rank, 1.0, 0.0, 0.0, 0.0, said=words))

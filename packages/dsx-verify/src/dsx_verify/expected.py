@@ -117,6 +117,27 @@ class Computed:
         weighted = list(zip(self.weights, self.parts))
         return {name: sum(weight * part[name] for weight, part in weighted) for name in names}  # type: ignore[misc]
 
+    def forwards(self) -> dict[str, Any]:
+        """What the forward passes give, and the share of each in the mean."""
+        shares = {(sample.rank, sample.micro): share for sample, share in zip(self.samples, self.weights)}
+        return {"seen": self.seen, "losses": self.losses, "noise": self.loss_noise, "shares": shares}
+
+    def gradients(self, expected: Expected) -> dict[str, Any]:
+        """The right gradients, and how much a system's may differ: by rounding that was measured, and by that of sums
+        over ranks and micro-batches.
+        """
+        mean = self.mean()
+        sums = 2 * rounding(expected.reduce) * (1 + math.log2(len(self.samples)))
+        sizes = {name: max(magnitude(grad), self.terms(name)) for name, grad in mean.items()}
+        largest = max(sizes.values(), default=0.0)
+        relative = {name: TIMES_NOISE * self.noise[name] + sums for name in mean}
+        # A gradient that is tiny beside the others has the rounding error of what they were computed from.
+        allowed = {name: relative[name] * max(sizes[name], 1e-3 * largest) for name in mean}
+        norm = math.sqrt(sum(float(grad.square().sum()) for grad in mean.values()))
+        clip = min(1.0, expected.max_norm / (norm + 1e-6)) if expected.max_norm > 0 else 1.0
+        finite = math.isfinite(norm)
+        return {"mean": mean, "allowed": allowed, "sizes": sizes, "largest": largest, "clip": clip, "finite": finite}
+
     def terms(self, name: str) -> float:
         """The largest element of a summand: a sum that cancels keeps the rounding error of its terms."""
         return max(w * magnitude(part[name]) for w, part in zip(self.weights, self.parts))
@@ -143,15 +164,15 @@ class Reference:
             for name, parameter in exact.named_parameters():
                 if name in start:
                     parameter.copy_(start[name])
-        self.oracle = Oracle(exact, self._recipe())
+        self.oracle = Oracle(exact, self._recipe(exact))
 
-    def _recipe(self) -> Recipe:
+    def _recipe(self, module: nn.Module) -> Recipe:
         expected = self.expected
         return Recipe(
             optimizer=expected.optimizer,
             schedule=expected.schedule,
             groups=expected.trained,
-            loss=expected.loss,
+            loss=lambda forward, batch: expected.loss(_Called(forward, module), batch),
             cast=partial(_cast, dtype=expected.exact),
             autocast=contextlib.nullcontext,
             share=1.0,
@@ -250,6 +271,19 @@ class Reference:
         floor = 16 * rounding(self.expected.compute)
         found.noise = {name: max(error, usual, floor) for name, error in errors.items()}
         found.loss_noise = max(found.loss_noise, floor)
+
+
+class _Called:
+    """The model as `Expected.loss` gets it: called, it casts its inputs; its other attributes are the module's."""
+
+    def __init__(self, forward: Callable[..., Any], module: nn.Module) -> None:
+        self._forward, self._module = forward, module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
 
 
 def rounding(dtype: torch.dtype) -> float:

@@ -16,6 +16,7 @@ def explain(case: Case) -> Fault:
     direct = {
         "tied weights": "tied weights", "names": "names", "shape": "names", "dtype": "dtype", "buffer": "buffer",
         "random stream": "random stream", "frozen parameter": "frozen changed", "checkpoint": "checkpoint",
+        "accumulation": "accumulation", "loss scale": "loss scale",
     }  # fmt: skip
     if kind in direct:
         return case.fault(direct[kind])

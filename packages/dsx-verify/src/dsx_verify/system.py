@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-__all__ = ["POINTS", "Point", "System", "plain_name", "whole"]
+__all__ = ["POINTS", "Point", "System", "plain_name", "scaler_state", "whole"]
 
 Point = Callable[[str], None]
 POINTS = ("unclipped", "before", "after")
@@ -25,6 +25,9 @@ _WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", 
 @runtime_checkable
 class System(Protocol):
     """The calls of an adapter. Calls that read tensors may be collective: every rank makes them at the same points.
+
+    Two more are optional: `scaler_state()`, with what `GradScaler.state_dict` returns, and `states()`, this rank's part
+    of the optimizer's states by name, which a checkpoint has to bring back.
 
     Attributes:
         module: the model whose forward computes (inside wrappers); its hooks fire once per micro-batch.
@@ -69,6 +72,11 @@ class System(Protocol):
     def load(self, folder: str) -> None:
         """Read it back into this object."""
         ...
+
+
+def scaler_state(system: System) -> dict[str, float]:
+    """The loss scale, its rule and its counter, of an adapter that has `scaler_state()`; {}: there is none."""
+    return dict(getattr(system, "scaler_state", dict)())
 
 
 def plain_name(name: str, prefix: str = "") -> str:

@@ -28,7 +28,9 @@ from .flight import Hang, explain_dumps, lateness
 __all__ = ["Watch", "watch"]
 
 _BUFFER = "TORCH_FR_BUFFER_SIZE"
-_ANSWERS = 1.0  # seconds for the ranks to answer an alarm, beside a period
+_ANSWERS = (
+    3.0  # seconds that a rank has to answer an alarm, beside a period; the report does not wait longer than needed
+)
 _OURS = os.path.dirname(__file__)
 
 
