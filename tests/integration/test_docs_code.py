@@ -31,6 +31,13 @@ def test_every_block_says_what_it_is(page):
     assert {tag for tag, _ in FENCE.findall(page.read_text())} <= TAGS
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_lines_of_code_fit_beside_the_navigation(page):
+    """88 columns. Blocks of the kind `text` are what a program prints, or a drawing: they are scrolled."""
+    code = (line for tag, body in FENCE.findall(page.read_text()) if tag != "text" for line in body.splitlines())
+    assert [line for line in code if len(line) > 88] == []
+
+
 # Run in other ways: one after the other as files (test_first_run_page.py), and to raise errors (test_error_codes.py).
 ELSEWHERE = {ROOT / "docs" / "start" / "first-run.md", ROOT / "docs" / "reference" / "errors.md"}
 PYTHON = [(page, number) for page in DOCS if page not in ELSEWHERE for number in range(len(blocks(page, "python")))]
