@@ -65,3 +65,25 @@ def test_a_device_is_what_torch_says_of_it_and_no_race_is_reported():
 def test_without_a_wait_a_race_is_reported(wait):
     done = run_code(RIGHT.replace(wait, "pass"))
     assert done.returncode == 86 and "cuda:1" in done.stderr, done.stderr
+
+
+SHARED = """
+import torch
+from dsx_comm.lanes import CudaLane, TensorBuffer
+
+device, made = torch.device("cuda", 0), []
+lanes = [CudaLane(device) for _ in range(33)]  # torch has 32 streams: the last one is the first one's
+first, last = lanes[0], lanes[-1]
+first.submit(lambda: made.append(torch.ones(100_000, device=device))).wait()
+total = (made[0] * 2).sum()  # the last use
+first.free_after_use(TensorBuffer(made.pop()))
+LATER.submit(lambda: made.append(torch.zeros(100_000, device=device))).wait()
+assert total.item() == 200_000
+"""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("later", ["first", "last"])
+def test_lanes_that_share_a_stream_wait_for_the_last_use_of_its_memory(later):
+    done = run_code(SHARED.replace("LATER", later), mode="slow-default")
+    assert (done.returncode, done.stderr) == (0, "")

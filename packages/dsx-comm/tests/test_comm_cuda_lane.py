@@ -94,6 +94,15 @@ def test_two_streams_that_free_memory_in_turn_are_both_waited_for(cuda):
     assert cuda.log == ["event 1 on default", "event 2 on stream 2", *waits, "allocates", "event 3 on stream 1"]
 
 
+def test_a_later_lane_on_the_same_stream_waits_for_memory_that_an_earlier_one_has_freed(cuda, monkeypatch):
+    """Torch has 32 streams and hands them out in turn; memory that is freed goes back to its stream."""
+    shared = torch.cuda.Stream()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda **_: shared)
+    lane_of(cuda).free_after_use(TensorBuffer(torch.empty(1)))  # the lane is gone before it has another job
+    lane_of(cuda).submit(lambda: cuda.note("allocates"))
+    assert cuda.log == ["event 1 on default", "stream 1 waits for event 1", "allocates", "event 2 on stream 1"]
+
+
 def test_the_callers_stream_is_that_of_the_lanes_device(cuda):
     """Not of the device that happens to be current."""
     lane = make_lane(torch.device("cuda", 1))

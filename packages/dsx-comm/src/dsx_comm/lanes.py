@@ -187,8 +187,15 @@ class _CudaTicket:
         self._pending = None
 
 
+_LAST_USES: dict[torch.cuda.Stream, dict[torch.cuda.Stream, torch.cuda.Event]] = {}
+"""For the stream of a lane: the last uses, on other streams, of memory that was freed and that no job has waited for.
+They belong to the stream, not to the lane. Torch hands out 32 streams in turn, so that a later lane may have the stream
+of an earlier one, and with it the memory that the earlier one has freed.
+"""
+
+
 class CudaLane:
-    """Jobs are enqueued on a stream of this lane's own."""
+    """Jobs are enqueued on a stream of this lane's own, until a process has more than 32 lanes: then some share one."""
 
     on_transfer: OnTransfer | None = None
     """Is told of copies between tiers; see `transfer`."""
@@ -196,7 +203,7 @@ class CudaLane:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device=device, priority=-1)
         self._device = self._stream.device
-        self._last_uses: dict[torch.cuda.Stream, torch.cuda.Event] = {}
+        self._last_uses = _LAST_USES.setdefault(self._stream, {})
 
     def submit(self, job: Job, *, see_writes_so_far: bool = False) -> Ticket:
         """Enqueue ``job`` behind the last use of the memory that was freed before: ``job`` may get that memory."""
