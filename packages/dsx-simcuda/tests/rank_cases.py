@@ -137,6 +137,17 @@ def wait_on_another_stream(rank, world):
     return doubled.shape[0]
 
 
+@case
+def communicators_in_one_order(rank, world):
+    """Collectives of two groups, of which each waits for the one before."""
+    other = dist.new_group([0, 1])
+    a, b = filled(SIZE, 1), filled(SIZE, 1)
+    dist.all_reduce(a, async_op=True).wait()
+    dist.all_reduce(b, group=other, async_op=True).wait()
+    dist.all_reduce(b)
+    return a[0].item(), b[0].item()
+
+
 def linears():
     torch.manual_seed(0)
     return nn.Sequential(*[nn.Linear(16, 16) for _ in range(3)]).cuda()

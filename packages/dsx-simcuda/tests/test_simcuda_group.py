@@ -22,6 +22,7 @@ RESULTS = {  # case: what ranks 0 and 1 find
         [[0.0, 0.0, 1.0, 1.0], [[0.0, 0.0], [1.0, 1.0, 1.0]], [0.0, 1.0], [1.0, 11.0], 1.0, 6.0, [], 1],
     ],
     "point_to_point": [[[1.0] * 3, 0.0, 1.0, 10.0], [[0.0] * 3, 7.0, 1.0, 10.0]],
+    "communicators_in_one_order": [[2.0, 4.0]] * 2,
     "fsdp2": FSDP2,
     "ddp": FSDP2,
 }
@@ -68,6 +69,31 @@ def test_a_different_order_is_named_on_both_ranks(ranks):
     for rank in ranks:
         assert rank["different_order"]["reports"][0]["kind"] == "collectives in different order"
         assert "different collectives" in rank["different_order"]["result"], "the error is raised by the next wait"
+
+
+UNORDERED = """
+import torch, torch.distributed as dist
+dist.init_process_group("nccl")
+other = dist.new_group([0, 1])
+a, b = torch.ones(10, device="cuda"), torch.ones(10, device="cuda")
+first = dist.all_reduce(a, async_op=True)
+second = dist.all_reduce(b, group=other, async_op=True)
+first.wait(), second.wait()
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_two_communicators_that_may_stop_each_other_are_named(run_program, torchrun, tmp_path, in_order):
+    """At the launch, whether they then stop each other or not; and not where NCCL begins them in one order."""
+    script = tmp_path / "unordered.py"
+    script.write_text(UNORDERED)
+    variables = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"} if in_order else {"DSX_SIMCUDA_HANG_S": "10"}
+    done = run_program(*torchrun(script), options=("--one-collective",), env=variables)
+    assert (done.returncode == 0) == in_order, done.stderr
+    assert ("simcuda: collectives not ordered: all_reduce of 10 Float by sum" in done.stderr) != in_order
+    if not in_order:
+        assert all(part in done.stderr for part in ("unordered.py:6", "unordered.py:7", "one communicator for both"))
 
 
 DYING = """

@@ -15,6 +15,8 @@ _SENTENCES = {
     "write after read": "{later} overwrites what {earlier} reads, and nothing makes it wait",
     "write after write": "{later} overwrites what {earlier} writes, and nothing makes it wait",
     "freed while in use": "memory is handed out again while {earlier} may still use it",
+    "collectives not ordered": "{later} and {earlier} are of two communicators, and neither waits for the other: where"
+    " the device has room for one, ranks that begin with different ones wait for each other for ever",
     "host access too early": "{later} memory that {earlier} uses, and the host has not waited for it",
 }
 
@@ -34,6 +36,8 @@ def fix(kind: str, raw_kind: str, later: Operation, earlier: Operation | None) -
         return "the later stream waits for a stream of another device: use torch.cuda.current_stream(tensor.device)"
     if kind == "collectives in different order":
         return "let all ranks call the same collectives of a group in the same order, with the same sizes and types"
+    if kind == "collectives not ordered":
+        return "let the stream of the later one wait for the earlier one's work, or use one communicator for both"
     if kind == "rank lost":
         return "look at the first rank that failed; its own message comes before this one"
     if kind == "misuse" or earlier is None:

@@ -24,7 +24,8 @@ class Report:
     """One mistake: its kind, a sentence, the way to mend it, and the two operations where there are two.
 
     Kinds: "read before write", "write after read", "write after write", "freed while in use", "host access too early",
-    "wrong device's stream", "collectives in different order", "rank lost", "misuse".
+    "wrong device's stream", "collectives in different order", "collectives not ordered", "rank
+    lost", "misuse".
     """
 
     kind: str

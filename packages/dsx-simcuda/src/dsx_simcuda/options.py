@@ -34,8 +34,9 @@ class Options:
     alone. `gbps` is the pace of copies between host and device (0: as fast as they go). `races`: 0 finds none, 1 those
     of two operations, 2 also memory that is handed out again while another stream may use it. `poison` fills fresh
     memory with NaN. A stream that does not finish in `hang_s` seconds ends the program with exit status 99.
-    `one_collective` lets only one collective or message at a time run on a device. `strict_free` also reports memory
-    that is freed while the use on another stream is not ordered before (CUDA allows it).
+    `one_collective` lets only one collective or message at a time run on a device, and reports collectives of two
+    communicators that are not ordered. `strict_free` also reports memory that is freed while the use on another stream
+    is not ordered before (CUDA allows it).
     """
 
     mode: str | int = "random"

@@ -153,6 +153,8 @@ void fail(const std::string& text);  // a job failed
 
 std::recursive_mutex& order_lock();
 LaunchPtr order(Stream* s, const std::string& name, Kind kind, const std::vector<Span>& spans, const Mark* waits_for);
+// The last launch is a collective of this communicator: is it ordered behind those of the device's other ones?
+void order_on_device(Stream* s, const void* communicator);
 void host_has_waited_for(const Clock& clock);
 bool host_is_behind(int stream, uint64_t tick);
 void forget_accesses(uintptr_t lo, uintptr_t hi);

@@ -213,6 +213,29 @@ LaunchPtr order(Stream* s, const std::string& name, Kind kind, const std::vector
     return launch;
 }
 
+void order_on_device(Stream* s, const void* communicator) {
+    struct Last {
+        LaunchPtr launch;
+        Clock clock;  // what its operations are ordered behind: they run one after the other, on whatever streams
+    };
+    static std::map<std::pair<int, const void*>, Last> all;
+    LaunchPtr launch = last_launches.back();
+    Last& mine = all[{s->dev, communicator}];
+    merge(mine.clock, s->clock);
+    mine.launch = launch;
+    for (auto& [key, other] : all) {
+        if (key.first != s->dev || &other == &mine) continue;
+        if (at(mine.clock, other.launch->stream) >= other.launch->tick) continue;
+        Report r;
+        r.kind = "collectives not ordered";
+        r.later = launch;
+        r.earlier = other.launch;
+        r.place = launch->place;
+        r.device = s->dev;
+        report(std::move(r));
+    }
+}
+
 void host_has_waited_for(const Clock& clock) {
     std::lock_guard<std::recursive_mutex> g(lock);
     merge(host, clock);

@@ -8,6 +8,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 
 using at::Tensor;
@@ -105,12 +106,59 @@ void SimNccl::agree(const std::string& name, const Place& place) {
     }
 }
 
-// With the option, the device has room for one operation of all communicators at a time.
-static std::unique_lock<std::mutex> room_on_the_device() {
-    static std::mutex one_at_a_time;
-    std::unique_lock<std::mutex> alone(one_at_a_time, std::defer_lock);
-    if (options().one_collective) alone.lock();
-    return alone;
+// NCCL's switch, which it reads once: collectives of all communicators of a device begin in the order of their launch.
+static bool in_order_of_launch() {
+    static const bool on = [] {
+        const char* value = getenv("NCCL_LAUNCH_ORDER_IMPLICIT");
+        return value && atoi(value) != 0;
+    }();
+    return on;
+}
+
+// With the option one_collective a device has room for one operation of all communicators at a time.
+struct Room {
+    std::mutex m;
+    std::condition_variable changed;
+    uint64_t launched = 0, over = 0;
+    bool taken = false;
+
+    static Room& of(int dev) {
+        static std::mutex rooms_m;
+        static std::map<int, Room> rooms;
+        std::lock_guard<std::mutex> g(rooms_m);
+        return rooms[dev];
+    }
+
+    uint64_t launch() {
+        std::lock_guard<std::mutex> g(m);
+        return launched++;
+    }
+
+    void use(uint64_t number, const std::function<void()>& run) {
+        {
+            std::unique_lock<std::mutex> g(m);
+            changed.wait(g, [&] { return !taken && (!in_order_of_launch() || over == number); });
+            taken = true;
+        }
+        struct Leave {
+            Room& room;
+
+            ~Leave() {
+                std::lock_guard<std::mutex> g(room.m);
+                room.taken = false;
+                room.over++;
+                room.changed.notify_all();
+            }
+        } leave{*this};
+        run();
+    }
+};
+
+// The operation as it runs on the device: alone, if the option says so.
+static std::function<void()> alone(int dev, std::function<void()> run) {
+    if (!options().one_collective) return run;
+    Room& room = Room::of(dev);
+    return [&room, number = room.launch(), run = std::move(run)] { room.use(number, run); };
 }
 
 // Runs a collective when it is its turn: those of a communicator run in the order of their launch.
@@ -121,8 +169,6 @@ void SimNccl::in_turn(uint64_t ticket, const std::string& name, const Place& pla
     }
     std::string failed;
     try {
-        auto alone = room_on_the_device();
-        agree(name, place);
         run();
     } catch (const std::exception& e) { failed = e.what(); }
     {
@@ -169,11 +215,22 @@ WorkPtr SimNccl::launch(int dev, bool async, Operation op, Stream* given, bool c
     if (collective) {
         uint64_t ticket = tickets_++;
         sequence_++;
-        op.run = [this, ticket, name = op.name, place = CallSite::here(), run = std::move(op.run)] {
+        auto agreed = [this, name = op.name, place = CallSite::here(), run = std::move(op.run)] {
+            agree(name, place);
+            run();
+        };
+        op.run = [this, ticket, name = op.name, place = CallSite::here(), run = alone(dev, agreed)] {
             in_turn(ticket, name, place, run);
         };
+    } else {
+        op.run = alone(dev, std::move(op.run));
     }
-    s->push(op.name, std::move(op.run), op.spans);
+    {
+        std::lock_guard<std::recursive_mutex> ordered(order_lock());
+        s->push(op.name, std::move(op.run), op.spans);
+        bool looked_at = options().one_collective && !in_order_of_launch() && collective && getSize() > 1;
+        if (looked_at) order_on_device(s, this);
+    }
     record(work->end.get(), s);
     if (async) work->stash = std::move(op.keep);
     work->outputs = std::move(op.outputs);
@@ -207,7 +264,6 @@ WorkPtr SimNccl::endCoalescing() {
         return c10::make_intrusive<GroupWork>(c10d::OpType::COALESCED, getRank(), device_now(), current(device_now()));
     auto run = [all = batch_] {
         Below below;
-        auto alone = room_on_the_device();
         std::vector<WorkPtr> works;
         for (auto& start : all) works.push_back(start());
         for (auto& w : works) w->wait();
@@ -240,7 +296,6 @@ WorkPtr SimNccl::point(Tensors& ts, int peer, int tag, bool sends) {
     std::string name = (sends ? "send to " : "recv from ") + std::to_string(peer);
     auto run = [start] {
         Below below;
-        auto alone = room_on_the_device();
         start()->wait();
     };
     return launch(dev, true, {type, name, run, {span_of(ts[0], !sends)}, {ts[0]}, {ts[0]}}, s, false);
