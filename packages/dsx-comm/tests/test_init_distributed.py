@@ -250,3 +250,19 @@ def again_and_again(rank, n, backend, port):
 @pytest.mark.parametrize("backend", ["dsx", "fake"])
 def test_groups_may_be_made_again_in_one_store(backend):
     run_ranks(again_and_again, 2, backend, free_port(), backend=None)
+
+
+@pytest.mark.parametrize(
+    ("device", "set_before", "expected"), [(True, None, "1"), (True, "0", "0"), (False, None, None)]
+)
+def test_nccl_begins_collectives_in_their_order_unless_the_user_has_said_otherwise(
+    device, set_before, expected, monkeypatch
+):
+    name = "NCCL_LAUNCH_ORDER_IMPLICIT"
+    monkeypatch.setenv(name, set_before or "")
+    if set_before is None:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)  # by the user, before any collective
+    dsx_comm.init_distributed()
+    assert os.environ.get(name) == expected

@@ -62,7 +62,8 @@ def init_distributed(
     The variables RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set where they were missing, because
     scripts read them.
 
-    The limit of open files is raised to the hard one: each socket counts.
+    The limit of open files is raised to the hard one: each socket counts. On CUDA devices NCCL_LAUNCH_ORDER_IMPLICIT is
+    set to 1 unless it is set: collectives of several groups then begin in one order, and cannot stop each other.
 
     Raises:
         CommError: the environment is incomplete (the message says what is missing), the backend is not there, or the
@@ -72,6 +73,7 @@ def init_distributed(
         from .log import configure
 
         configure(config)
+    begin_in_order()
     if dist.is_initialized():
         return
     if dist_init_required is False:
@@ -102,6 +104,18 @@ def init_distributed(
         logger.info("process group: %s, %d rank(s)", dist.get_backend_config(), dist.get_world_size())
 
 
+def begin_in_order() -> None:
+    """Let the device begin all collectives in the order in which the host issues them, whatever their group is.
+
+    Without an order two groups could stop each other for ever where a device has room for one collective: on one rank
+    a gather of parameters waits behind a transfer between experts, on another rank the transfer behind the gather.
+    NCCL has a switch for it since 2.26, which an older one ignores. It reads it at the first collective, and does not
+    let an operation wait for the end of the one before. A value that the user has set stays.
+    """
+    if torch.cuda.is_available():
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+
+
 def join_launched_ranks(*, alone: bool = False) -> None:
     """Make the default process group if a launcher started this process as one of several ranks, and there is none.
 
@@ -114,6 +128,7 @@ def join_launched_ranks(*, alone: bool = False) -> None:
     Raises:
         CommError: see `init_distributed`.
     """
+    begin_in_order()
     if dist.is_initialized():
         return
     found = discover(os.environ)
