@@ -90,6 +90,8 @@ def variant(name: str, zero: dict[str, Any], body: str = "engine", rest: Any = N
 
 
 SLOTS = {"partition_activations": True, "contiguous_checkpointing": True, "num_checkpoints": 3}
+BY_NORM = {"step_agreement": "norm"}
+SMALL_BUCKETS = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 500, "overlap_comm": True}}
 ZERO_1 = {"zero_optimization": {"stage": 1}}
 ON_HOST = {"stage": 3, **WHOLE, **OFFLOADS["parameters-host"]}
 VARIANTS = [
@@ -201,10 +203,11 @@ VARIANTS = [
     Case("staged-1f1b", "staged", {}, worlds=(2, 4), sample=(2,)),
     Case("staged-1f1b-of-8", "staged", {"micro_batches": 8}, worlds=(2,), sample=(2,)),
     Case("staged-zero-bubble", "staged", {"schedule": "zb-h1", **ZERO_1}, worlds=(2, 4), sample=(2,)),
-    Case("staged-zb-v", "staged", {"schedule": "zbv"}, worlds=(2,)),
+    Case("staged-zb-v", "staged", {"schedule": "zbv"}, worlds=(2, 4)),
+    Case("staged-gpipe", "staged", {"schedule": "gpipe", **ZERO_1}, worlds=(2, 4)),
     Case("staged-interleaved", "staged", {"schedule": "interleaved", **ZERO_1}, worlds=(2, 4), sample=(2,)),
     Case("staged-tied", "staged", {"tied": True, **ZERO_1}, worlds=(2, 4), sample=(2,)),
-    Case("staged-tied-zero-bubble", "staged", {"tied": True, "schedule": "zb-h1"}, worlds=(2,)),
+    Case("staged-tied-zero-bubble", "staged", {"tied": True, "schedule": "zb-h1"}, worlds=(2, 4)),
     Case("staged-experts", "staged", {"ep_size": 1, **ZERO_1}, worlds=(2,), sample=(2,)),
     Case("staged-experts-of-two", "staged", {"ep_size": 2, **ZERO_1}, worlds=(4,)),
     Case("staged-bf16", "staged", {"tied": True, **ZERO_1, **PRECISIONS["bf16"]}, worlds=(2, 4), tolerance=3e-2),
@@ -220,7 +223,6 @@ VARIANTS = [
         worlds=(2,),
     ),
     Case("experts-overlapped", "experts", {"drop_tokens": True, "overlap_chunks": 2}, worlds=(2,)),
-    Case("tensor-slices", "tensor_slices", {}, worlds=(2,), sample=(2,)),
     Case("sequences-by-heads", "cut_sequences", {"sequence_parallel": {"overlap": 2}}, worlds=(2, 4), sample=(2,)),
     Case("sequences-in-a-ring", "cut_sequences", {"sequence_parallel": {"team": 1}}, worlds=(2, 4), sample=(2,)),
     Case(
@@ -231,6 +233,24 @@ VARIANTS = [
         sample=(2,),
     ),
     Case("sequences-in-host-chunks", "cut_sequences", {"chunks": 4, **ZERO_1}, sample=(1, 2)),
+    Case("experts-many-layers", "experts", {"many": True, **SMALL_BUCKETS}, worlds=(2, 4)),
+    Case(
+        "experts-at-stage-3",
+        "experts",
+        {"many": True, "zero_optimization": {"stage": 3, **WHOLE}},
+        worlds=(2, 4),
+    ),
+    Case("tensor-slices", "tensor_slices", {}, worlds=(2, 4), sample=(2,)),
+    variant("slices-under-stage-2", {"stage": 2, "reduce_bucket_size": 500}, "slices_and_shards", worlds=(2, 4)),
+    variant("slices-under-stage-3", {"stage": 3, **WHOLE}, "slices_and_shards", worlds=(2, 4)),
+    variant("agreed-by-the-norm", {"stage": 2, "reduce_bucket_size": 20000, **BY_NORM}, worlds=(2, 4)),
+    variant(
+        "agreed-by-the-norm-at-stage-3",
+        {"stage": 3, **WHOLE, **BY_NORM},
+        rest=PRECISIONS["fp16"],
+        worlds=(2, 4),
+        tolerance=3e-2,
+    ),
     Case("activations-alone", "activations_alone", {"kept": {"checkpoint_in_cpu": True}}, sample=(1,)),
     Case("activations-by-budget", "activations_alone", {"kept": {"checkpoint_in_cpu": True}, "budget": 0.3}),
     Case("activation-boundary", "activation_boundary", worlds=(1,), sample=(1,)),
@@ -258,14 +278,14 @@ WORLDS = (1, 2, 4)
 SAMPLE = {world: tuple(c.name for c in CASES.values() if world in c.sample) for world in WORLDS}
 """By the number of ranks: the cases in the ordinary suite."""
 
-ONE_AT_A_TIME: dict[int, tuple[str, ...]] = {
-    2: tuple(case.name for case in CASES.values() if 2 in case.worlds),
-    4: (
-        *(f"stage{stage}-fp32-device" for stage in range(4)),
-        *("stage2-fp32-optimizer-host", "stage3-fp32-parameters-host", "little-live", "small-buckets", "quantised"),
-        *("hybrid", "hybrid-of-four", "pipeline-1f1b", "tensor-slices"),
-        *("experts-dropless", "experts-with-capacity", "experts-two-hops", "experts-small-buckets"),
-    ),
+ALSO_ON_FOUR = (
+    *(f"stage{stage}-fp32-device" for stage in range(4)),
+    *("stage2-fp32-optimizer-host", "stage3-fp32-parameters-host", "little-live", "small-buckets", "quantised"),
+    "experts-small-buckets",
+)
+ONE_AT_A_TIME = {
+    world: tuple(c.name for c in CASES.values() if world in c.worlds or (world == 4 and c.name in ALSO_ON_FOUR))
+    for world in WORLDS
 }
 """By the number of ranks: the cases that run on a device which does one collective at a time."""
 ONE_AT_A_TIME_SAMPLE = {1: (), 2: ("little-live", "quantised"), 4: ()}

@@ -100,14 +100,45 @@ class Experts(nn.Module):
         return self.last(hidden).square().mean() + 0.01 * balance
 
 
-class Sliced(nn.Module):
-    """A feed-forward part whose weights are sliced over the ranks; forward returns the loss."""
+class ManyExperts(nn.Module):
+    """Three layers of experts, each a unit of its own; forward returns the loss."""
 
     def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 4)
+        self.layers = nn.ModuleList(Mixed(dist.get_world_size()) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.last(hidden).square().mean()
+
+
+class Sliced(nn.Module):
+    """A feed-forward part whose weights are sliced over the ranks (of `group`); forward returns the loss."""
+
+    def __init__(self, group: Any = None) -> None:
         from dsx_pipe.tensor import ColumnParallelLinear, RowParallelLinear
 
         super().__init__()
-        self.first, self.up, self.down = nn.Linear(16, 16), ColumnParallelLinear(16, 64), RowParallelLinear(64, 16)
+        self.first = nn.Linear(16, 16)
+        self.up, self.down = ColumnParallelLinear(16, 64, group=group), RowParallelLinear(64, 16, group=group)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x - self.down(F.gelu(self.up(self.first(x))))).square().mean()
+
+
+class SlicedLayers(nn.Module):
+    """Three sliced feed-forward parts, each a unit of its own; forward returns the loss."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Sliced(group) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = x.new_zeros(())
+        for layer in self.layers:
+            x = x - layer.down(F.gelu(layer.up(layer.first(x))))
+            total = total + x.square().mean()
+        return total

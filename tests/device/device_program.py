@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from device_matrix import CASES, dealt
-from device_models import Block, Experts, Language, Mixed, Sliced, Words, next_words
+from device_models import Block, Experts, Language, ManyExperts, Mixed, Sliced, SlicedLayers, Words, next_words
 from device_streams import DEVICE, FOLDER, SIMULATED, STEPS, aside, compressed, let_go, numbers  # noqa: F401  bodies
 from planted_races import RACES, SWAPPED
 from torch import nn
@@ -428,11 +428,12 @@ def staged(settings: dict[str, Any]) -> list[float]:
 
 
 def experts(settings: dict[str, Any]) -> list[float]:
-    """Experts on all ranks, under ZeRO-1."""
+    """Experts on all ranks, under ZeRO: one layer, or `many`."""
     torch.manual_seed(0)
     settings = dict(settings)
     zero = settings.pop("zero_optimization", {"stage": 1})
-    made = make_engine({"zero_optimization": zero, "gradient_accumulation_steps": 1}, Experts(settings))
+    model = ManyExperts() if settings.pop("many", False) else Experts(settings)
+    made = make_engine({"zero_optimization": zero, "gradient_accumulation_steps": 1}, model)
     generator, losses = torch.Generator().manual_seed(dist.get_rank()), []
     rows = [torch.randn(2, 8, 16, generator=generator).to(DEVICE) for _ in range(STEPS)]
     for number, inputs in enumerate(rows):
@@ -457,6 +458,34 @@ def tensor_slices(settings: dict[str, Any]) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
+    return numbers(losses)
+
+
+def slices_and_shards(settings: dict[str, Any]) -> list[float]:
+    """Pairs of ranks slice the weights, and ZeRO divides the slices among the ranks that have the same ones."""
+    import dsx
+    import dsx_comm
+
+    topology = dsx_comm.ProcessTopology(["data", "model"], [dist.get_world_size() // 2, 2])
+    mpu = dsx_comm.Mpu(dsx_comm.GroupRegistry(topology))
+    torch.manual_seed(0)
+    model = SlicedLayers(mpu.get_model_parallel_group())
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "gradient_clipping": 1.0,
+        "steps_per_print": None,
+        **settings,
+    }
+    made = dsx.initialize(model=model, config=config, model_parameters=model.parameters(), mpu=mpu)[0]
+    generator, losses = torch.Generator().manual_seed(mpu.get_data_parallel_rank()), []
+    for number, inputs in enumerate([torch.randn(4, 16, generator=generator).to(DEVICE) for _ in range(STEPS)]):
+        with watched(number == STEPS - 1):
+            loss = made(inputs)
+            made.backward(loss)
+            made.step()
+        losses.append(loss.detach())
+    made.destroy()
     return numbers(losses)
 
 

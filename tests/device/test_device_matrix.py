@@ -63,6 +63,18 @@ def test_one_collective_at_a_time_on_a_device(world: int, name: str) -> None:
 @pytest.mark.simcuda
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize(("world", "name"), [(2, "experts-at-stage-3"), (4, "slices-under-stage-3")])
+def test_what_has_no_place_in_the_order_of_parameters_needs_an_order_of_launches(world: int, name: str) -> None:
+    """Where NCCL is told not to order its groups, they are reported, and may stop each other."""
+    off = (*SOON, ("NCCL_LAUNCH_ORDER_IMPLICIT", "0"))
+    results, output = start([f"alone:{name}"], world, "slow-side", options=off, limit_s=120)
+    reports = [report for ranks in results.values() for rank in ranks for report in rank["reports"]]
+    assert any("collectives not ordered" in text for text in [*reports, output]), output
+
+
+@pytest.mark.simcuda
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_another_order_on_one_rank_is_named() -> None:
     """Rank 1 gathers nothing ahead: it begins a reduction where rank 0 gathers, and each waits for the other."""
     results, output = start(["swapped:stage3-fp32-device"], 2, "slow-side", options=SOON, limit_s=120)
