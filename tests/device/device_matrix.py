@@ -239,6 +239,7 @@ VARIANTS = [
         "experts",
         {"many": True, "zero_optimization": {"stage": 3, **WHOLE}},
         worlds=(2, 4),
+        sample=(2,),
     ),
     Case("tensor-slices", "tensor_slices", {}, worlds=(2, 4), sample=(2,)),
     variant("slices-under-stage-2", {"stage": 2, "reduce_bucket_size": 500}, "slices_and_shards", worlds=(2, 4)),
@@ -288,7 +289,7 @@ ONE_AT_A_TIME = {
     for world in WORLDS
 }
 """By the number of ranks: the cases that run on a device which does one collective at a time."""
-ONE_AT_A_TIME_SAMPLE = {1: (), 2: ("little-live", "quantised"), 4: ()}
+ONE_AT_A_TIME_SAMPLE = {1: (), 2: ("little-live", "quantised", "experts-at-stage-3"), 4: ()}
 """Those of them in the ordinary suite, where the same cases are sampled."""
 
 
