@@ -242,6 +242,45 @@ def test_objects_go_through_the_tree(world, root):
     assert sum(sent for *_, sent in results) < 4000 * (world - 1)
 
 
+def joining_fails(rank, world, way):
+    """What a rank's error says, and whether it has the cause; and that the group can be used afterwards."""
+
+    def fails(one, other):
+        if rank == 2:  # of 5 ranks: on the way, not the root
+            raise ZeroDivisionError("no sum")
+        return one + other
+
+    joining = fails if way != "pickle" else lambda one, other: one
+    obj = (lambda: None) if way == "pickle" and rank == 3 else [rank]
+    dsx_comm.objects.MANY_RANKS = 2  # as of many ranks: by the tree
+    try:
+        if way == "merge":
+            dsx_comm.merge_objects(obj, joining)
+        else:
+            dsx_comm.join_objects(obj, joining, dst=0)
+    except dsx_comm.CommError as error:
+        said = str(error), type(error.__cause__).__name__
+    joined = dsx_comm.join_objects([rank], lambda one, other: one + other, dst=0)
+    assert joined == ([*range(world)] if rank == 0 else None)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("way", "failing", "words"),
+    [
+        ("join", 2, "rank 2 failed joining: ZeroDivisionError: no sum"),
+        ("merge", 2, "rank 2 failed joining: ZeroDivisionError: no sum"),
+        ("pickle", 3, "rank 3 failed pickling its object"),
+    ],
+)
+def test_all_ranks_raise_what_fails_on_the_way(way, failing, words):
+    results = run_ranks(joining_fails, 5, way, timeout=60)
+    assert len({said for said, _ in results}) == 1 and words in results[0][0]
+    causes = [cause for _, cause in results]
+    assert causes.pop(failing) in ("ZeroDivisionError", "AttributeError", "PicklingError")
+    assert set(causes) == {"NoneType"}
+
+
 def merged(rank, world, many):
     from dsx_comm import objects
 

@@ -145,6 +145,19 @@ def test_results_are_joined_on_their_way_to_rank_0() -> None:
     assert all(type(error) is OtherError for error in found)
 
 
+def test_all_ranks_raise_where_two_results_cannot_be_joined() -> None:
+    def unlike(one: int, other: int) -> int:
+        if other == 3:
+            raise LookupError("no place")
+        return one + other
+
+    found, _ = on_ranks(
+        5, lambda ranks: ranks.joined_first("joining", lambda: ranks.rank, unlike, lambda all_: [all_] * 5)
+    )
+    assert len({str(error) for error in found}) == 1 and "failed: LookupError: no place" in str(found[0])
+    assert all(type(error) is OtherError for error in found)
+
+
 def test_a_rank_that_fails_before_tells_those_that_compare() -> None:
     def work(ranks: Together) -> None:
         with ranks.telling():

@@ -73,11 +73,12 @@ class GroupRanks(Ranks):
     def __init__(self, group: Any = None) -> None:
         import dsx_comm
         from dsx_comm.groups import member
-        from dsx_comm.object_tree import packed, unpacked
+        from dsx_comm.object_tree import NotJoined, ObjectTree, packed, unpacked
 
         self._packed, self._unpacked = packed, unpacked
-        self._comm, self._group = dsx_comm, group
-        self._device = member(group).message_device
+        self._tree, self._not_joined = ObjectTree, NotJoined
+        self._comm, self._group, self._member = dsx_comm, group, member(group)
+        self._device = self._member.message_device
         super().__init__(self._all_gather, dsx_comm.get_rank(group), dsx_comm.get_world_size(group))
 
     def _all_gather(self, value: Any) -> list[Any]:
@@ -98,8 +99,11 @@ class GroupRanks(Ranks):
         return mine[0]
 
     def join(self, value: T, joining: Callable[[T, T], T]) -> T | None:
-        """`join_objects` to the group's rank 0."""
-        return self._comm.join_objects(value, joining, group=self._group, group_dst=0)
+        """What `joining` makes of the values, on rank 0. Where it fails, rank 0 raises alone: it tells the others."""
+        found = self._tree(self._member, 0, "join_objects", {}).join(value, joining)
+        if isinstance(found, self._not_joined):
+            raise CheckpointError(found.words)
+        return found
 
     def send_object(self, value: Any, to: int) -> None:
         """As a pickle."""

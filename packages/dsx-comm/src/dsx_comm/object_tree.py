@@ -15,7 +15,8 @@ import ctypes
 import pickle
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,7 +25,7 @@ from .errors import CommArgumentError
 from .groups import Membership, get_global_rank
 from .p2p import start_p2p
 
-__all__ = ["ObjectTree", "children_of", "host_bytes", "packed", "parent_of", "unpacked"]
+__all__ = ["NotJoined", "ObjectTree", "children_of", "host_bytes", "packed", "parent_of", "unpacked"]
 
 T = TypeVar("T")
 _TAG = 0x40000004  # beyond what users may take; of lengths and pickles
@@ -68,6 +69,17 @@ def unpacked(data: bytes) -> bytes | memoryview:
     return zlib.decompress(memoryview(data)[1:]) if data[:1] == b"z" else memoryview(data)[1:]
 
 
+def _pickled(value: Any) -> bytes:
+    return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+@dataclass(frozen=True)
+class NotJoined:
+    """Goes up the tree in the place of a value that could not be made: what failed first."""
+
+    words: str
+
+
 class ObjectTree:
     """One use of the tree by the ranks of a group. Every method is collective.
 
@@ -79,19 +91,42 @@ class ObjectTree:
     def __init__(self, to: Membership, root: int, name: str, labels: Labels) -> None:
         self._to, self._root, self._name, self._labels = to, root, name, labels
         self._place = (to.rank - root) % to.size
+        self.error: Exception | None = None
+        """What failed on this rank in `join`."""
 
     def gather(self, data: bytes) -> list[bytes]:
         """On the root the ranks' bytes, by rank; an empty list on the others."""
         held = self._up([data], _one_of_each)
         return [held[(rank - self._root) % self._to.size] for rank in range(self._to.size)] if held else []
 
-    def join(self, value: T, joining: Callable[[T, T], T]) -> T | None:
+    def join(self, value: T, joining: Callable[[T, T], T]) -> T | NotJoined | None:
         """On the root what `joining` makes of the ranks' values, which are joined with those of the places behind
-        them, two at a time; None on the others.
+        them, two at a time; None on the others. What fails on the way is passed on, because the root waits.
         """
-        return self._up(value, joining)
 
-    def _up(self, value: T, joining: Callable[[T, T], T]) -> T | None:
+        def both(one: T | NotJoined, other: T | NotJoined) -> T | NotJoined:
+            if isinstance(one, NotJoined):
+                return one
+            if isinstance(other, NotJoined):
+                return other
+            try:
+                return joining(one, other)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the ranks above wait for this one
+                return self._failing("joining", error)
+
+        def pickled(found: T | NotJoined) -> bytes:
+            try:
+                return _pickled(found)
+            except Exception as error:  # noqa: BLE001 - as above
+                return _pickled(self._failing("pickling its object", error))
+
+        return self._up(value, both, pickled)
+
+    def _failing(self, doing: str, error: Exception) -> NotJoined:
+        self.error = error
+        return NotJoined(f"{self._name}: rank {self._to.rank} failed {doing}: {type(error).__name__}: {error}")
+
+    def _up(self, value: T, joining: Callable[[T, T], T], pickled: Callable[[T], bytes] = _pickled) -> T | None:
         found = [value]
 
         def receive() -> None:
@@ -99,7 +134,7 @@ class ObjectTree:
                 found[0] = joining(found[0], pickle.loads(unpacked(self._receive(child))))
 
         guarded(self._call(0, 0), receive)
-        data = packed(pickle.dumps(found[0], protocol=pickle.HIGHEST_PROTOCOL)) if self._place else b""
+        data = packed(pickled(found[0])) if self._place else b""
         sent = len(data) + _LENGTH_BYTES if data else 0
         run(self._call(len(data), sent), lambda: self._send(data, parent_of(self._place)) if data else None)
         return None if self._place else found[0]

@@ -19,7 +19,7 @@ from .checks import root
 from .collectives import settle, start_all_gather, start_broadcast
 from .errors import CommArgumentError, CommError
 from .groups import is_initialized, member
-from .object_tree import ObjectTree, host_bytes
+from .object_tree import NotJoined, ObjectTree, host_bytes
 from .on_demand import MANY_RANKS
 
 if TYPE_CHECKING:
@@ -175,25 +175,38 @@ def join_objects(
 
     The objects of neighbours are joined, the lower rank's first (counted from `dst`), on the way: so no rank receives
     more than a few of them. `joining` must be associative, may change its first argument, and must not communicate.
+
+    Raises:
+        CommError: on all ranks, where `joining` has raised on one or an object cannot be pickled; that rank has the
+            original error as `__cause__`.
     """
     to = member(group)
     _, target = root(dst, group_dst, to, "join_objects", "dst", 0)
-    return ObjectTree(to, target, "join_objects", check_labels(labels)).join(obj, joining)
+    tree = ObjectTree(to, target, "join_objects", check_labels(labels))
+    found = tree.join(obj, joining)
+    words = found.words if isinstance(found, NotJoined) else ""
+    failed = tree.scatter([words.encode()] * to.size if to.rank == target else []).decode()
+    if failed or isinstance(found, NotJoined):
+        raise CommError(failed) from tree.error
+    return found
 
 
 def merge_objects(obj: T, merging: Callable[[T, T], T], group: Any = None) -> T:
     """What `merging` makes of all ranks' objects, two at a time, in rank order, on every rank.
 
     For objects that say much the same on all ranks, or of which each has a part: of many ranks none receives more than
-    a few objects and the result. `merging` is as `joining` of `join_objects`.
+    a few objects and the result. `merging` is as `joining` of `join_objects`, and so are errors.
     """
     to = member(group)
     if to.size < MANY_RANKS:
         values: list[Any] = [None] * to.size
         all_gather_object(values, obj, group)
         return functools.reduce(merging, values)
-    found: list[Any] = [join_objects(obj, merging, group=group, group_dst=0)]
+    tree = ObjectTree(to, 0, "join_objects", {})
+    found: list[Any] = [tree.join(obj, merging)]
     broadcast_object_list(found, group=group, group_src=0)
+    if isinstance(found[0], NotJoined):
+        raise CommError(found[0].words) from tree.error
     return found[0]
 
 

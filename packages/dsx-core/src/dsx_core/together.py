@@ -139,9 +139,22 @@ class Together:
 
         def both(one: Any, other: Any) -> Any:
             told = one[1] or other[1]
-            return (None, told) if told else (joining(one[0], other[0]), None)
+            if told:
+                return None, told
+            try:
+                return joining(one[0], other[0]), None
+            except Exception as error:  # noqa: BLE001 - the ranks above wait for what this one has joined
+                nonlocal failure
+                failure = error
+                return None, (self.rank, self._told(error))
 
-        joined, told = self.join(mine, both) or (None, None)
+        try:
+            found: Any = self.join(mine, both)
+        except Exception as error:
+            if self.rank:
+                raise
+            failure, found = error, (None, (0, self._told(error)))
+        joined, told = found or (None, None)
         failed = None if told is None else self._named(doing, *told)
         return self._answered(failed, failure, lambda: answer(cast(T, joined)), answering)
 
