@@ -149,6 +149,7 @@ def test_a_socket_listens_where_the_others_connect(monkeypatch):
 
 
 def test_the_store_of_many_jobs_listens_where_it_is_told():
+    pytest.importorskip("dsx", reason="the command is part of dsx")
     command = [sys.executable, "-m", "dsx", "elastic", "--rendezvous", "0", "--address", "127.0.0.1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
         port = int(holder.stdout.readline().split()[-1])

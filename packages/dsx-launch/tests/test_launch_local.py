@@ -14,6 +14,7 @@ import pytest
 from dsx_launch.processes import lives
 
 LAUNCH = [sys.executable, "-m", "dsx_launch"]
+QUIET = {"PYTHONWARNINGS": "ignore:Failed to initialize NumPy:UserWarning"}  # of torch, where numpy is not installed
 TIMEOUT = 120  # loose: the machine may be busy; every failure below would otherwise sleep for ten minutes
 
 
@@ -23,7 +24,7 @@ def clean_environment(**more: str) -> dict[str, str]:
         for name, value in os.environ.items()
         if name not in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "RANK")
     }
-    return {**env, **more}
+    return {**env, **QUIET, **more}
 
 
 def launch(*argv: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
