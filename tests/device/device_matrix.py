@@ -118,6 +118,14 @@ VARIANTS = [
         rest={"gradient_accumulation_steps": 4},
         sample=(1,),
     ),
+    variant(
+        "agreed-by-the-norm",
+        {"stage": 3, **WHOLE, "step_agreement": "norm"},
+        rest=PRECISIONS["fp16"],
+        worlds=(2,),
+        tolerance=3e-2,
+        sample=(2,),
+    ),
     variant("hybrid", {"stage": 3, **WHOLE, "zero_hpz_partition_size": 2}, worlds=(2, 4)),
     variant(
         "quantised",

@@ -135,7 +135,7 @@ class SquaresAndRows:
         self._group, self._device, self._squares = group, device, squares
         self._under_way: tuple[Any, torch.Tensor] | None = None
         self.total: torch.Tensor | None = None
-        """The sum of the ranks' squares in the last call of `add_up`."""
+        """The sum of the ranks' squares in the last call of `add_up`, on the host."""
         self.all_double = False
 
     def add_up(self, row: Sequence[float]) -> list[float]:
@@ -143,8 +143,9 @@ class SquaresAndRows:
         sums = self._begin(row)
         sums[0], self.all_double = self._squares()
         dsx_comm.all_reduce(sums, op=dsx_comm.ReduceOp.SUM, group=self._group)
-        self.total = sums[0]
-        return sums[1:].tolist()
+        total, *rows = sums.tolist()  # at once: a second read would be a second wait for the device
+        self.total = torch.tensor(total, dtype=torch.float64)
+        return rows
 
     def take_part(self, row: Sequence[float]) -> None:
         """See `RowSum.take_part`."""
