@@ -1,5 +1,6 @@
 """What checkpoints cost with the number of ranks: bytes, calls, objects, opens and flushes, not times."""
 
+import gc
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from checkpoint_layouts import Job, experts, llama
 from dsx.elasticity.peers import _in_turns
 from dsx_checkpoint.indexing import build_index
 from dsx_checkpoint.nodes.topology import Nodes
+from dsx_checkpoint.planning import WritePlan
 
 BYTES_MAY_DIFFER = 0.15  # zlib compresses a little differently from version to version
 
@@ -108,6 +110,26 @@ def test_a_hundred_thousand_tensors_on_many_ranks():
         _, calls[ranks, tensors] = calls_of(job.plan)
     for (ranks, tensors), count in calls.items():
         assert count <= 60 * (12 * ranks + 150 * tensors), calls
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_plan_is_made_without_the_collector_which_is_as_before_afterwards(enabled, monkeypatch):
+    job, seen, make = Job(4, llama(2)), [], WritePlan.make
+    del job.holdings[3].rows[:]
+
+    def seeing(*arguments, **more):
+        seen.append(gc.isenabled())
+        return make(*arguments, **more)
+
+    monkeypatch.setattr(WritePlan, "make", seeing)
+    before = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with pytest.raises(Exception, match="is not the whole tensor"):
+            job.plan()
+        assert seen == [False] and gc.isenabled() == enabled
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 def test_ranks_that_hold_the_same_count_once():

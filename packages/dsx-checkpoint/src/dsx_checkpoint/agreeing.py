@@ -10,11 +10,13 @@ So a rank sends and receives what belongs to its own pieces. The last plans are 
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import threading
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +30,21 @@ from .snapshot import Snapshot
 __all__ = ["Agreed", "Hello", "WholePlan", "agree"]
 
 _KEPT = 2
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without Python's collector: a plan has a million objects and no cycles, and looking for some takes a sixth of
+    the time.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @dataclass(frozen=True)
@@ -198,6 +215,10 @@ class First:
 
     def plan(self, details: Sequence[tuple[Catalogue | None, Holding | None]]) -> list[_Reply]:
         """Make the plan, and give each rank its part."""
+        with _uncollected():
+            return self._planned(details)
+
+    def _planned(self, details: Sequence[tuple[Catalogue | None, Holding | None]]) -> list[_Reply]:
         catalogues: dict[bytes, int] = {}
         kinds: dict[tuple[bytes, bytes], int] = {}
         for hello in self._hellos:
