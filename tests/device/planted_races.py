@@ -171,7 +171,9 @@ RACES: dict[str, Race] = {
     "published-before-written": Race(
         "dsx_zero.step.runner:StepRunner._publish", "self._failure.run(ticket.wait, None)", "pass", FROM_HOST
     ),
-    "norm-read-early": Race("dsx_zero.step.nonfinite:_send", "if event.query() else None", "", "stage2-fp32-device"),
+    "norm-read-early": Race(
+        "dsx_zero.step.nonfinite:_send", "if event is None or event.query() else None", "", "stage2-fp32-device"
+    ),
     # transports and steps on a stream
     "messages-not-awaited": Race("dsx_zero.transports.protocol:Then.wait", "found.wait()", "pass", "hybrid-of-four", 4),
     "steps-before-written": Race(
@@ -240,7 +242,7 @@ RACES: dict[str, Race] = {
     ),
     "moved-state-back-too-soon": Race(
         "dsx_zero.state.moving:_Stash.bring_back",
-        "torch.cuda.current_stream(self._device).wait_event(self._left)",
+        "Device.of(self._device).wait_for(self._left)",
         "pass",
         "states-moved-out-aside",
     ),

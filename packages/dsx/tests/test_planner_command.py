@@ -143,7 +143,7 @@ def test_mistakes(files, capsys):
 
 def test_a_processor_is_planned_for_only_when_it_is_asked_for(files, capsys, monkeypatch):
     """Without a GPU and without --machine the times would be those of this processor, hours for a step."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
     assert main(words(files, "-n", "2")) == 1
     said = capsys.readouterr()
     assert "H100-SXM" in said.err and "dsx plan calibrate" in said.err and said.out == ""
@@ -171,7 +171,7 @@ def test_two_processes_measure_messages(monkeypatch):
 
 
 def test_without_a_machine_it_is_asked_for_and_the_known_ones_are_named(files, capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
     assert main(words(files, "-n", "8")) == 1
     text = capsys.readouterr().err
     assert "--machine: got none" in text and "A100-80" in text and "H100-SXM" in text and "--machine here" in text

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
+from dsx_core.device import Device
 
 from . import cufile, staging
 from .errors import ForkError, TensorError
@@ -68,9 +69,10 @@ class gds_handle(aio_handle):
         """
         device = example_tensor.device
         if not staging.on_device(example_tensor):
-            if not torch.cuda.is_available():
+            current = Device.current()
+            if not current.is_accelerator:
                 return self.new_cpu_locked_tensor(num_elem, example_tensor)
-            device = torch.device("cuda", torch.cuda.current_device())
+            device = current.torch_device
         tensor = torch.empty(num_elem, dtype=example_tensor.dtype, device=device)
         self.pin_device_tensor(tensor)
         return tensor
@@ -130,7 +132,7 @@ class gds_handle(aio_handle):
         library = self._cufile
         if library is None or os.getpid() != self._pid:
             raise ForkError("this gds_handle belongs to the parent process; make one in this process")
-        event = torch.cuda.current_stream(tensor.device).record_event() if tensor.device.type == "cuda" else None
+        event = Device.of(tensor).event()
         handle = file.handle_of(library)
         parts: list[Future[int]] = []
         try:

@@ -12,6 +12,7 @@ import os
 from typing import Any
 
 import torch
+from dsx_core.device import accelerator_kind
 
 from . import memory, staging
 from .engine import Engine
@@ -177,7 +178,7 @@ class aio_handle:
         storage = tensor.untyped_storage().data_ptr()
         if any(t.untyped_storage().data_ptr() == storage for t in self._locked.values()):
             return True
-        return tensor.device.type == "cpu" and torch.cuda.is_available() and tensor.is_pinned()
+        return tensor.device.type == "cpu" and accelerator_kind() is not None and tensor.is_pinned()
 
     def _start(self, op: str, buffer: torch.Tensor, filename: PathOrFd, offset: int | None) -> Ticket:
         move = self.engine.write if op == "write" else self.engine.read

@@ -43,12 +43,12 @@ def on_device(tensor: torch.Tensor) -> bool:
 
 
 def device_guard(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Inside the context `device` is the calling thread's current CUDA device; does nothing for other devices.
+    """Inside the context `device` is the calling thread's current accelerator; does nothing for the CPU.
 
     A new thread begins with device 0. Without this, a call for a tensor on another GPU would run in the wrong context,
     or make a context on GPU 0.
     """
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    return Device.of(device).as_current()
 
 
 def needed(tensor: torch.Tensor) -> bool:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from dsx_core.device import Device, accelerator_kind
 from torch.nn import functional as F
 
 from .errors import MachineError
@@ -59,7 +60,7 @@ def calibrate(*, links: bool = True, report: Callable[[str], object] = lambda te
     Raises:
         MachineError: two processes cannot meet.
     """
-    on_cuda = torch.cuda.is_available()
+    on_cuda = accelerator_kind() == "cuda"
     device = torch.device("cuda" if on_cuda else "cpu")
     dtypes = {"float32": torch.float32, **({"bfloat16": torch.bfloat16, "float16": torch.float16} if on_cuda else {})}
     if on_cuda:
@@ -69,7 +70,7 @@ def calibrate(*, links: bool = True, report: Callable[[str], object] = lambda te
         ranks = min(_MOST_PROCESSES, Machine.of_this_host().ranks_per_host)
         report(f"matrix products, memory, small operators, on {ranks} processes at once")
         rates = _rates_of_many(ranks)
-    known = device_in_table(torch.cuda.get_device_name(0)) if on_cuda else None
+    known = device_in_table(Device("cuda").name) if on_cuda else None
     if known is not None:
         machine = Machine.of_this_host()
         key = "bfloat16" if "bfloat16" in rates.products and "bfloat16" in machine.flops else "float32"
@@ -108,11 +109,11 @@ def calibrate(*, links: bool = True, report: Callable[[str], object] = lambda te
 
 
 def _unknown_device() -> Machine:
-    properties = torch.cuda.get_device_properties(0)
+    properties = Device("cuda").properties
     return Machine(
         name=properties.name, device="cuda", memory_bytes=properties.total_memory, flops={"float32": 1.0},
         memory_bandwidth=1.0, link_bandwidth=12e9, network_bandwidth=3e9, host_link_bandwidth=12e9,
-        ranks_per_host=torch.cuda.device_count(), host_memory_bytes=64 << 30,
+        ranks_per_host=Device.count(), host_memory_bytes=64 << 30,
     )  # fmt: skip
 
 
@@ -120,7 +121,7 @@ def _timed(run: Callable[[], Any], device: torch.device, seconds: float) -> floa
     """The mean of the seconds that `run` takes, over `seconds`. Not the median: a step has its share of what disturbs a
     machine that others use.
     """
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait = Device.of(device).synchronize
     run()
     wait()
     start, runs = time.perf_counter(), 0
@@ -272,7 +273,7 @@ def _copies(device: torch.device) -> float:
 
 
 def _pairs(on_cuda: bool) -> bool:
-    return torch.cuda.device_count() > 1 if on_cuda else (os.cpu_count() or 1) > 1
+    return Device.count() > 1 if on_cuda else (os.cpu_count() or 1) > 1
 
 
 def _links(on_cuda: bool) -> tuple[float, float]:
@@ -299,8 +300,7 @@ def _rank(rank: int, port: int, on_cuda: bool, results: Any) -> None:
 
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if on_cuda else torch.device("cpu")
-    if on_cuda:
-        torch.cuda.set_device(device)
+    Device.of(device).make_current()
     dsx_comm.init_distributed(verbose=False)
     found = []
     for numel in (16, 1 << 22):
@@ -309,8 +309,7 @@ def _rank(rank: int, port: int, on_cuda: bool, results: Any) -> None:
             dsx_comm.barrier()
             start = time.perf_counter()
             dsx_comm.all_reduce(x)
-            if on_cuda:
-                torch.cuda.synchronize()
+            Device.of(device).synchronize()
             times.append(time.perf_counter() - start)
         found.append(sorted(times)[len(times) // 2])
     dsx_comm.destroy_process_group()

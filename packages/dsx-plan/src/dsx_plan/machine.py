@@ -122,18 +122,19 @@ class Machine:
         """This machine: a GPU that the table knows, else the processor with rates that are assumed (`dsx plan
         calibrate` measures them).
         """
-        import torch  # lazy import: looking at a table needs none
+        from dsx_core.device import Device, accelerator_kind  # lazy import: looking at a table needs no torch
 
-        if torch.cuda.is_available():
-            wanted = torch.cuda.get_device_name(0)
+        if accelerator_kind() == "cuda":
+            device = Device("cuda")
+            wanted = device.name
             known = device_in_table(wanted)
             if known is None:
                 raise MachineError(
                     f"this machine's {wanted} is not in the table of devices ({', '.join(sorted(DEVICES))}); run `dsx"
                     " plan calibrate -o machine.json` here, and give that file"
                 )
-            memory = torch.cuda.get_device_properties(0).total_memory
-            count = torch.cuda.device_count()
+            memory = device.properties.total_memory
+            count = Device.count()
             return replace(
                 cls.named(known), memory_bytes=memory, ranks_per_host=count, host_memory_bytes=_host_memory()
             )
@@ -226,10 +227,10 @@ class Machine:
 
 def fingerprint() -> str:
     """What tells machines apart whose speed differs: processor, cores, devices."""
-    import torch
+    from dsx_core.device import Device, accelerator_kind  # lazy import: as above
 
-    if torch.cuda.is_available():
-        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+    if accelerator_kind() == "cuda":
+        return f"{Device.count()} x {Device('cuda').name}"
     return f"{platform.machine()}, {_processor()}, {os.cpu_count()} cores"
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from dsx_core.device import Device
 
 from .engine import StepWatcher
 
@@ -154,8 +155,7 @@ class TrialSession(StepWatcher):
 
     def _now(self) -> float:
         """The time in seconds, after the device has done its work."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        Device.of(self._device).synchronize()
         return time.perf_counter()
 
 
@@ -163,16 +163,12 @@ class _Phases:
     """Measures the parts of an update; a part lasts until the next one begins."""
 
     def __init__(self, device: torch.device) -> None:
-        self._on_device = device.type == "cuda"
+        self._device = Device.of(device)
         self._marks: list[tuple[str, Any]] = []
 
     def begin(self, name: str) -> None:
         """A part begins."""
-        stamp: Any = time.perf_counter()
-        if self._on_device:
-            stamp = torch.cuda.Event(enable_timing=True)
-            stamp.record()
-        self._marks.append((name, stamp))
+        self._marks.append((name, self._device.mark()))
 
     def restart(self) -> None:
         """Forget all but the part that has just begun."""
@@ -182,8 +178,7 @@ class _Phases:
         """Total seconds by name; the device must have done its work."""
         found: dict[str, float] = {}
         for (name, start), (_, end) in zip(self._marks, self._marks[1:]):
-            took = start.elapsed_time(end) / 1e3 if self._on_device else end - start
-            found[name] = found.get(name, 0.0) + took
+            found[name] = found.get(name, 0.0) + self._device.milliseconds(start, end) / 1e3
         return found
 
 

@@ -26,6 +26,7 @@ import dsx_comm
 import dsx_monitor
 import psutil
 import torch
+from dsx_core.device import Device, accelerator_kind
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -97,7 +98,7 @@ class Trial:
             return
         self._folder = Path(self._section.metric_path or self._section.model_info_path).parent
         # On a host the model itself may be too large, so memory is limited now. A device is not chosen yet.
-        self._limit = None if torch.cuda.is_available() else self._limited(torch.device("cpu"))
+        self._limit = None if accelerator_kind() else self._limited(torch.device("cpu"))
         if self._first:
             first, last = self._section.start_profile_step, self._section.end_profile_step
             logger.info("autotuning: updates %d to %d are measured, then the program ends", first, last)
@@ -116,13 +117,13 @@ class Trial:
         if not section.measures:
             return
         limit = self._limited(to.device) if self._limit is None else self._limit
-        on_device = to.device.type == "cuda"
+        device = Device.of(to.device)
         profiler = dsx_monitor.FlopsProfiler(to.module) if section.counts_operations and self._first else None
         tasks = TrialTasks(
             gather=partial(_rows_of_ranks, to) if to.topology.world_size > 1 else lambda mine: [mine],
             in_use=dsx_monitor.memory_in_use,
-            peak=partial(torch.cuda.max_memory_allocated, to.device) if on_device else _peak_resident,
-            restart_peak=partial(torch.cuda.reset_peak_memory_stats, to.device) if on_device else _restart_resident,
+            peak=device.peak_allocated if device.is_accelerator else _peak_resident,
+            restart_peak=device.restart_peaks if device.is_accelerator else _restart_resident,
             state_bytes=lambda: sum(to.optimizer.state_bytes().values()),
             conclude=partial(self._conclude, to, limit),
             look=self._look,
@@ -241,7 +242,7 @@ def limit_memory(limit: int | None, device: torch.device, ranks: int) -> int:
         ranks: number of processes that share this host.
     """
     if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
+        total = Device.of(device).properties.total_memory
         share = int(_DEVICE_PART * total) if limit is None else limit
         torch.cuda.set_per_process_memory_fraction(min(1.0, share / total), device)
         return share

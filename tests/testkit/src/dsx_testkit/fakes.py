@@ -245,7 +245,7 @@ class FakeCuda:
 
     @contextmanager
     def installed(self) -> Iterator[FakeCuda]:
-        """Stand in for `torch.cuda` inside."""
+        """Stand in for `torch.cuda` inside, and for what `dsx_core.device.Device` asks `torch.accelerator`."""
         replaced: dict[str, Callable[..., Any]] = {
             "Stream": self.make_stream,
             "Event": self.event,
@@ -257,11 +257,19 @@ class FakeCuda:
             "set_device": self.set_device,
             "device": self.at,
         }
-        before = {name: getattr(torch.cuda, name) for name in replaced}
-        for name, value in replaced.items():
-            setattr(torch.cuda, name, value)
+        independent: dict[str, Callable[..., Any]] = {
+            "current_stream": self.current_stream,
+            "current_device_index": lambda: self._device,
+            "set_device_index": self.set_device,
+            "synchronize": self.synchronize,
+        }
+        places = [(torch.cuda, name, value) for name, value in replaced.items()]
+        places += [(torch.accelerator, name, value) for name, value in independent.items()]
+        before = [(module, name, getattr(module, name)) for module, name, _ in places]
+        for module, name, value in places:
+            setattr(module, name, value)
         try:
             yield self
         finally:
-            for name, value in before.items():
-                setattr(torch.cuda, name, value)
+            for module, name, value in before:
+                setattr(module, name, value)

@@ -12,6 +12,7 @@ import weakref
 from typing import Any
 
 import torch
+from dsx_core.device import Device
 
 __all__ = ["locked_empty"]
 
@@ -45,6 +46,6 @@ def locked_empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 def _unlock(region: mmap.mmap, address: int) -> None:
     """The tensor is gone: unlock its pages, behind the copies that may still use them."""
-    torch.cuda.synchronize()
+    Device.of("cuda").synchronize()
     runtime: Any = torch.cuda.cudart()
     runtime.cudaHostUnregister(address)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from dsx_core.device import Device
 
 __all__ = ["CONVERSIONS", "conversion_target"]
 
@@ -58,6 +59,4 @@ def conversion_target(
 
 
 def _indexed(device: torch.device) -> torch.device:
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+    return Device.of(device).torch_device if device.index is None else device

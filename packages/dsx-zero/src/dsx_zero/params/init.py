@@ -29,6 +29,7 @@ from typing import Any
 import dsx_comm
 import torch
 from dsx_comm import ParameterMarks, RankSet, RankSets
+from dsx_core.device import Device
 from torch import nn
 from torch.nn.modules import module as registration
 
@@ -258,7 +259,7 @@ class Init:
         ):
             self._stack.callback(handle.remove)
         if there_is_cuda(self._ranks.data.group) and torch.get_default_device().type != "meta":
-            self._stack.enter_context(torch.device("cuda", torch.cuda.current_device()))
+            self._stack.enter_context(Device.of("cuda").torch_device)
         return self
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
@@ -320,7 +321,7 @@ class Init:
     def _target(self) -> torch.device:
         """The device of parameters that are on the meta device now."""
         on_cuda = there_is_cuda(self._ranks.data.group)
-        return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+        return Device.of("cuda").torch_device if on_cuda else torch.device("cpu")
 
 
 def _rank_sets(data_parallel_group: Any, mpu: Any) -> RankSets:

@@ -18,6 +18,7 @@ from enum import Enum
 from typing import Any
 
 import torch
+from dsx_core.device import Device
 
 from ..errors import ZeroConfigError, ZeroStateError
 from ..homes.home import DeviceHome, Home
@@ -75,21 +76,21 @@ class _Stash:
     def __init__(self, tensor: torch.Tensor, *, pin: bool, non_blocking: bool) -> None:
         self._storage, self._device = tensor.untyped_storage(), tensor.device
         self.nbytes = self._storage.nbytes()
-        on_cuda = self._device.type == "cuda"
-        self._host = (locked_empty if pin and on_cuda else torch.empty)(self.nbytes, dtype=torch.uint8)
+        empty = locked_empty if pin and self._device.type == "cuda" else torch.empty
+        self._host = empty(self.nbytes, dtype=torch.uint8)
         data = self._bytes()
         self._host.copy_(data, non_blocking=non_blocking)
-        self._left: Any = None  # the event of the way out
-        if on_cuda:
-            stream = torch.cuda.current_stream(self._device)
+        device = Device.of(self._device)
+        stream: Any = device.stream()
+        if stream is not None and device.kind != "mps":  # MPS has one stream, and torch no such call for it
             data.record_stream(stream)
-            self._left = stream.record_event()
+        self._left = device.event()
+        """Of the way out; None on the CPU."""
         self._storage.resize_(0)
 
     def bring_back(self, *, non_blocking: bool) -> None:
         """Allocate the storage's memory again and copy its values back."""
-        if self._left is not None:  # the caller's stream may be another one than on the way out
-            torch.cuda.current_stream(self._device).wait_event(self._left)
+        Device.of(self._device).wait_for(self._left)  # the caller's stream may be another one than on the way out
         self._storage.resize_(self.nbytes)
         self._bytes().copy_(self._host, non_blocking=non_blocking)
 

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from dsx_comm.lanes import HostLane
+from dsx_core.device import Device
 
 from ..homes.stored import StoredHome
 from ..params.flat import FlatGroup
@@ -103,8 +104,7 @@ class _Mark:
 
 
 def _run(jobs: queue.SimpleQueue[Any], state: _State, device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # each thread has its own current device
+    Device.of(device).make_current()  # each thread has its own current device
     while (job := jobs.get()) is not None:
         if state.failure is None or isinstance(job, _Mark):
             try:

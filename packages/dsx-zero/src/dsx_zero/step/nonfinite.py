@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import dsx_comm
 import torch
 from dsx_core import with_code
+from dsx_core.device import Device
 
 if TYPE_CHECKING:
     from ..runtime import Runtime
@@ -42,13 +43,13 @@ _Arrival = Callable[[], float | None]
 
 def _send(norm: torch.Tensor) -> _Arrival | None:
     """Start copying a norm to the host. Returns None where the copy would make the host wait."""
-    if norm.device.type != "cuda":
+    device = Device.of(norm)
+    if not device.is_accelerator:
         return None
     host = torch.empty((), dtype=norm.dtype, pin_memory=True)
     host.copy_(norm, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(norm.device))
-    return lambda: host.item() if event.query() else None
+    event = device.event()
+    return lambda: host.item() if event is None or event.query() else None
 
 
 class NonFiniteWarning:

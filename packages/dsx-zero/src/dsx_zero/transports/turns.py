@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 from dsx_comm.lanes import Pending
+from dsx_core.device import Device
 
 from ..params.flat import FlatGroup
 from .protocol import ReduceTransport, Then, Transport
@@ -23,17 +24,15 @@ class Turns:
     """The order in which a device does the collectives of one model."""
 
     def __init__(self) -> None:
-        self._last: torch.cuda.Event | None = None
+        self._last: torch.Event | None = None
 
     def begin(self, device: torch.device) -> None:
         """Let the current stream wait for the end of the collective before."""
-        if self._last is not None:
-            torch.cuda.current_stream(device).wait_event(self._last)
+        Device.of(device).wait_for(self._last)
 
     def end(self, device: torch.device) -> None:
         """The current stream has waited for the collective that began last."""
-        self._last = torch.cuda.Event()
-        self._last.record(torch.cuda.current_stream(device))
+        self._last = Device.of(device).event()
 
 
 class InTurn:
