@@ -47,6 +47,7 @@ from .step.nonfinite import NonFiniteWarning
 from .step.norm import StepNorm, clip_factor
 from .step.plan import StepPlan
 from .step.runner import StepRunner
+from .torch_names import current_graph_task_id
 
 __all__ = ["OnSpan", "StepOutcome", "ZeroOptimizer"]
 
@@ -367,7 +368,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def find_unfrozen(self) -> None:
         """Before a forward: if a parameter was unfrozen, change the layout of the model (collective then)."""
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1 and self._frozen.unfrozen():
+        if torch.is_grad_enabled() and current_graph_task_id() == -1 and self._frozen.unfrozen():
             self.replan()
 
     def register_step_pre_hook(self, hook: Any) -> Any:

@@ -28,6 +28,7 @@ from ..order.protocol import Order
 from ..order.schedule import Pass
 from ..params.partitioned_unit import GatherOnUse, PartitionedUnit, UnitState
 from ..params.tensors import tensors_in
+from ..torch_names import current_graph_task_id
 from .executor import GatherExecutor
 
 __all__ = ["GatherLifetime", "Use"]
@@ -77,7 +78,7 @@ class GatherLifetime(GatherOnUse):
             inputs: its arguments and keyword arguments.
             root: the module is the model itself, which is never inside another module.
         """
-        recomputes = torch._C._current_graph_task_id() != -1
+        recomputes = current_graph_task_id() != -1
         if recomputes:
             if not self._in_backward:
                 self._clock.enter()
@@ -117,7 +118,7 @@ class GatherLifetime(GatherOnUse):
         Returns:
             The uses of the units that end here: pairs of a unit's index and a use.
         """
-        inside_backward, uses = torch._C._current_graph_task_id() != -1, []
+        inside_backward, uses = current_graph_task_id() != -1, []
         for unit in units:
             use = self._open[unit].pop() if self._open[unit] else Use()
             uses.append((unit, use))
@@ -264,7 +265,7 @@ class GatherLifetime(GatherOnUse):
 
     def gather_for_use(self, unit: PartitionedUnit) -> bool:
         """See ``GatherOnUse``."""
-        backward = torch._C._current_graph_task_id() != -1
+        backward = current_graph_task_id() != -1
         if self._depth == 0 and not backward:
             return False
         self._take(unit, Pass.TRAINING if backward else self._pass)

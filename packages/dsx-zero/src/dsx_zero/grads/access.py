@@ -23,6 +23,7 @@ from ..homes.home import Home, opened, read
 from ..params.flat import FlatGroup
 from ..params.whole import read_whole, write_whole
 from ..plan.layout import FlatLayout
+from ..torch_names import amp_foreach_non_finite_check_and_unscale_, current_graph_task_id
 from .sharded import GradientSource, ShardedGradientError
 
 __all__ = ["GradientAccess", "GradientPlace", "opened_piece"]
@@ -189,7 +190,7 @@ class GradientAccess:
                     by_device.setdefault(piece.device, []).append(piece)
             for device, members in by_device.items():
                 found, scale = found_inf.to(device), inv_scale.to(device)
-                torch._amp_foreach_non_finite_check_and_unscale_(members, found, scale)  # type: ignore[attr-defined]
+                amp_foreach_non_finite_check_and_unscale_(members, found, scale)
                 if found is not found_inf:
                     found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
         for ranks in self._norm_groups:
@@ -280,7 +281,7 @@ class GradientPlace:
                 f"the gradient of parameter '{self.name}' cannot be {what}: its sharded optimizer is gone; set p.grad ="
                 " None"
             )
-        if torch._C._current_graph_task_id() != -1:
+        if current_graph_task_id() != -1:
             raise ShardedGradientError(
                 f"the gradient of parameter '{self.name}' cannot be {what} inside a backward: it is not averaged over"
                 " the ranks yet. Change this rank's own gradient with p.register_hook(lambda grad: ...), or the"

@@ -26,7 +26,6 @@ import torch
 from dsx_comm.lanes import Ticket
 from dsx_core.modules import ModuleHook
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from ..errors import ZeroStateError
 from ..homes.home import Home
@@ -34,6 +33,7 @@ from ..order.backward import BackwardClock
 from ..order.protocol import EditWatch, ReduceOrder, RowSum
 from ..params.flat import FlatGroup
 from ..plan.layout import LocalSlice
+from ..torch_names import current_graph_task_id, tree_leaves
 from .buffers import GroupGradients
 from .protocol import BackwardWatch
 from .reductions import Reductions, ReductionWatch
@@ -107,7 +107,8 @@ class ReducedGradients:
             for place, buffers in enumerate(groups):
                 for index, parameter in enumerate(buffers.group.parameters):
                     yield parameter.register_post_accumulate_grad_hook(self._hook(me, unit, place, index))
-        yield model.register_forward_hook(_AfterForward(me))
+        hook: Any = _AfterForward(me)
+        yield model.register_forward_hook(hook)
 
     def remove_hooks(self) -> None:
         """Remove all hooks from the model, and all gradients from its parameters."""
@@ -189,7 +190,7 @@ class ReducedGradients:
                 factor = self._first_arrival(buffers, index)
             buffers.accumulate(index, factor)
             count = self._arrived[unit] = self._arrived[unit] + 1
-            if self._last and torch._C._current_graph_task_id() != self._clock.task:
+            if self._last and current_graph_task_id() != self._clock.task:
                 self._nested = True
             if count == self._expected[unit]:
                 if self._on_complete is not None and unit in self._known:

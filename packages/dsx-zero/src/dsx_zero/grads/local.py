@@ -16,6 +16,7 @@ from ..homes.home import Home, block_norm
 from ..order.protocol import EditWatch, RowSum
 from ..params.flat import FlatGroup, Part, Unit
 from ..plan.layout import LocalSlice
+from ..torch_names import current_graph_task_id, will_engine_execute_node
 from .protocol import BackwardWatch
 from .reductions import ReductionWatch
 from .rows import refuse_sparse
@@ -34,7 +35,7 @@ def _accumulates(parameter: torch.Tensor) -> bool:
     """Whether the running backward adds to the parameter's `.grad`: `torch.autograd.grad` runs the hooks, too."""
     node = torch.autograd.graph.get_gradient_edge(parameter).node
     try:
-        return torch._C._will_engine_execute_node(node)
+        return will_engine_execute_node(node)
     except RuntimeError:  # torch raises it if `torch.autograd.grad` was called for this parameter
         return False
 
@@ -66,7 +67,7 @@ class LocalGradients:
 
     def on_gradient(self, watch: BackwardWatch, place: int, index: int, grad: torch.Tensor) -> torch.Tensor | None:
         """The gradient of parameter `index` of group `place` was computed. Returns its replacement, or None."""
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task_id()
         if task != self._task:
             self._factor = watch.begin() if _accumulates(self._groups[place].parameters[index]) else 1.0
             self._task = task

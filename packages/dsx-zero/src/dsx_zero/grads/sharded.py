@@ -24,11 +24,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from ..errors import ZeroStateError
 from ..params.conversions import CONVERSIONS, conversion_target
 from ..params.tensor_kinds import FACTORIES, FACTS, is_write, stand_in
+from ..torch_names import (
+    DisableTorchFunctionSubclass,
+    amp_foreach_non_finite_check_and_unscale_,
+    current_graph_task_id,
+    make_wrapper_subclass,
+    tree_map_only,
+)
 
 __all__ = ["GradientSource", "ShardedGradient", "ShardedGradientError"]
 
@@ -144,8 +150,7 @@ class ShardedGradient(torch.Tensor):
 
     @staticmethod
     def __new__(cls, source: GradientSource, like: torch.Tensor) -> ShardedGradient:
-        make = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
-        self = make(cls, like.shape, dtype=like.dtype, device=like.device)
+        self = make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
         self._source, self._arrived = source, None
         return self
 
@@ -182,7 +187,7 @@ class ShardedGradient(torch.Tensor):
         """Do one of the six things that the module's text lists."""
         kwargs = kwargs or {}
         if func in FACTS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in FACTORIES:
             args, kwargs = tree_map_only(cls, stand_in, (args, kwargs))
@@ -196,7 +201,7 @@ class ShardedGradient(torch.Tensor):
         what = getattr(func, "__name__", str(func))
         if func in _NORMS and (found := _norm_order(args, kwargs)) is not None:
             return args[0]._source.norm(found, added_up=func is torch.linalg.vector_norm)
-        if func is torch._amp_foreach_non_finite_check_and_unscale_:  # type: ignore[attr-defined]
+        if func is amp_foreach_non_finite_check_and_unscale_:
             sources = [_source_of(gradient, what) for gradient in args[0]]
             return sources[0].unscale(sources[1:], *args[1:])
         if what == "_foreach_norm":
@@ -217,13 +222,13 @@ class ShardedGradient(torch.Tensor):
         gradient = _first(args, kwargs or {})
         if func is torch.ops.aten.detach.default:
             return gradient
-        if torch._C._current_graph_task_id() != -1 and args[0] is gradient and not isinstance(args[1], ShardedGradient):
+        if current_graph_task_id() != -1 and args[0] is gradient and not isinstance(args[1], ShardedGradient):
             if func is torch.ops.aten.add_.Tensor:
                 gradient._arrived = args[1]
                 return gradient
             # with `create_graph=True` autograd replaces this gradient by what is returned here
             if func is torch.ops.aten.add.Tensor:
-                with torch._C.DisableTorchFunctionSubclass():
+                with DisableTorchFunctionSubclass():
                     successor = ShardedGradient(gradient._source, gradient)
                 successor._arrived = args[1]
                 return successor

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
+from ..torch_names import current_graph_task_id, queue_callback
 
 __all__ = ["BackwardClock", "BackwardWatcher"]
 
@@ -59,7 +59,7 @@ class BackwardClock:
             outermost: this backward is known to be the outermost one, so that another one that seems to run was
                 stopped by an error.
         """
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task_id()
         if task == -1 or (self.running and (task == self.task or not outermost)):
             return
         self.running, self.task, self._pass_open = True, task, True
@@ -69,7 +69,7 @@ class BackwardClock:
         except BaseException:
             self.running = False
             raise
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        queue_callback(self._end)
 
     def end_pass(self) -> None:
         """No watcher has more gradients to report in this backward: tell the order that it has ended."""

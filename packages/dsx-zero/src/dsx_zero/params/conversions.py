@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from dsx_core.device import Device
 
+from ..torch_names import parse_to
+
 __all__ = ["CONVERSIONS", "conversion_target"]
 
 _DTYPES = {
@@ -54,7 +56,7 @@ def conversion_target(
         wanted = args[0] if args else kwargs["dtype"]
         like = torch.empty(0, dtype=dtype, device=device).type(wanted)  # names of types such as "torch.cuda.HalfTensor"
         return like.dtype, like.device
-    to_device, to_dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)  # type: ignore[attr-defined]
+    to_device, to_dtype, *_ = parse_to(*args, **kwargs)
     return to_dtype or dtype, device if to_device is None else _indexed(to_device)
 
 

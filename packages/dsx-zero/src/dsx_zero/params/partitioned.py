@@ -27,9 +27,9 @@ from copy import deepcopy
 from typing import Any, NoReturn
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from ..errors import ZeroStateError
+from ..torch_names import DisableTorchFunctionSubclass, make_wrapper_subclass, tree_map_only
 from .conversions import CONVERSIONS, conversion_target
 from .partitioned_view import VIEWS, ViewSource, find_views
 from .sources import ParameterSource
@@ -71,9 +71,7 @@ class PartitionedParameter(torch.Tensor):
         requires_grad: bool,
         strides: tuple[int, ...] | None = None,
     ) -> PartitionedParameter:
-        self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, shape, strides, dtype=dtype, device=device, requires_grad=requires_grad
-        )
+        self = make_wrapper_subclass(cls, shape, strides, dtype=dtype, device=device, requires_grad=requires_grad)
         self._source = source
         return self
 
@@ -171,7 +169,7 @@ class PartitionedParameter(torch.Tensor):
         if func == _GRAD:
             return args[0]._source.gradient()
         if func in FACTS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in FACTORIES:
             args, kwargs = tree_map_only(cls, stand_in, (args, kwargs))
@@ -211,7 +209,7 @@ def _first(args: Any, kwargs: Any) -> PartitionedParameter:
 
 def _alias(param: PartitionedParameter) -> PartitionedParameter:
     """The result of ``p.data`` and ``p.detach()``: a wrapper over the same values, without a gradient."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return PartitionedParameter(
             param._source, param.shape, dtype=param.dtype, device=param.device, requires_grad=False
         )
@@ -348,7 +346,7 @@ def _set_data(param: PartitionedParameter, value: torch.Tensor) -> None:
         # `model.to(...)` sets the result of a conversion so, before the model is sharded. The object stays the same.
         if value.shape != param.shape:
             raise param._refusal(f"given other data (got {tuple(value.shape)} {value.dtype})")
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             torch.Tensor.data.__set__(param, _alias(value))  # type: ignore[attr-defined]
         param._source = value._source
         return
@@ -400,7 +398,7 @@ def _set_requires_grad(param: PartitionedParameter, value: bool = True) -> Parti
     reason = param._source.set_requires_grad(bool(value))
     if reason is not None:
         raise PartitionedParameterError(f"parameter '{param._source.name}' cannot be unfrozen: {reason}")
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         torch.Tensor.requires_grad_(param, bool(value))
     return param
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from ..torch_names import has_compatible_shallow_copy_type
+
 __all__ = ["FACTORIES", "FACTS", "NOT_WRITES", "is_write", "stand_in"]
 
 
@@ -44,7 +46,7 @@ FACTS: frozenset[Callable[..., Any]] = frozenset(
         *("__hash__", "__len__", "_is_view", "dim_order", "is_distributed", "storage_offset"),
     )
     | {torch.numel, torch.is_floating_point, torch.is_complex, torch.is_same_size, torch.is_signed, torch.is_inference}
-    | {torch._has_compatible_shallow_copy_type}  # pyright: ignore[reportPrivateImportUsage]  # asked by `nn.Module.to`
+    | {has_compatible_shallow_copy_type}  # asked by `nn.Module.to`
 )
 """Functions that only read metadata, which the wrapper itself has."""
 

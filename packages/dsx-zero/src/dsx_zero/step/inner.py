@@ -23,11 +23,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ..errors import ZeroOptimizerError, ZeroStateError
 from ..grads.averaging import averages_itself
 from ..params.flat import FlatGroup, Part
+from ..torch_names import foreach_mul_, global_optimizer_post_hooks, global_optimizer_pre_hooks
 from .masters import Master
 from .sparse import takes_rows
 
@@ -82,8 +82,8 @@ def has_step_hooks(inner: Any) -> bool:
     return bool(
         getattr(inner, "_optimizer_step_pre_hooks", None)
         or getattr(inner, "_optimizer_step_post_hooks", None)
-        or _global_optimizer_pre_hooks
-        or _global_optimizer_post_hooks
+        or global_optimizer_pre_hooks
+        or global_optimizer_post_hooks
     )
 
 
@@ -295,7 +295,7 @@ class InnerStep:
             scale = 1.0 / factor
         else:
             found = [grad for grad in grads if grad is not None]
-            torch._foreach_mul_(found, factor)  # pyright: ignore[reportPrivateImportUsage]
+            foreach_mul_(found, factor)
         for master, grad in zip(masters, grads):
             if grad is None:
                 continue
@@ -325,7 +325,7 @@ class InnerStep:
         else:
             if grads:  # a rank may own nothing
                 values = [grad._values() if grad.is_sparse else grad for grad in grads]
-                torch._foreach_mul_(values, factor)  # pyright: ignore[reportPrivateImportUsage]
+                foreach_mul_(values, factor)
             inner.step(**keywords)
 
     def _torch_scales(self) -> bool:
@@ -385,8 +385,7 @@ def runs_of(masters: Sequence[Master]) -> list[tuple[int, int]]:
     runs, start = [], 0
     for place in range(1, len(masters) + 1):
         if place == len(masters) or masters[place].group is not masters[start].group:
-            runs.append((start, place))
-            start = place
+            runs, start = [*runs, (start, place)], place
     return runs if masters else []
 
 
