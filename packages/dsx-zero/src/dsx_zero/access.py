@@ -23,6 +23,7 @@ from .errors import ZeroStateError
 from .homes.home import read, write
 from .params.restored import current_parameter
 from .plan.layout import LocalSlice
+from .plan.units import first_name
 
 if TYPE_CHECKING:
     from .optimizer import ZeroOptimizer
@@ -107,6 +108,10 @@ class View:
         if self.masters and self.group.master is not None:
             write(self.group.master, values, self.part.offset)
 
+    def show(self, whole: torch.Tensor) -> None:
+        """Make the parameter show its master's new value, of which `whole` is the whole."""
+        self.runtime.publisher.write(self.group, self.index, whole)
+
     def complete_gradients(self) -> None:
         """Reduce what the last backward should have reduced (collective)."""
         self.runtime.gradients.complete_due()
@@ -184,7 +189,7 @@ def _resolve(parameter: Parameter, optimizer: ZeroOptimizer | None) -> tuple[Zer
             raise ZeroStateError(
                 f"{parameter!r}: a name alone does not say which model; pass optimizer= or the parameter object"
             )
-        return optimizer, optimizer.first_name(parameter)
+        return optimizer, first_name(optimizer.runtime.infos, parameter)
     found = OWNERS.find(current_parameter(parameter))
     if found is None:
         raise ZeroStateError(
@@ -234,7 +239,7 @@ def safe_set_full_fp32_param(param: Parameter, value: torch.Tensor, *, optimizer
     """
     view = View(param, optimizer)
     view.set_master_slice(view.cut(value))
-    view.optimizer.refresh(view.name, value)
+    view.show(value)
 
 
 def safe_get_full_optimizer_state(
@@ -354,7 +359,7 @@ def safe_set_local_fp32_param(param: Parameter, value: torch.Tensor, *, optimize
     view.set_master_slice(view.check_local(value))
     whole = view.whole(view.master_slice() if view.masters else None)
     if whole is not None:
-        view.optimizer.refresh(view.name, whole)
+        view.show(whole)
 
 
 def safe_get_local_optimizer_state(

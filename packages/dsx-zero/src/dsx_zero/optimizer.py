@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from dsx_core import nearest
 from dsx_core.modules import CallingHook
 
 from .alike import telling
@@ -31,7 +30,6 @@ from .params.flat import FlatGroup
 from .params.partitioned_unit import is_partitioned
 from .plan.layout import LocalSlice
 from .replanning import Replanner
-from .runtime import Runtime
 from .state.loading import SliceLoad, publish_masters, read_slices
 from .state.local import count_bytes, load_local, save_local
 from .state.moving import MovedStates, OffloadStateTypeEnum
@@ -47,6 +45,7 @@ from .step.nonfinite import NonFiniteWarning
 from .step.norm import StepNorm, clip_factor
 from .step.plan import StepPlan
 from .step.runner import StepRunner
+from .step.segments import connect_norms
 from .torch_names import current_graph_task_id
 
 __all__ = ["OnSpan", "StepOutcome", "ZeroOptimizer"]
@@ -94,6 +93,20 @@ def _call_of_inner(
         raise ZeroStateError(f"{kind.__name__}.{name}(): the model that it trained, sharded, is not there any more")
     with owner.whole_states(f"{kind.__name__}.{name}()"):
         return getattr(kind, name)(owner.inner, *arguments, **options)
+
+
+def _refused(what: str) -> Callable[..., Any]:
+    """A method that refuses a hook on state dicts."""
+
+    def register(self: ZeroOptimizer, hook: Any, prepend: bool = False) -> Any:
+        """Refused, see the error."""
+        raise ZeroOptimizerError(
+            f"{what}: state dicts of a ZeroOptimizer are this rank's slices by name, not what such hooks expect, and"
+            " would not call them; change the dict that state_dict() returns, or the one that is given to"
+            " load_state_dict()"
+        )
+
+    return register
 
 
 class StepOutcome:
@@ -145,7 +158,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         whole_tensors: WholeTensors,
     ) -> None:
         # Not Optimizer.__init__: groups, state and hooks are the inner optimizer's, there is no second set of them.
-        self.inner = inner
+        self.inner = self.optimizer = inner
+        """The user's optimizer, which steps the masters."""
         self.store = store
         """Where state on disk lies, as it was given to `shard`; None: nowhere."""
         self._owners, self._replanner, self._whole_tensors = owners, replanner, whole_tensors
@@ -157,7 +171,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._watch: BackwardWatch | None = None
         self._before_forward: Any = None
         self._loss_scale: Callable[[], float] = lambda: 1.0
-        self._dynamic_loss_scale = False
+        self.dynamic_loss_scale = False
+        """Whether the loss scale follows overflows; False without a loss scale."""
         self._nonfinite = NonFiniteWarning()
         self._failure = StepFailure()
         self.steps_done = 0
@@ -176,7 +191,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _take(self, parts: StepParts) -> None:
         """Step with these parts from now on."""
         inner, runtime, masters, faces = self.inner, parts.runtime, parts.masters, parts.faces
-        self._parts, self._runtime, self._unused, self._masters = parts, runtime, parts.unused, masters
+        self._parts, self._unused, self._masters = parts, parts.unused, masters
+        self.runtime = runtime
+        """The parts this optimizer is made of."""
         self._groups = {n: g for unit in runtime.units for g in unit.groups for n in g.layout.names}
         self._by_name: dict[str, tuple[Master, ...]] = {}
         for master in masters:
@@ -235,7 +252,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             faces={key: id(face) for key, face in faces.items()},
             moved=lambda parameter: (found := self._owners.find(parameter)) is not None and found[0] is not self,
         )
-        self._connect_norms()
+        connect_norms(inner, runtime, masters)
         for parameter, name in plain:
             self._owners.add(parameter, self, name)
         for face, name in ((faces[id(p)], n) for p, n in plain if id(p) in faces):  # what the model holds between uses
@@ -258,7 +275,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """The inner optimizer's state, which is kept by master; where masters are whole tensors, a parameter finds
         its own.
         """
-        return StateView(self.inner.state, self._find_master, whole=self._runtime.stage == 0)
+        return StateView(self.inner.state, self._find_master, whole=self.runtime.stage == 0)
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -278,7 +295,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self.inner.defaults
 
     def __repr__(self) -> str:
-        run = self._runtime
+        run = self.runtime
         place = f"rank={run.ranks.rank}, world_size={run.ranks.size}"
         return f"ZeroOptimizer(stage={run.stage}, {place}, inner={self.inner!r})"
 
@@ -337,9 +354,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         groups = self.inner.param_groups
         count = len(groups)
         try:
-            with telling(self._runtime.ranks.group):
+            with telling(self.runtime.ranks.group):
                 self._check_in_use()
-                self._replanner.check(self._runtime, self.inner)
+                self._replanner.check(self.runtime, self.inner)
                 self._collect_edits()
                 change()
             prepared = self._replanner.prepare(
@@ -364,7 +381,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self._frozen.may_grow:
             hook = CallingHook(partial(_find_unfrozen, weakref.ref(self)))
             # Before the hooks that gather: the forward that is about to begin uses the new layout.
-            self._before_forward = self._runtime.model.register_forward_pre_hook(hook, prepend=True)
+            self._before_forward = self.runtime.model.register_forward_pre_hook(hook, prepend=True)
 
     def find_unfrozen(self) -> None:
         """Before a forward: if a parameter was unfrozen, change the layout of the model (collective then)."""
@@ -379,45 +396,27 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """A hook of the inner optimizer's step."""
         return self.inner.register_step_post_hook(hook)
 
-    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Refused, see the error."""
-        raise self._no_state_hooks("register_state_dict_pre_hook")
-
-    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Refused, see the error."""
-        raise self._no_state_hooks("register_state_dict_post_hook")
-
-    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Refused, see the error."""
-        raise self._no_state_hooks("register_load_state_dict_pre_hook")
-
-    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Refused, see the error."""
-        raise self._no_state_hooks("register_load_state_dict_post_hook")
-
-    def _no_state_hooks(self, what: str) -> ZeroOptimizerError:
-        return ZeroOptimizerError(
-            f"{what}: state dicts of a ZeroOptimizer are this rank's slices by name, not what such hooks expect, and"
-            " would not call them; change the dict that state_dict() returns, or the one that is given to"
-            " load_state_dict()"
-        )
+    register_state_dict_pre_hook = _refused("register_state_dict_pre_hook")
+    register_state_dict_post_hook = _refused("register_state_dict_post_hook")
+    register_load_state_dict_pre_hook = _refused("register_load_state_dict_pre_hook")
+    register_load_state_dict_post_hook = _refused("register_load_state_dict_post_hook")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients. `set_to_none=False` is accepted and means the same: gradients are buffers of this
         object.
         """
-        self._runtime.gradients.clear()
+        self.runtime.gradients.clear()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside only accumulate; legal in all stages."""
         self._check_in_use()
-        return self._runtime.gradients.no_sync()
+        return self.runtime.gradients.no_sync()
 
     def gradient_parameters(self) -> Iterator[torch.nn.Parameter]:
         """The parameters that backward gives this rank's whole gradients, to put hooks on. At stage 3 those behind the
         partitioned ones, which have no memory between uses: their values must not be read.
         """
-        for unit in self._runtime.trainable_units():
+        for unit in self.runtime.trainable_units():
             for group in unit.trainable:
                 yield from group.parameters
 
@@ -463,13 +462,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.released = True
         if self._before_forward is not None:
             self._before_forward.remove()
-        self._runtime.gradients.remove_hooks()
+        self.runtime.gradients.remove_hooks()
         if self._unused is not None:
             self._unused.remove_hooks()
         if self._state_dict_hook is not None:
             self._state_dict_hook.remove()
-        self._runtime.publisher.remove_hooks()
-        self._runtime.groups.give_back()
+        self.runtime.publisher.remove_hooks()
+        self.runtime.groups.give_back()
         for callback in self._on_release:
             callback()
 
@@ -516,7 +515,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        run = self._runtime
+        run = self.runtime
         self.check_step()
         self._failure.begin()
         if self._unused is not None:
@@ -620,7 +619,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._publish_written()
 
     def _publish_written(self) -> None:
-        self._runtime.publisher.finish()
+        self.runtime.publisher.finish()
         self._parameters_written()
 
     def listen(self, on_span: OnSpan) -> Callable[[], None]:
@@ -686,7 +685,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def follow_backward(self, watch: BackwardWatch) -> None:
         """Let the owner of the loss scale have a word on every backward: see `BackwardWatch`."""
         self._watch = watch
-        self._runtime.gradients.follow(watch)
+        self.runtime.gradients.follow(watch)
 
     def _parameters_written(self) -> None:
         """Parameters have new values that the user did not write: earlier graphs are stale, as after a step of a
@@ -702,7 +701,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         `offload_optimizer.late_update_after` has left for the next step, and make parameters the same on all ranks
         where the optimizer lets them differ between steps (0/1 Adam).
         """
-        run = self._runtime
+        run = self.runtime
         self._apply_late_update()
         if run.averaging is None:
             return
@@ -736,21 +735,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     cur_scale = loss_scale
 
-    @property
-    def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale follows overflows; False without a loss scale."""
-        return self._dynamic_loss_scale
-
     def follow_loss_scale(self, scale: Callable[[], float], *, dynamic: bool = False) -> None:
         """Let `loss_scale` and `dynamic_loss_scale` show what the owner of the scaler uses; gradients stay as they
         are.
         """
-        self._loss_scale, self._dynamic_loss_scale = scale, dynamic
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The user's optimizer, which steps the masters; the same object as `inner`."""
-        return self.inner
+        self._loss_scale, self.dynamic_loss_scale = scale, dynamic
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
@@ -758,7 +747,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         too.
         """
         self._check_in_use()
-        self._runtime.gradients.complete()
+        self.runtime.gradients.complete()
 
     def free_gathered(self) -> None:
         """Stage 3: free every gathered parameter, read ahead or kept for reuse; outside of forward and backward.
@@ -766,7 +755,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Every rank must call it. At other stages parameters are always whole, and nothing happens.
         """
         self._check_not_released()  # states that offload_states() has moved are not needed
-        self._runtime.publisher.free_gathered()
+        self.runtime.publisher.free_gathered()
 
     @torch.no_grad()
     def refresh_fp32_params(self) -> None:
@@ -774,7 +763,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         notice (`p.data`).
         """
         self.check_update_ended()
-        for unit in self._runtime.trainable_units():
+        for unit in self.runtime.trainable_units():
             for group in unit.trainable:
                 refresh_master(group)
         self._edits.settle()
@@ -786,14 +775,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         once. `lazily`: values that are not in memory are given as `StoredValues`, whose `fetch` reads them.
         """
         self._collect_edits()
-        return iter_slices(self._runtime, self._by_name, self.states, lazily=lazily)
+        return iter_slices(self.runtime, self._by_name, self.states, lazily=lazily)
 
     def held_slices(self) -> Iterator[ParamSlice]:
         """Like `slices`, but everything that this rank keeps: whole tensors at stage 0, whole frozen ones up to
         stage 2.
         """
         self._collect_edits()
-        return iter_slices(self._runtime, self._by_name, self.states, held=True)
+        return iter_slices(self.runtime, self._by_name, self.states, held=True)
 
     def read_slices(self, reader: Reader) -> SliceLoad:
         """Read everything this rank holds from ranges of named tensors and check it; nothing is changed before
@@ -808,9 +797,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._abandon_step()
         self.check_model()
         with self._step_groups.masters():
-            load = read_slices(
-                self._runtime, self._by_name, self.states, reader, from_masters=self._runtime.load_masters
-            )
+            load = read_slices(self.runtime, self._by_name, self.states, reader, from_masters=self.runtime.load_masters)
         load.call_when_installed(self._parameters_written)
         return load
 
@@ -825,7 +812,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         itself; and which elements lie there. After writing: `parameters_loaded`.
         """
         group = self._groups[name]
-        whole = self._runtime.stage == 0 or (self._runtime.stage < 3 and not group.trainable)
+        whole = self.runtime.stage == 0 or (self.runtime.stage < 3 and not group.trainable)
         index = group.layout.index(name)
         part = group.whole_slice(index) if whole else group.layout.local_slice(name, group.rank)
         home = group.master if group.trainable else None
@@ -837,7 +824,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def parameters_loaded(self) -> None:
         """Masters and frozen parameters were written through `homes_of`: make that visible (collective)."""
-        publish_masters(self._runtime)
+        publish_masters(self.runtime)
         self._parameters_written()
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
@@ -851,7 +838,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return self._whole_tensors.of_optimizer(self)
         self._collect_edits()
         found = save_local(self)
-        if self._runtime.stage > 0 or not hasattr(self.inner, "state_dict"):
+        if self.runtime.stage > 0 or not hasattr(self.inner, "state_dict"):
             return found
         whole = self.inner.state_dict()
         for group, saved in zip(found["param_groups"], whole["param_groups"]):
@@ -873,7 +860,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         self._abandon_step()
         plain = isinstance(state_dict, dict) and "state" in state_dict and "slices" not in state_dict
-        if not plain or self._runtime.stage > 0:
+        if not plain or self.runtime.stage > 0:
             load_local(self, state_dict)
             return
         try:
@@ -889,7 +876,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises:
             ZeroStateError: this rank's states are parts of tensors.
         """
-        if self._runtime.stage > 0:
+        if self.runtime.stage > 0:
             raise ZeroStateError(
                 f"{asked}: the states of this optimizer are divided among the ranks. With what dsx_zero.shard returned"
                 " (an engine's engine.optimizer): dsx_zero.full_state_dict(optimizer) and load_full_state_dict, on"
@@ -906,23 +893,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     # Single parameters (what `dsx_zero.access` works through) ------------------------------------------------------
 
-    @property
-    def runtime(self) -> Runtime:
-        """The parts this optimizer is made of."""
-        return self._runtime
-
-    def first_name(self, name: str) -> str:
-        """The first name of a parameter, given any of its names.
-
-        Raises:
-            ZeroStateError: the model has no parameter of this name.
-        """
-        for info in self._runtime.infos:
-            if name == info.name or name in info.aliases:
-                return info.name
-        near = nearest(name, [info.name for info in self._runtime.infos])
-        raise ZeroStateError(f"the model has no parameter {name!r}" + (f"; is it {near[0]!r}?" if near else ""))
-
     def group_of(self, name: str) -> FlatGroup:
         """The flat group of a parameter, by its first name."""
         return self._groups[name]
@@ -936,11 +906,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """What a step does, as data: `print(optimizer.step_plan)`."""
         return self._runner.plan
 
-    def refresh(self, name: str, whole: torch.Tensor) -> None:
-        """Make a parameter show its master's new value, of which `whole` is the whole."""
-        group = self._groups[name]
-        self._runtime.publisher.write(group, group.layout.index(name), whole)
-
     def state_bytes(self) -> dict[str, int]:
         """Bytes of state on this rank, each storage counted once: params, grads, master (with what tells edits),
         optimizer, and idle message buffers.
@@ -951,7 +916,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """`state_bytes`, each class divided by where its bytes lie: "device", "host", "disk", or a tier's own name."""
         if self._early is not None:
             self._early.join()  # its thread moves states
-        counted = count_bytes(self._runtime, self.states)
+        counted = count_bytes(self.runtime, self.states)
         counted["master"]["device"] = counted["master"].get("device", 0) + self._edits.nbytes()
         if self._late is not None:
             counted["grads"]["host"] = counted["grads"].get("host", 0) + self._late.nbytes
@@ -960,20 +925,3 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for kind, nbytes in self._moved.nbytes().items():
             counted[kind]["host"] = counted[kind].get("host", 0) + nbytes
         return {kind: {tier: n for tier, n in tiers.items() if n} for kind, tiers in counted.items()}
-
-    def _connect_norms(self) -> None:
-        """Give optimizers with per-tensor norms (Lamb) a way to sum them over the slices of a tensor."""
-        run = self._runtime
-        sets = {group.ranks for unit in run.trainable_units() for group in unit.trainable}
-        divided = any((ranks.size > 1 and run.stage > 0) or ranks.tensor_groups for ranks in sets)
-        if not divided:  # one rank has whole tensors at stage 3 and with offload too
-            return
-        if hasattr(self.inner, "norm_reducer"):
-            from .step.segments import SegmentedNorms  # lazy import: only such optimizers need it
-
-            self.inner.norm_reducer = SegmentedNorms(self._runtime, self._masters)  # type: ignore[attr-defined]
-        elif getattr(self.inner, "needs_tensor_norms", False):
-            raise ZeroOptimizerError(
-                f"{type(self.inner).__name__} needs norms of whole tensors but has no `norm_reducer` to sum them over"
-                " ranks; use stage 0"
-            )

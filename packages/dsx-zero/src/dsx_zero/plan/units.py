@@ -10,14 +10,16 @@ Plans are frozen data, equal on all ranks for equal models; nothing here communi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from dsx_comm import ParameterMarks, RankSet
+from dsx_core import nearest
 from dsx_core.modules import block_names
 
+from ..errors import ZeroStateError
 from .layout import FlatLayout
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ __all__ = [
     "RanksOf",
     "UnitPlan",
     "find_parameters",
+    "first_name",
     "plan_units",
 ]
 
@@ -320,3 +323,16 @@ def plan_units(
         UnitPlan(i, module, _groups(members, ranks_of, undivided), resident, users)
         for i, (module, members, resident, users) in enumerate(units)
     )
+
+
+def first_name(infos: Sequence[ParameterInfo], name: str) -> str:
+    """The first name of a parameter, given any of its names.
+
+    Raises:
+        ZeroStateError: the model has no parameter of this name.
+    """
+    for info in infos:
+        if name == info.name or name in info.aliases:
+            return info.name
+    near = nearest(name, [info.name for info in infos])
+    raise ZeroStateError(f"the model has no parameter {name!r}" + (f"; is it {near[0]!r}?" if near else ""))

@@ -11,12 +11,32 @@ import dsx_comm
 import torch
 from dsx_comm import RankSet
 
+from ..errors import ZeroOptimizerError
 from .masters import Master
 
 if TYPE_CHECKING:
     from ..runtime import Runtime
 
-__all__ = ["SegmentedNorms"]
+__all__ = ["SegmentedNorms", "connect_norms"]
+
+
+def connect_norms(inner: Any, runtime: Runtime, masters: Sequence[Master]) -> None:
+    """Give optimizers with per-tensor norms (Lamb) a way to sum them over the slices of a tensor.
+
+    Raises:
+        ZeroOptimizerError: the optimizer needs norms of whole tensors and has no `norm_reducer`.
+    """
+    sets = {group.ranks for unit in runtime.trainable_units() for group in unit.trainable}
+    divided = any((ranks.size > 1 and runtime.stage > 0) or ranks.tensor_groups for ranks in sets)
+    if not divided:  # one rank has whole tensors at stage 3 and with offload too
+        return
+    if hasattr(inner, "norm_reducer"):
+        inner.norm_reducer = SegmentedNorms(runtime, masters)
+    elif getattr(inner, "needs_tensor_norms", False):
+        raise ZeroOptimizerError(
+            f"{type(inner).__name__} needs norms of whole tensors but has no `norm_reducer` to sum them over ranks; use"
+            " stage 0"
+        )
 
 
 class SegmentedNorms:
