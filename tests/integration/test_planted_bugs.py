@@ -107,8 +107,13 @@ def skip_one_unit() -> Any:
     right = reductions._start
 
     def start(self, buffers, reducer):
-        skipped = buffers.group.layout.names[0] == "layers.0.weight"
-        right(self, buffers, module("dsx_zero.grads.reduction").LocalReducer() if skipped else reducer)
+        if buffers.group.layout.names[0] != "layers.0.weight":
+            right(self, buffers, reducer)
+            return
+        buffers._whole()
+        buffers.dirty, buffers.result = False, buffers._target(buffers.buffer)
+        if buffers.stage > 0:
+            module("dsx_zero.grads.buffers").write(buffers.result, buffers.group.shard_of(buffers.buffer))
 
     return patch.object(reductions, "_start", start)
 
