@@ -143,10 +143,19 @@ def test_a_unit_does_not_wait_for_a_parameter_that_was_frozen_after_sharding():
 
 
 def refusals(rank, world):
+    class Counting(torch.optim.SGD):
+        """It does not say that it can be stepped in parts."""
+
     cases = [
         ({"step_during_backward": False}, adam, torch.float32, True),
         ({"device": "none"}, adam, torch.float32, True),
-        ({}, lambda p: torch.optim.AdamW(p, lr=1e-2), torch.float32, True),
+        ({"step_during_backward": True}, lambda p: Counting(p, lr=1e-2), torch.float32, True),
+        (
+            {},
+            lambda p: torch.optim.AdamW(p, lr=1e-2),
+            torch.float32,
+            True,
+        ),  # as its steps could be undone
         ({}, adam, torch.bfloat16, None),  # overflow is checked
     ]
     for section, optimizer, dtype, check in cases:
@@ -161,7 +170,7 @@ def refusals(rank, world):
         sharded.release()
 
 
-def test_where_the_norm_comes_first_units_are_stepped_after_backward():
+def test_units_that_are_never_stepped_early():
     run_ranks(refusals, 2)
 
 

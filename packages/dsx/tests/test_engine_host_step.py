@@ -66,8 +66,8 @@ def early(rank, world, stage, place):
     said, found = [], []
     announce = dsx_zero.ZeroOptimizer.step_during_backward
 
-    def noting(self, grad_scale=1.0):
-        said.append(announce(self, grad_scale))
+    def noting(self, grad_scale=1.0, max_norm=None):
+        said.append(announce(self, grad_scale, max_norm))
         return said[-1]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -81,10 +81,15 @@ def early(rank, world, stage, place):
         assert said[:5] == [False, False, True, True, True]  # once per update, and two trials
         assert not any(said[5:])
         said.clear()
-        engine = built(stage, clipping=1.0, **place)
-        trained(engine, rank, 3)
-        engine.destroy()
-        assert said == []
+        for clipping, expected in ((1e-3, [False] * 4), (1e3, [False, True, True, True])):
+            losses = []
+            for on in (True, False):
+                engine = built(stage, clipping=clipping, step_during_backward=on, **place)
+                losses.append(trained(engine, rank, 4))
+                engine.destroy()
+            assert said == [*expected, *[False] * 4]
+            assert losses[0] == losses[1]
+            said.clear()
     (losses, values), (same_losses, same) = found
     assert losses == same_losses
     assert all(torch.equal(a, b) for a, b in zip(values, same, strict=True))

@@ -89,8 +89,8 @@ class OffloadOptimizer(_Section):
     step_during_backward: bool = Field(
         True,
         description=(
-            "step each unit on the host as soon as its gradients are there, where neither clipping nor a check for"
-            " overflow has to come first"
+            "step each unit on the host as soon as its gradients are there; with clipping or a check for overflow the"
+            " step is undone if the norm says so, and on a CPU only if the file says true"
         ),
     )
     max_in_cpu: Size = Field(
@@ -98,7 +98,8 @@ class OffloadOptimizer(_Section):
         description=(
             "elements of new parameters that may wait in host memory for the end of the step, where units are stepped"
             " during backward and their states are on disk, or fp32 parameters are in host memory; units beyond it are"
-            " stepped after backward. If it is set with device nvme, also the most elements whose states a step has in"
+            " stepped after backward. If it is set, also the most elements whose old values are copied for a step that"
+            " may be undone. If it is set with device nvme, also the most elements whose states a step has in"
             " host memory at a time (sub-groups become smaller, down to 1048576 elements)"
         ),
     )
