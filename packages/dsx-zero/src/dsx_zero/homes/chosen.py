@@ -290,8 +290,9 @@ def room_for_copies(settings: Section, elements: int) -> int:
     section = settings.offload_optimizer
     free = free_host_memory() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     room = max(0, (free - _STATE_BYTES * elements) // 2 // (_STATE_BYTES + 4))
-    given = section is not None and "max_in_cpu" in section.model_fields_set
-    return min(room, int(section.max_in_cpu)) if given else room
+    if section is None or "max_in_cpu" not in section.model_fields_set:
+        return room
+    return min(room, int(section.max_in_cpu))
 
 
 _STATE_BYTES = 8

@@ -23,17 +23,14 @@ import errno
 import logging
 import weakref
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from dsx_comm.lanes import Ticket
 
 from ..errors import ZeroStateError
 from ..grads.reductions import cut_parts
-from ..homes.home import Home
-from ..homes.stored import StoredHome
 from ..order.channel import Answer, Asks
 from ..params.flat import FlatGroup, Part
 from ..runtime import Runtime
@@ -43,6 +40,7 @@ from .host_thread import Worker
 from .inner import InnerStep, Settings, has_reciprocal, has_step_hooks, same_settings, settings_of
 from .norm import usual_factor
 from .runner import StepRunner
+from .stepped import SteppedGroup, note_stepped, wait_for_gradients
 
 __all__ = ["DuringBackward"]
 
@@ -79,42 +77,6 @@ class _Announced:
     units: Collection[int]
     undoable: bool
     trial: bool
-
-
-@dataclass
-class _Group:
-    """A flat group whose masters were stepped, and numbers that show later writes to it: each write makes one of them
-    grow.
-    """
-
-    group: FlatGroup
-    gradients: Home
-    arriving: Ticket | None
-    before: list[int] = field(default_factory=list)
-    """Of gradients and partitioned parameters, from before the thread has begun."""
-    stepped: int = 0
-    """Of the masters, which the thread writes itself."""
-
-    def __post_init__(self) -> None:
-        self.before = self._sources()
-
-    def _sources(self) -> list[int]:
-        return [_version(self.gradients), self.group.replaced]
-
-    def note_stepped(self) -> None:
-        """The masters have the values that they keep until the step."""
-        self.stepped = _version(self.group.master)
-
-    def was_written(self) -> bool:
-        """Was anything written since?"""
-        return self._sources() != self.before or _version(self.group.master) != self.stepped
-
-
-def _version(home: Home | None) -> int:
-    view = None if home is None else home.view()
-    if view is not None:
-        return view._version
-    return home.writes if isinstance(home, StoredHome) else 0  # units with other tiers are not stepped early
 
 
 class DuringBackward:
@@ -156,7 +118,7 @@ class DuringBackward:
         rank. One rank alone has no other rank to wait for.
         """
         self._answers: dict[int, Answer] = {}
-        self._stepped: dict[int, tuple[_Group, ...]] = {}
+        self._stepped: dict[int, tuple[SteppedGroup, ...]] = {}
         """By unit: the groups that the worker steps. In a trial nothing is stepped, and these are only watched."""
         self._trials, self._undone, self._only_afterwards = _TRIALS, 0, False
         self._plain = False
@@ -214,17 +176,17 @@ class DuringBackward:
             return
         if not (final or announced.trial):
             return
-        groups = tuple(_Group(*found) for found in self._runtime.gradients.reduced(unit))
+        groups = tuple(SteppedGroup(*found) for found in self._runtime.gradients.reduced(unit))
         self._stepped[unit] = groups
         if announced.trial:
-            _wait_for_gradients(groups)
-            _note_stepped(groups)
+            wait_for_gradients(groups)
+            note_stepped(groups)
         else:
             self._worker.submit(lambda: self._step(self._sub_groups[unit], groups, announced))
 
-    def _step(self, sub_groups: Sequence[int], groups: Sequence[_Group], announced: _Announced) -> None:
+    def _step(self, sub_groups: Sequence[int], groups: Sequence[SteppedGroup], announced: _Announced) -> None:
         """Step the masters of a unit. Runs on the worker thread."""
-        _wait_for_gradients(groups)
+        wait_for_gradients(groups)
         self._edits.take_over([entry.group for entry in groups])
         of = {id(entry.group): entry.gradients for entry in groups}
 
@@ -237,7 +199,7 @@ class DuringBackward:
         self._runner.apart.step(
             sub_groups, announced.factor, announced.inner_step, gradients, keep_old=announced.undoable
         )
-        _note_stepped(groups)
+        note_stepped(groups)
 
     # At the step ------------------------------------------------------------------------------------------------------
 
@@ -409,16 +371,3 @@ def _before_edit(early: weakref.ref[DuringBackward]) -> None:
 def _is_full(failure: BaseException) -> bool:
     """Is there no space for new values beside the old ones? After backward they take the place of the old ones."""
     return isinstance(failure, OSError) and failure.errno in (errno.ENOSPC, errno.EDQUOT)
-
-
-def _wait_for_gradients(groups: Sequence[_Group]) -> None:
-    """Wait until the reduced gradients are in their homes."""
-    for entry in groups:
-        if entry.arriving is not None:
-            entry.arriving.synchronize()
-
-
-def _note_stepped(groups: Sequence[_Group]) -> None:
-    """The masters have the values that they keep until the step: remember their versions."""
-    for entry in groups:
-        entry.note_stepped()
