@@ -83,7 +83,9 @@ class GroupGradients:
         self._staged: tuple[Home, torch.Tensor, bool] | None = None
         self._leaving: tuple[Ticket, torch.Tensor] | None = None
         self._stored_norm: torch.Tensor | None = None
-        """Norm of reduced values that are not in memory, computed before they were stored; None: not known."""
+        """Norm of reduced values, computed before they were stored in a home; None: not known."""
+        self._norm_memory: torch.Tensor | None = None
+        """Where it is, if a job of the lane computes it: memory of this side, which stays."""
         self.dirty = False
         for parameter in group.parameters:
             if isinstance(parameter.grad, ShardedGradient):
@@ -286,6 +288,9 @@ class GroupGradients:
             return buffer, out, add
         self.wait_until_stored()
         staging = torch.empty(self.group.layout.shard_numel, dtype=self.dtype, device=buffer.device)
+        if self._norm_memory is None:
+            wide = torch.promote_types(self.dtype, torch.float32)
+            self._norm_memory = torch.empty((), dtype=wide, device=buffer.device)
         self._staged = (home, staging, add)
         return buffer, staging, False
 
@@ -305,7 +310,7 @@ class GroupGradients:
 
     def _store_staged(self, home: Home, staging: torch.Tensor, *, add: bool) -> None:
         """The staged values are reduced: start to copy (or add) them to their home."""
-        if isinstance(home, (DeviceHome, HostHome)):
+        if isinstance(home, DeviceHome) or (isinstance(home, HostHome) and staging.device.type == "cpu"):
             ticket = accumulate(home, staging, self._lane) if add else home.store(staging, self._lane)
         elif add:
             ticket = accumulate(home, staging, self._lane, seen=self._keep_norm)
@@ -315,8 +320,10 @@ class GroupGradients:
         self._leaving = (ticket, staging)
 
     def _keep_norm(self, values: torch.Tensor) -> None:
-        """Compute the norm of all values before they go to a home without a view: later it would need another read."""
-        self._stored_norm = block_norm(values)
+        """Compute the norm of all values before they leave for a home: later it would need another read, or a pass of
+        the host over memory that a device has had at hand.
+        """
+        self._stored_norm = block_norm(values, out=self._norm_memory if values.device == self.device else None)
 
     def forget_norm(self) -> None:
         """Note that the reduced values have changed, so that their norm is not known."""

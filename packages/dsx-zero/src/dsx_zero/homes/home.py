@@ -232,13 +232,19 @@ class HostHome(_InMemory):
         self._arriving = (*self._arriving, ticket)
         return ticket
 
-    def add(self, values: torch.Tensor, lane: Lane) -> Ticket:
+    def add(self, values: torch.Tensor, lane: Lane, *, seen: Callable[[torch.Tensor], object] | None = None) -> Ticket:
         """Add `values`, which are on a device, to all elements, as a job of `lane`. The device adds them: the elements
         travel there and back in pieces, so that the host waits for nothing and needs no other memory. `values` are
-        overwritten.
+        overwritten with the sum, and given to `seen` in the job.
         """
         lane.see_writes_so_far()
-        ticket = transfer(lane, lambda: self._add_on_device(values), f"to {self.tier}", values.nbytes)
+
+        def job() -> None:
+            self._add_on_device(values)
+            if seen is not None:
+                seen(values)
+
+        ticket = transfer(lane, job, f"to {self.tier}", values.nbytes)
         # Backward after backward adds something, and nobody reads: what has ended by now need not be remembered.
         self._arriving = (*(earlier for earlier in self._arriving if not earlier.is_completed()), ticket)
         return ticket
@@ -338,11 +344,11 @@ def accumulate(
     home: Home, values: torch.Tensor, lane: Lane, *, seen: Callable[[torch.Tensor], object] | None = None
 ) -> Ticket:
     """Add `values` to all elements, as a job of `lane`, which may overwrite `values`. Do not write to them before you
-    have waited for the ticket. The job calls `seen` with all elements after the addition, while they are in memory;
-    not for a home with a view.
+    have waited for the ticket. The job calls `seen` with all elements after the addition, on the device of `values`
+    or in memory.
     """
     if isinstance(home, HostHome) and values.device.type != "cpu":
-        return home.add(values, lane)
+        return home.add(values, lane, seen=seen)
     lane.see_writes_so_far()
 
     def add() -> None:
@@ -354,8 +360,8 @@ def accumulate(
     return transfer(lane, add, f"to {home.tier}", values.nbytes)
 
 
-def block_norm(block: torch.Tensor) -> torch.Tensor:
-    """The L2 norm of `block`: a 0-dim tensor on its device, fp32 (fp64 for a block of fp64)."""
+def block_norm(block: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The L2 norm of `block`: a 0-dim tensor on its device, fp32 (fp64 for a block of fp64), in `out` if given."""
     if block.dtype.itemsize < 4:
-        return torch.linalg.vector_norm(block, dtype=torch.float32)
-    return torch.linalg.vector_norm(block)
+        return torch.linalg.vector_norm(block, dtype=torch.float32, out=out)
+    return torch.linalg.vector_norm(block, out=out)
