@@ -94,6 +94,8 @@ BY_NORM = {"step_agreement": "norm"}
 SMALL_BUCKETS = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 500, "overlap_comm": True}}
 ZERO_1 = {"zero_optimization": {"stage": 1}}
 ON_HOST = {"stage": 3, **WHOLE, **OFFLOADS["parameters-host"]}
+SPECULATED = {"stage": 2, "reduce_bucket_size": 20000, "offload_optimizer": PINNED}
+NEVER_CLIPPED = {"gradient_clipping": 1e3, "gradient_accumulation_steps": 4}
 VARIANTS = [
     variant("persistent", {"stage": 3}),
     variant("small-buckets", {"stage": 2, "reduce_bucket_size": 20000, "overlap_comm": True}, sample=(2,)),
@@ -136,6 +138,13 @@ VARIANTS = [
     ),
     variant("hybrid-of-four", {"stage": 3, **WHOLE, "zero_hpz_partition_size": 2}, worlds=(4,)),
     variant("early-host-step", {"stage": 2, "offload_optimizer": PINNED}, rest={"gradient_clipping": 0.0}),
+    variant("speculative-host-step", SPECULATED, rest=NEVER_CLIPPED, sample=(1, 2)),
+    variant("speculative-host-step-bf16", SPECULATED, rest={**NEVER_CLIPPED, **PRECISIONS["bf16"]}, tolerance=3e-2),
+    variant("speculative-parameters-on-host", ON_HOST, rest=NEVER_CLIPPED),
+    variant("speculative-on-disk", {"stage": 3, **WHOLE, **OFFLOADS["disk"]}, rest=NEVER_CLIPPED),
+    variant("hidden-host-step", {**SPECULATED, "reduce_bucket_size": 1056}, body="hidden_host_step", sample=(1,)),
+    variant("undone-host-step", SPECULATED, body="clipped_at_times", sample=(1,)),
+    variant("undone-on-disk", {"stage": 3, **WHOLE, **OFFLOADS["disk"]}, body="clipped_at_times"),
     variant("late-host-step", {"stage": 2, "offload_optimizer": {**PINNED, "late_update_after": 1}}),
     variant("partial-host-step", {"stage": 3, **WHOLE, "offload_optimizer": {**PINNED, "ratio": 0.5}}),
     variant("saved", {"stage": 3, **WHOLE}, body="saved", sample=(2,)),

@@ -16,7 +16,8 @@ import signal
 import sys
 import time
 import traceback
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -106,6 +107,59 @@ def engine(settings: dict[str, Any]) -> list[float]:
     losses = numbers(trained(made))
     made.destroy()
     return losses
+
+
+def clipped_at_times(settings: dict[str, Any]) -> list[float]:
+    """Small gradients in two updates of three: the step on the host is kept in some updates, and undone in others."""
+    made = make_engine({**settings, "gradient_accumulation_steps": 1})
+    losses = []
+    for number, tokens in enumerate(batches(9)):
+        loss = made(tokens[:, :-1], tokens[:, 1:])
+        made.backward(loss * (30.0 if number % 3 == 2 else 1e-3))
+        made.step()
+        losses.append(loss.detach())
+    made.destroy()
+    return numbers(losses)
+
+
+def hidden_host_step(settings: dict[str, Any]) -> list[float]:
+    """The default clipping, on a slow device: the host steps nearly everything before backward has ended. The device's
+    slowness is a wait of each block's backward until the host has stepped the blocks behind the next two.
+    """
+    depth, width, done, begun = 64, 32, [0], [0]
+
+    @contextmanager
+    def span(lane: str, what: str, size: int) -> Iterator[None]:
+        yield
+        done[0] += size if lane == "host step" else 0
+
+    def slow(module: nn.Module, args: Any, out: torch.Tensor) -> None:
+        out.register_hook(lambda grad: slowly())
+
+    def slowly() -> None:
+        begun[0] += 1
+        end = time.monotonic() + 5
+        while done[0] < (begun[0] - 4) * size and time.monotonic() < end:
+            time.sleep(0.001)
+
+    blocks = [nn.Linear(width, width) for _ in range(depth)]
+    size = sum(p.numel() for p in blocks[0].parameters())
+    made = make_engine({**settings, "gradient_accumulation_steps": 1}, nn.Sequential(*blocks))
+    inputs, losses = torch.ones(2, width, device=DEVICE), []
+    for step in range(3):
+        if step and SIMULATED:  # the first step shows that nothing is clipped
+            begun[0], done[0] = 0, 0
+            made.optimizer.listen(span)
+            handles = [block.register_forward_hook(slow) for block in made.module]
+        loss = made(inputs).square().mean() * 1e-3
+        made.backward(loss)
+        assert not (step and SIMULATED) or done[0] >= 0.95 * depth * size, f"{done[0]} of {depth * size} were hidden"
+        made.step()
+        losses.append(loss.detach())
+        for handle in handles if step and SIMULATED else ():
+            handle.remove()
+    made.destroy()
+    return numbers(losses)
 
 
 def saved(settings: dict[str, Any]) -> list[float]:

@@ -41,6 +41,9 @@ BUDGETS = [
     *(Budget(f"{case}{count}", 2, 1) for case in ("pipeline-1f1b", "pipeline-zero-bubble") for count in ("", "-of-8")),
     *(Budget(f"staged-{case}", 2, 1) for case in ("1f1b", "1f1b-of-8", "zero-bubble", "tied")),
     Budget("staged-interleaved", 2, 2),  # once for each of the two parts of the model that a stage has
+    # The thread of the host's step waits for gradients; the training thread only reads the norm.
+    Budget("speculative-host-step", 1, 1, "host_step.py"),
+    Budget("speculative-host-step", 2, 1, "host_step.py"),
     Budget("accumulation-with-parameters-on-disk", 1, 2),
     # Here the host cannot but wait, once per unit (of four) and backward (of four): to copy into pages that are not
     # locked, or to add up what comes from a disk.

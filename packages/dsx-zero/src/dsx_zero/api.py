@@ -304,6 +304,9 @@ def _without_tiny_pieces(settings: ZeroConfig, model: nn.Module, data: dsx_comm.
 _RATIO_UNITS = 16
 """Units that a ratio of offload divides, at least: at stages 1 and 2 a unit is as large as a message."""
 
+_EARLY_UNITS = 64
+"""Units that are stepped while backward goes on, at least: the last one or two are stepped when it has ended."""
+
 _EARLY_UNIT = 1 << 20
 """Elements of a unit that is stepped while backward goes on: smaller ones would cost more than they hide."""
 
@@ -315,7 +318,7 @@ def _bucket_size(settings: ZeroConfig, infos: Sequence[ParameterInfo], placement
     if ratio not in (0.0, 1.0):
         return max(1, min(size, total // _RATIO_UNITS))
     if may_step_during_backward(placement) and steps_during_backward(settings):
-        return min(size, max(_EARLY_UNIT, total // _RATIO_UNITS))
+        return min(size, max(_EARLY_UNIT, total // _EARLY_UNITS))
     return size
 
 
