@@ -25,6 +25,11 @@ class Budget:
     today: int | None = None
 
 
+THREAD = 4
+"""Waits of the thread of the host's step for gradients, one per unit (of four). They empty no queue of the device,
+because the training thread goes on; the counts do not tell the threads apart.
+"""
+
 BUDGETS = [
     *(Budget(f"stage{stage}-fp32-device", world, 0) for stage in range(4) for world in (1, 2)),
     Budget("stage2-bf16-device", 1, 1),
@@ -32,11 +37,11 @@ BUDGETS = [
     Budget("stage2-bf16-device", 2, 1),
     Budget("stage3-fp16-device", 2, 1),
     Budget("agreed-by-the-norm", 2, 1),  # the host reads what the ranks agree on and the norm together
-    Budget("stage2-fp32-optimizer-host", 1, 2),
-    Budget("stage2-fp32-optimizer-host", 2, 2),
+    Budget("stage2-fp32-optimizer-host", 1, 2 + THREAD),
+    Budget("stage2-fp32-optimizer-host", 2, 2 + THREAD),
     # Backward waits for nothing: the two waits are those of the step, for the last gradients and for their norm.
-    Budget("accumulation-on-host", 1, 2),
-    Budget("accumulation-on-host", 2, 2),
+    Budget("accumulation-on-host", 1, 2 + THREAD),
+    Budget("accumulation-on-host", 2, 2 + THREAD),
     # However many micro-batches: the losses and the check of the gradients are read together, behind the last backward.
     *(Budget(f"{case}{count}", 2, 1) for case in ("pipeline-1f1b", "pipeline-zero-bubble") for count in ("", "-of-8")),
     *(Budget(f"staged-{case}", 2, 1) for case in ("1f1b", "1f1b-of-8", "zero-bubble", "tied")),
@@ -44,11 +49,11 @@ BUDGETS = [
     # The thread of the host's step waits for gradients; the training thread only reads the norm.
     Budget("speculative-host-step", 1, 1, "host_step.py"),
     Budget("speculative-host-step", 2, 1, "host_step.py"),
-    Budget("accumulation-with-parameters-on-disk", 1, 2),
+    Budget("accumulation-with-parameters-on-disk", 1, 2 + THREAD),
     # Here the host cannot but wait, once per unit (of four) and backward (of four): to copy into pages that are not
     # locked, or to add up what comes from a disk.
-    Budget("accumulation-pageable", 1, 4 * 4 + 2),
-    Budget("accumulation-on-disk", 1, 4 * 4 + 3),
+    Budget("accumulation-pageable", 1, 4 * 4 + 2 + THREAD),
+    Budget("accumulation-on-disk", 1, 4 * 4 + 3 + THREAD),
     Budget("activations-alone", 1, 0),
     Budget("activations-under-ddp", 2, 0),
     Budget("activations-under-fsdp", 2, 0),

@@ -323,7 +323,9 @@ class GroupGradients:
         """Compute the norm of all values before they leave for a home: later it would need another read, or a pass of
         the host over memory that a device has had at hand.
         """
-        self._stored_norm = block_norm(values, out=self._norm_memory if values.device == self.device else None)
+        self._stored_norm = block_norm(
+            values, out=self._norm_memory if values.device == self.group.key.device else None
+        )
 
     def forget_norm(self) -> None:
         """Note that the reduced values have changed, so that their norm is not known."""
