@@ -389,6 +389,42 @@ def test_mistakes_of_own_models_are_named():
         sequence_parallel(nn.Linear(2, 2), length=0)
 
 
+class Bare(nn.Module):
+    """Its attention is recomputed by a function without a module."""
+
+    def __init__(self, reentrant, inside):
+        super().__init__()
+        self.given, self.inside, self.norm = {"use_reentrant": reentrant}, inside, nn.LayerNorm(8)
+        self.block = Attends()
+
+    def forward(self, x):
+        def attend(x):
+            return self.block(x) if self.inside else F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+        return torch.utils.checkpoint.checkpoint(attend, self.norm(x), **self.given)
+
+
+class Attends(nn.Module):
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_function_without_a_module_is_refused(reentrant):
+    x = torch.randn(1, 2, 4, 8, requires_grad=True)
+    for inside in (False, True):
+        model = Bare(reentrant, inside)
+        sp = sequence_parallel(model)
+        if inside:  # the recomputation goes through a module's call
+            model(x).sum().backward()
+        else:
+            with pytest.raises(ActivationArgumentError, match="checkpointed by itself"):
+                model(x)
+            with torch.no_grad(), sp.paused():
+                model(x)
+        sp.remove()
+
+
 # - the loss
 
 

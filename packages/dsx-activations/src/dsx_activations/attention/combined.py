@@ -226,7 +226,7 @@ def _fitting(
     of_each = [head // each - key for head in range(*heads)]
     if k.shape[1] and number % k.shape[1] == 0 and of_each == [n * k.shape[1] // number for n in range(number)]:
         return k, v
-    index = torch.tensor(of_each, device=k.device)
+    index = torch.arange(*heads, device=k.device) // each - key  # made on the device: the host does not wait
     return k[:, index], v[:, index]
 
 

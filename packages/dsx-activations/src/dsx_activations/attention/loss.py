@@ -44,7 +44,10 @@ class _TokenMean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, total: torch.Tensor, tokens: torch.Tensor | int, group: Any) -> torch.Tensor:
         dtype = total.dtype if total.dtype.itemsize >= 4 else torch.float32
-        count = torch.as_tensor(tokens, dtype=torch.float64, device=total.device).reshape(())
+        if isinstance(tokens, torch.Tensor):
+            count = tokens.detach().to(total.device, torch.float64).reshape(())
+        else:
+            count = torch.full((), float(tokens), dtype=torch.float64, device=total.device)  # the host does not wait
         both = torch.stack([total.detach().to(torch.float64), count])
         size = place_in(group)[1]
         if size > 1:

@@ -44,10 +44,17 @@ class _ReplacedAttention(AroundCall):
         self._mode = mode
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._mode.is_on or self._mode.parallel.is_paused:
+        mode = self._mode
+        if mode.parallel.is_paused:
             return self.call(*args, **kwargs)
-        with self._mode:
-            return self.call(*args, **kwargs)
+        mode.entered.append(_recomputed_by())
+        try:
+            if mode.is_on:
+                return self.call(*args, **kwargs)
+            with mode:
+                return self.call(*args, **kwargs)
+        finally:
+            mode.entered.pop()
 
     def remove(self) -> None:
         """Put back what stood there; another package may have put its own around it since."""
@@ -59,6 +66,7 @@ class _Attention(TorchFunctionMode):
     def __init__(self, parallel: SequenceParallel) -> None:
         super().__init__()
         self.parallel, self.is_on = parallel, False
+        self.entered: list[Any] = []  # of each module's call that is going on: what recomputes it
 
     def __enter__(self) -> _Attention:
         self.is_on = True
@@ -71,11 +79,31 @@ class _Attention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _REPLACED and self.entered and _recomputed_by() != self.entered[-1]:
+            raise ActivationArgumentError(
+                f"sequence_parallel: {func.__name__} is called in a function that is checkpointed by itself, without a"
+                " module's call in it: its recomputation would attend to this rank's tokens alone; checkpoint a module"
+                " (or a function that calls one), or call dsx_activations.sequence_attention in the function"
+            )
         if func is F.scaled_dot_product_attention:
             return _scaled_dot_product(self.parallel, *args, **kwargs)
         if func is F.multi_head_attention_forward:
             return _multi_head(self.parallel, *args, **kwargs)
         return func(*args, **kwargs)
+
+
+_REPLACED = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
+
+
+def _recomputed_by() -> Any:
+    """What will run the present code again in backward: the innermost checkpoint, by what it does with saved tensors;
+    False in one that re-enters autograd, which runs without a graph.
+    """
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    hooks = None if top is None else top(False)
+    pack = None if hooks is None else hooks[0]
+    of_checkpoint = getattr(pack, "__module__", "") == "torch.utils.checkpoint"
+    return torch.is_grad_enabled() and (pack if of_checkpoint else True)
 
 
 def _refuse(what: str, fix: str) -> ActivationArgumentError:

@@ -124,8 +124,13 @@ def attend_by_heads(
     found = [back()[0] for back in coming]
     if len(found) == 1:
         return found[0]
-    heads = [head for queries, _ in runs for one in queries for head in range(*one)]
-    return torch.cat(found, 1)[:, torch.tensor(heads, device=q.device).argsort()]
+    parts = [
+        (first, part)
+        for out, (queries, _) in zip(found, runs)
+        for (first, _), part in zip(queries, out.split([behind - first for first, behind in queries], 1))
+        if part.shape[1]
+    ]
+    return torch.cat([part for _, part in sorted(parts, key=lambda one: one[0])], 1)
 
 
 def _renumbered(queries: Segments) -> tuple[Segments, int]:
