@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .engine import EngineToPlan
     from .errors import MachineError, NoEngineError, PlanError
     from .layers import layer_costs
+    from .lengths import Longest, Reach, longest
     from .machine import Constants, Machine
     from .planner import plan
     from .plans import Change, PipelinePlan, Plan, StagePlan
@@ -38,6 +39,9 @@ _HOME_OF = {
     "Plan": "plans",
     "PlanError": "errors",
     "Plans": "searching",
+    "Longest": "lengths",
+    "Reach": "lengths",
+    "longest": "lengths",
     "Skipped": "searching",
     "StagePlan": "plans",
     "layer_costs": "layers",
@@ -47,7 +51,7 @@ _HOME_OF = {
 
 __all__ = [
     "Change", "Constants", "EngineToPlan", "Machine", "MachineError", "NoEngineError", "PipelinePlan", "Plan",
-    "PlanError", "Plans", "Skipped", "StagePlan", "layer_costs", "plan", "search",
+    "Longest", "PlanError", "Plans", "Reach", "Skipped", "StagePlan", "layer_costs", "longest", "plan", "search",
 ]  # fmt: skip
 
 

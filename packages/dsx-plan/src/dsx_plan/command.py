@@ -69,6 +69,11 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "--search", action="store_true", help="try axes of ranks, stages, micro-batches, offload and recomputation"
     )
     parser.add_argument(
+        "--longest", action="store_true", help="find the longest sequence that fits, and the settings that reach it;"
+        " --batch is then a function of the length",
+    )  # fmt: skip
+    parser.add_argument("--picture", metavar="FILE", help="with --longest: write memory over the length as SVG")
+    parser.add_argument(
         "--vary", action="append", default=[], metavar="PATH=JSON", help="a list of values to search, as "
         "zero_optimization.stage=[1,2,3]; may be given several times",
     )  # fmt: skip
@@ -88,11 +93,16 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    from .errors import PlanError
     from .models import _named
     from .planner import plan
     from .searching import search
     from .text import describe_plan, describe_search, describe_skipped
 
+    if args.longest:
+        return _longest(args)
+    if args.picture:
+        raise PlanError("--picture: got it without --longest, which finds what it shows; give both")
     batch = _named(args.batch)() if args.batch else None
     common: dict[str, Any] = {
         "world_size": args.gpus, "ranks_per_host": args.per_host, "machine": _machine(args.machine), "batch": batch,
@@ -126,6 +136,31 @@ def _plan(args: argparse.Namespace) -> int:
     if args.emit:
         _emit(best, args.emit)
     return 0 if best.fits else 3
+
+
+def _longest(args: argparse.Namespace) -> int:
+    from .errors import PlanError
+    from .lengths import describe_longest, longest, memory_picture
+    from .models import _named
+
+    wrong = [f"--{name}" for name in ("search", "vary", "emit", "html", "sequence") if getattr(args, name)]
+    if wrong:
+        raise PlanError(f"--longest: got {', '.join(wrong)} beside it; it tries settings and lengths of its own")
+    maker: Any = _named(args.batch) if args.batch else None
+    found = longest(
+        args.model, _changed(args), world_size=args.gpus, ranks_per_host=args.per_host, machine=_machine(args.machine),
+        batch=maker, recompute=True if args.recompute else None,
+        report=lambda text: sys.stderr.write(f"planning: {text}\n") if sys.stderr.isatty() else None,
+    )  # fmt: skip
+    if args.json != "-":
+        sys.stdout.write(describe_longest(found))
+    plan = found.best.plan
+    if args.json and plan is not None:
+        text = plan.to_json(indent=2) + "\n"
+        sys.stdout.write(text) if args.json == "-" else Path(args.json).write_text(text, encoding="utf-8")
+    if args.picture:
+        Path(args.picture).write_text(memory_picture(found), encoding="utf-8")
+    return 0
 
 
 def _machine(given: str | None) -> Any:

@@ -72,13 +72,13 @@ def ready(source: Any, world_size: int, engine: EngineToPlan) -> Ready:
         PlanError: the ranks do not divide among its axes.
     """
     given = engine.read(source)
-    pipe, tensor = _axes(given)
-    if world_size % (pipe * tensor):
+    pipe, tensor, sequence = _axes(given)
+    if world_size % (pipe * tensor * sequence):
         raise PlanError(
-            f"world_size: got {world_size} ranks for pipeline.stages={pipe} and tensor_parallel.autotp_size={tensor},"
-            f" expected a multiple of {pipe * tensor}"
+            f"world_size: got {world_size} ranks for pipeline.stages={pipe}, tensor_parallel.autotp_size={tensor} and"
+            f" sequence_parallel_size={sequence}, expected a multiple of {pipe * tensor * sequence}"
         )
-    data = world_size // (pipe * tensor)
+    data = world_size // (pipe * tensor * sequence)
     config = engine.load(source, world_size=data)
     cleaned = {key: value for key, value in config.to_dict().items() if key not in _OBSERVING}
     notes = [text for key, text in _LEFT_OUT.items() if _is_on(cleaned.pop(key, None))]
@@ -101,6 +101,7 @@ def ready(source: Any, world_size: int, engine: EngineToPlan) -> Ready:
             "data": data,
             "pipe": pipe,
             "tensor": tensor,
+            "sequence": sequence,
             "stage": config.zero.stage,
             "micro_batch": config.batch.micro,
             "accumulation": config.batch.accumulation,
@@ -129,13 +130,12 @@ def value_of(given: Mapping[str, Any], path: str) -> Any:
     return found
 
 
-def _axes(given: Mapping[str, Any]) -> tuple[int, int]:
-    def size(section: str, key: str) -> int:
-        found = given.get(section)
-        value = found.get(key) if isinstance(found, Mapping) else None
+def _axes(given: Mapping[str, Any]) -> tuple[int, int, int]:
+    def size(path: str) -> int:
+        value = value_of(given, path)
         return value if isinstance(value, int) and not isinstance(value, bool) and value > 1 else 1
 
-    return size("pipeline", "stages"), size("tensor_parallel", "autotp_size")
+    return size("pipeline.stages"), size("tensor_parallel.autotp_size"), size("sequence_parallel_size")
 
 
 def _is_on(value: Any) -> bool:

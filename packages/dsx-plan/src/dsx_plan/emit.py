@@ -70,7 +70,7 @@ def _offloaded(plan: Plan, what: str) -> str:
 
 
 def _refuse(plan: Plan, system: str, *axes: str) -> None:
-    for axis in axes:
+    for axis in (*axes, "sequence"):
         if plan.layout.get(axis, 1) > 1:
             raise PlanError(
                 f"emit: {system} has no counterpart of {axis} = {plan.layout[axis]}; expected a plan without it"

@@ -16,7 +16,7 @@ from torch import nn
 
 from .errors import PlanError
 
-__all__ = ["Batch", "default_batch", "describe", "model_maker", "resized"]
+__all__ = ["Batch", "cut", "default_batch", "describe", "model_maker", "resized"]
 
 Batch = Any
 """A tensor, a sequence of positional arguments, or a dictionary of keyword arguments: one micro-batch."""
@@ -204,6 +204,31 @@ def resized(batch: Batch, micro: int) -> Batch:
         return tensor.repeat(times, *([1] * (tensor.dim() - 1)))[:micro].contiguous()
 
     return _mapped(batch, fit)
+
+
+def cut(batch: Batch, size: int) -> tuple[Batch, int]:
+    """One rank's part of a batch whose sequences are cut over `size` ranks, and the length of a sequence: dimension 1
+    of the first tensor that has one. `labels` become `shift_labels` too, as the loader of cut sequences gives them.
+
+    Raises:
+        PlanError: there is no such tensor, or the length is no multiple of twice the ranks.
+    """
+    length = next((t.shape[1] for t in _leaves(batch) if t.dim() > 1), 0)
+    if not length or length % (2 * size):
+        raise PlanError(
+            f"sequence: got {length} tokens for {size} ranks, expected a multiple of {2 * size}, so that all ranks have"
+            " the same work; round it up"
+        )
+
+    def part(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() < 2 or tensor.shape[1] != length:
+            return tensor
+        return tensor[:, : length // size].contiguous()
+
+    found = _mapped(batch, part)
+    if isinstance(found, dict) and found.get("labels") is not None:
+        found.setdefault("shift_labels", found["labels"])
+    return found, length
 
 
 def _leaves(value: Any) -> list[torch.Tensor]:

@@ -113,11 +113,6 @@ class Asked:
         """The plan for a configuration, without changes."""
         source = config if isinstance(config, (str, os.PathLike)) else dict(config)
         prepared = ready(source, self.world_size, self.engine)
-        if prepared.config.get("sequence_parallel_size", 1) > 1:
-            raise PlanError(
-                f"sequence_parallel_size: got {prepared.config['sequence_parallel_size']}, expected 1: sequences that"
-                " are cut over ranks cannot be planned yet; plan with one rank for each sequence"
-            )
         return answer_of(
             self._replays(prepared, recompute), prepared, self.machine, model=self._name, world_size=self.world_size,
             on_host=self.on_host, recompute=recompute,
@@ -132,6 +127,7 @@ class Asked:
             world_size=self.world_size, rank=0, ranks_per_host=self.on_host, batch=self._batch, micro=prepared.micro,
             accumulation=prepared.accumulation, sequence=self._sequence, loss=self._loss,
             streams=self.machine.streams, optimizer=self._optimizer, recompute=recompute, stages=stages,
+            shards=prepared.layout["sequence"],
         )  # fmt: skip
         if stages == 1:
             return [replay(question)]

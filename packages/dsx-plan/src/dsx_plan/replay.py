@@ -21,7 +21,7 @@ from .engine import BuiltEngine, EngineToPlan
 from .errors import PlanError, explains_itself
 from .fake import FakeCompute
 from .ledger import DEVICE, HOST, Ledger
-from .models import Batch, default_batch, resized, tokens_of
+from .models import Batch, cut, default_batch, resized, tokens_of
 from .pipelines import PipelineSteps, as_pair, mail_of, micro_batches_of
 from .record import Record, StageReplay, Steps
 from .recorder import Recorder
@@ -56,6 +56,7 @@ class Question:
         optimizer: makes the optimizer of parameters where the configuration names none.
         recompute: ask the model to recompute its blocks (`gradient_checkpointing_enable`).
         stages: ranks of the pipeline; 1 without one.
+        shards: ranks that share each sequence.
         known: of a pipeline: by global rank, the letters that it sends to this rank (`dsx_pipe.runtime.rehearsed`).
     """
 
@@ -74,6 +75,7 @@ class Question:
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
     recompute: bool = False
     stages: int = 1
+    shards: int = 1
     known: Mapping[int, Any] = field(default_factory=dict)
 
 
@@ -150,7 +152,7 @@ class _Run:
     def __init__(self, question: Question, recorder: Recorder, compute: FakeCompute) -> None:
         self._question, self._recorder, self._compute = question, recorder, compute
         self._notes: list[str] = []
-        self._micro_batches = 1
+        self._micro_batches, self._tokens = 1, 0
 
     def run(self) -> Replay:
         recorder, built = self._recorder, None
@@ -194,6 +196,11 @@ class _Run:
         recorder.ledger.rename(model.buffers(), "buffers")
         batch = self._batch(model)
         config = {**question.config, "gradient_accumulation_steps": self._micro_batches}
+        self._tokens = tokens_of(batch)
+        if question.shards > 1:
+            batch, length = cut(batch, question.shards)
+            section = config.get("sequence_parallel") or {}
+            config["sequence_parallel"] = {**section, "length": length}
         optimizer = None if "optimizer" in question.config else question.optimizer
         built = question.engine.build(config, model=model, optimizer=optimizer, store=PlannedStore(recorder))
         return built, batch
@@ -284,7 +291,7 @@ class _Run:
             messages=record.messages(),
             parameters=sum(info.numel for info in infos),
             trainable=sum(info.numel for info in infos if info.trainable),
-            tokens=tokens_of(batch),
+            tokens=self._tokens,
             rank=self._question.rank,
             experts=_experts(built.engine.module),
             communicators=len(recorder.communicators),

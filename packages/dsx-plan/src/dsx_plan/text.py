@@ -41,7 +41,7 @@ def count_text(number: float) -> str:
 def layout_text(plan: Plan) -> str:
     """Axes, stage and batch in a line."""
     layout = plan.layout
-    names = ("data", "pipe", "tensor", "expert")
+    names = ("data", "pipe", "tensor", "sequence", "expert")
     axes = " x ".join(f"{name} {layout[name]}" for name in names if layout.get(name, 1) > 1)
     again = ", recomputation" if layout.get("recompute") else ""
     return (

@@ -106,7 +106,7 @@ def sequence_attention(
     whole = None if documents is None else _whole_documents(name, documents, q, facts, order)
     visible = Visible(bool(causal), window, whole)
     seed = _shared_seed(seed, facts, q.device) if dropout_p else 0
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    factor: float = q.shape[-1] ** -0.5 if scale is None else float(scale)
     within, across = facts.in_teams(number)
     if callable(kernel) and across.size > 1:
         raise ActivationArgumentError(
@@ -121,12 +121,12 @@ def sequence_attention(
         dropout = Dropout(dropout_p, seed, heads[0]) if dropout_p else None
         lane = None if host_chunks is None else lane_for(q.device)
         if host_chunks is not None and lane is not None:
-            work = Work(visible, scale, dropout, softcap, str(kernel))
+            work = Work(visible, factor, dropout, softcap, str(kernel))
             return attend_from_host(q, *fitting, work, host_chunks, lane)
         alone = across.size == 1 and dropout is None and softcap is None
         if alone and (kernel not in ("auto", "pieces") or (kernel == "auto" and visible.plain)):
-            return _by_kernel(kernel, q, *_repeated(fitting, q.shape[1]), visible, scale)
-        return attend_around(q, *fitting, across, Work(visible, scale, dropout, softcap, str(kernel)))
+            return _by_kernel(kernel, q, *_repeated(fitting, q.shape[1]), visible, factor)
+        return attend_around(q, *fitting, across, Work(visible, factor, dropout, softcap, str(kernel)))
 
     if (dropout_p or softcap is not None) and kernel not in ("auto", "pieces"):
         raise ActivationArgumentError(
@@ -249,7 +249,8 @@ def _by_kernel(
         return out if visible.documents is None else out.masked_fill(visible.documents[:, None, :, None] < 0, 0.0)
     further = {"window": visible.window, "documents": visible.documents}
     given = {key: value for key, value in further.items() if value is not None}
-    return kernel(q, k, v, is_causal=visible.causal, scale=scale, **given)
+    found: Any = kernel(q, k, v, is_causal=visible.causal, scale=scale, **given)
+    return found
 
 
 def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: Visible, scale: float) -> torch.Tensor:

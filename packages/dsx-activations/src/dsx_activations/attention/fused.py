@@ -190,7 +190,7 @@ class _Flex:
         all_of_it, all_logs = whole
         with torch.enable_grad():
             inputs = [t.detach().requires_grad_() for t in (q, k, v)]
-            out, logs = _Flex.run(*inputs, rows, keys, work)
+            out, logs = _Flex.run(inputs[0], inputs[1], inputs[2], rows, keys, work)
         # this range's share of the whole depends on its logarithm: a query that sees nothing of it has none
         share = (logs.detach() - all_logs.masked_fill(all_logs == float("-inf"), 0.0)).exp()
         toward = share * (grad * (out.detach() - all_of_it)).sum(-1)

@@ -362,7 +362,8 @@ class _Run:
     def backward(self, grad: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
         """The gradients of x and of the parameters."""
         layer = self._layer
-        of_x, of_known = grad.new_zeros(self._shape), [None] * len(self._known)
+        of_x = grad.new_zeros(self._shape)
+        of_known: list[torch.Tensor | None] = [None] * len(self._known)
         of_queries = Shelf(self._lane)
         numbers = range(len(layer.ranges))
         steps: list[Any] = [((self._inputs, c), (self._results, c), (self._queries, c)) for c in numbers]
@@ -413,5 +414,5 @@ class _Run:
         return sums.grad_q().to(q.dtype)
 
 
-def _added(total: list[Any], some: list[Any]) -> list[Any]:
+def _added(total: list[torch.Tensor | None], some: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
     return [b if a is None else a if b is None else a + b for a, b in zip(total, some)]

@@ -99,7 +99,7 @@ def _recomputed_by() -> Any:
     """What will run the present code again in backward: the innermost checkpoint, by what it does with saved tensors;
     False in one that re-enters autograd, which runs without a graph.
     """
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    top = getattr(getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None)
     hooks = None if top is None else top(False)
     pack = None if hooks is None else hooks[0]
     of_checkpoint = getattr(pack, "__module__", "") == "torch.utils.checkpoint"

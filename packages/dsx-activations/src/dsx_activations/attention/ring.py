@@ -57,8 +57,8 @@ def ring_attention(
         ActivationArgumentError: shapes, dtypes or tokens do not fit, or the ranks differ in them.
     """
     facts = Facts.of("ring_attention", q, k, v, group, order, length)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    return attend_around(q, k, v, facts, Work(Visible(bool(causal)), scale))
+    factor: float = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    return attend_around(q, k, v, facts, Work(Visible(bool(causal)), factor))
 
 
 def attend_around(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, facts: Facts, work: Work) -> torch.Tensor:
