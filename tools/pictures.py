@@ -55,6 +55,54 @@ def stage_3_step() -> str:
     return lanes("A planned step at stage 3: six blocks on eight H100", found.timeline)
 
 
+def long_sequences() -> str:
+    """Memory over the length of a sequence, by the settings that divide it or move it to the host."""
+    import dsx_activations
+    import torch
+    from dsx.planning import longest
+    from dsx_plan.lengths import memory_picture
+    from torch import nn
+    from torch.nn import functional as F
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.out = nn.Linear(2048, 3072, bias=False), nn.Linear(2048, 2048)
+            self.mlp = nn.Sequential(nn.LayerNorm(2048), nn.Linear(2048, 8192), nn.GELU(), nn.Linear(8192, 2048))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            parts = self.qkv(x).split([2048, 512, 512], -1)
+            q, k, v = (t.unflatten(-1, (-1, 64)).transpose(1, 2) for t in parts)
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            x = x + self.out(y.transpose(1, 2).flatten(2))
+            return x + dsx_activations.run_in_tiles(self.mlp, x, tiles=8)
+
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks, self.recomputes = nn.ModuleList(Block() for _ in range(4)), False
+
+        def gradient_checkpointing_enable(self) -> None:
+            self.recomputes = True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = dsx_activations.checkpoint(block, x) if self.recomputes else block(x)
+            return x[:, ::64].float().square().mean()
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+    }
+    found = longest(
+        Blocks, config, world_size=8, machine="H100-SXM", start=1 << 16,
+        batch=lambda length: torch.empty(1, length, 2048, dtype=torch.bfloat16, device="meta"),
+    )  # fmt: skip
+    return memory_picture(found)
+
+
 def lanes(title: str, timeline: Iterable[tuple[str, str, float, float]]) -> str:
     """A picture of spans (lane, name, start, end in seconds), one row per lane, with an axis in milliseconds."""
     spans = [(KINDS.get(name.split()[0], lane), name, start, end) for lane, name, start, end in timeline]
@@ -91,7 +139,7 @@ def lanes(title: str, timeline: Iterable[tuple[str, str, float, float]]) -> str:
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
-PICTURES = {"step-stage3.svg": stage_3_step}
+PICTURES = {"step-stage3.svg": stage_3_step, "long-sequences.svg": long_sequences}
 
 
 def main() -> int:

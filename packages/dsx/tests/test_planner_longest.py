@@ -77,7 +77,7 @@ def test_a_ring_is_planned_too():
 def test_the_longest_sequence():
     device = machine(24 << 20)
     settings = {"alone": {}, "cut": {"sequence_parallel_size": 2}, "odd": {"sequence_parallel_size": 3}}
-    found = longest(Model, CONFIG, world_size=2, machine=device, batch=batch, settings=settings, start=16384)
+    found = longest(Model, CONFIG, world_size=2, machine=device, batch=batch, settings=settings, start=8192)
     alone, cut, odd = found.reaches
     assert found.best is cut and 1.7 * alone.length < cut.length < 2.3 * alone.length
     assert "expected a multiple of 3" in odd.reason and odd.plan is None

@@ -186,12 +186,12 @@ def _extend(reach: Reach, plan_of: Callable[[int], Plan], start: int, step: int)
             below, reach.length, reach.plan = length, length, answer
         else:
             above = length
-        end = _end(answer, reach.points)
+        end = _end(answer, reach.points, below)
         close = max(step, int(_CLOSE * below))
-        if (above and above - below <= close) or (below and end is not None and below >= end - close):
+        if (above and above - below <= close) or (below and end is not None and abs(end - below) <= close):
             return
         guess = 2 * below if not above else (below + above) // 2
-        if end is not None:
+        if end is not None and below < end and (not above or end < above):
             guess = int(end * (1 - _CLOSE / 2))
         least, most = below + step, above - step if above else max(guess, 2 * below)
         length = max(least, min(guess, most)) // step * step
@@ -199,12 +199,16 @@ def _extend(reach: Reach, plan_of: Callable[[int], Plan], start: int, step: int)
             return
 
 
-def _end(answer: Plan, points: list[tuple[int, int]]) -> float | None:
-    """Where the line through the last points meets what a device has; None where something else is short."""
+def _end(answer: Plan, points: list[tuple[int, int]], below: int) -> float | None:
+    """Where the line through the points next to the end meets what a device has; None where something else is short.
+    `below` is the longest length that fits.
+    """
     room = _room(answer)
     if len(points) < 2 or room is None or (answer.short_of is not None and answer.short_of[0] != "device"):
         return None
-    (a, low), (b, high) = points[-2:]
+    fitting = sum(length <= below for length, _ in points)
+    first = max(0, min(fitting - 1, len(points) - 2))
+    (a, low), (b, high) = points[first : first + 2]
     return None if high <= low else b + (room - high) * (b - a) / (high - low)
 
 
