@@ -144,7 +144,8 @@ class _FromHost(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         parts, work, queries, keys, shapes = ctx.given
         pairs = [(i, j) for i, one in enumerate(parts) for j, other in enumerate(parts) if sees(work, (one,), (other,))]
-        grads = [grad.new_zeros(shape, dtype=torch.promote_types(grad.dtype, torch.float32)) for shape in shapes]
+        sums_in = torch.promote_types(grad.dtype, torch.float32)
+        grads = [grad.new_zeros(shape, dtype=sums_in if n else grad.dtype) for n, shape in enumerate(shapes)]
         begun, sums = -1, None
         with torch.autocast(grad.device.type, enabled=False):
             for (i, j), found in zip(pairs, in_turn(_steps(pairs, queries, keys))):
