@@ -138,7 +138,7 @@ class _Watcher:
             self._audit.scaled_losses = True
             self._audit.start()
             self._stack.enter_context(system.watch(self._audit.point))
-            self._stack.enter_context(watch_forward(system.module, self._audit.current_pass))
+            self._stack.enter_context(watch_forward(system.module, current=self._audit.current_pass))
         return self._audit
 
     def _end_update(self) -> None:

@@ -37,11 +37,17 @@ class Seen:
 
 
 @contextlib.contextmanager
-def watch_forward(module: nn.Module, begin: Callable[[], Seen] | None = None, prefix: str = "") -> Iterator[Seen]:
+def watch_forward(
+    module: nn.Module,
+    begin: Callable[[], Seen] | None = None,
+    prefix: str = "",
+    current: Callable[[], Seen] | None = None,
+) -> Iterator[Seen]:
     """Hooks on a module and all modules inside.
 
     Args:
         begin: called when the outermost module begins in training; returns where to note. None: one object for all.
+        current: tells where to note, of one who knows himself when a pass begins; without it, what `begin` returned.
         prefix: a first part of names that only a wrapper adds.
     """
     seen = [Seen()]
@@ -50,14 +56,18 @@ def watch_forward(module: nn.Module, begin: Callable[[], Seen] | None = None, pr
         if begin is not None and module.training:
             seen[0] = begin()
 
+    where = current or (lambda: seen[0])
+
     def ends(*_: Any) -> None:
-        seen[0].passes += 1
-        seen[0].random = hashlib.sha256(bytes(torch.get_rng_state().tolist())).hexdigest()[:12]
+        if current is not None and not module.training:  # an evaluation between updates
+            return
+        where().passes += 1
+        where().random = hashlib.sha256(bytes(torch.get_rng_state().tolist())).hexdigest()[:12]
 
     hooks = [module.register_forward_pre_hook(starts, prepend=True)]
     for name, part in module.named_modules():
         own = plain_name(name, prefix)
-        hooks.append(part.register_forward_hook(_noting(own, part, seen)))
+        hooks.append(part.register_forward_hook(_noting(own, part, where)))
     hooks.append(module.register_forward_hook(ends))
     try:
         yield seen[0]
@@ -66,7 +76,7 @@ def watch_forward(module: nn.Module, begin: Callable[[], Seen] | None = None, pr
             hook.remove()
 
 
-def _noting(name: str, part: nn.Module, seen: list[Seen]) -> Callable[..., None]:
+def _noting(name: str, part: nn.Module, where: Callable[[], Seen]) -> Callable[..., None]:
     weight = getattr(part, "weight", None)
     multiplies = isinstance(weight, torch.Tensor) and not isinstance(part, (nn.Embedding, nn.LayerNorm))
 
@@ -75,8 +85,8 @@ def _noting(name: str, part: nn.Module, seen: list[Seen]) -> Callable[..., None]
         if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
             return
         value = getattr(tensor, "to_local", lambda: tensor)().detach().double()
-        seen[0].outputs.setdefault(name, (tuple(value.shape), float(value.sum()), float(value.abs().sum())))
+        where().outputs.setdefault(name, (tuple(value.shape), float(value.sum()), float(value.abs().sum())))
         if multiplies:
-            seen[0].dtypes.setdefault(name, str(tensor.dtype))
+            where().dtypes.setdefault(name, str(tensor.dtype))
 
     return note

@@ -35,7 +35,14 @@ _OURS = os.path.dirname(__file__)
 
 
 class Watch:
-    """A running watch on one rank; `watch` makes it."""
+    """A running watch on one rank; `watch` makes it.
+
+    Attributes:
+        hang: the report, once there is one.
+        limit: seconds without progress after which a group is reported; may be changed at any time.
+        ready: whether the recorder was read once with the places of its calls. The first such read costs torch more
+            than a second of CPU time, so the watch makes it when the first call is there, and not when a job hangs.
+    """
 
     def __init__(
         self,
@@ -45,7 +52,8 @@ class Watch:
         stop: Callable[[], None],
     ) -> None:
         self.hang: Hang | None = None
-        self._limit, self._period = limit, min(1.0, max(0.05, limit / 10))
+        self.ready = False
+        self.limit = limit
         self._on_hang, self._module_of, self._remove = on_hang, module_of, stop
         self._main = threading.main_thread().ident or 0
         self._stop = threading.Event()
@@ -53,6 +61,11 @@ class Watch:
         self._alarms = 0
         self._thread = threading.Thread(target=self._run, daemon=True, name="dsx-verify-watch")
         self._thread.start()
+
+    @property
+    def _period(self) -> float:
+        """Seconds between two looks."""
+        return min(1.0, max(0.05, self.limit / 10))
 
     def close(self) -> None:
         """Stop watching."""
@@ -142,11 +155,14 @@ class Watch:
         now, text = time.monotonic(), json.dumps(status, sort_keys=True)
         if text != self._progress[0]:
             self._progress = (text, now)
+        if status and not self.ready:
+            _dump(stacks=True)
+            self.ready = True
         open_calls = any(
             int(one["last_enqueued_collective"]) > max(0, int(one["last_completed_collective"]))
             for one in status.values()
         )
-        return open_calls and now - self._progress[1] > self._limit
+        return open_calls and now - self._progress[1] > self.limit
 
     def _place(self) -> str:
         frame = sys._current_frames().get(self._main)
