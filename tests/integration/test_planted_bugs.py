@@ -260,7 +260,7 @@ def schedule_one_update_ahead() -> Any:
         self.scheduler = scheduler
         scheduler.step()
 
-    return patch.object(module("dsx.engine.stepper").DrivenSchedule, "__init__", init)
+    return patch.object(module("dsx.engine.stepper").ScheduleDriver, "__init__", init)
 
 
 def overflow_not_checked() -> Any:

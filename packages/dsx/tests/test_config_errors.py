@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from dsx.config import DsxConfigError, availability, load_config
+from dsx.config.sections import judged, whole_model
 from dsx_testkit import run_ranks
 
 BATCH = {"train_micro_batch_size_per_gpu": 1}
@@ -307,7 +308,7 @@ def test_what_is_not_available_is_refused_with_the_reason(path):
     assert problem.kind == "not-available"
     assert problem.path == path
     assert f"not available yet: {path}" in str(problem)
-    assert problem.fix == f"remove it or switch it off: {availability.NOT_YET[path]}"
+    assert problem.fix == "remove it or switch it off: " + judged(whole_model(), "NOT_YET")[path]
 
 
 REFUSED = {
@@ -358,3 +359,24 @@ def test_the_command_reports_all_problems_and_fails(tmp_path, capsys):
     assert "2 problems" in shown.err
     words = {line.split()[0]: line.split()[2] for line in shown.out.splitlines()}  # a line for each key
     assert words["stage"] == words["gradient_clipping"] == "refused"
+
+
+def test_all_unknown_keys_are_found_in_one_pass(monkeypatch):
+    """At the top and in every section, beside values that are wrong. A pass reports what one validation has found."""
+    from dsx.config import load, schema
+    from pydantic import BaseModel
+
+    config: dict = {**BATCH, "unheard_of": 1, "gradient_clipping": "one"}
+    for name, field in schema.Root.model_fields.items():
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            config[name] = {"unheard_of": 1, "enabled": "perhaps"}
+    passes = []
+    report = load.problems_of
+    monkeypatch.setattr(load, "problems_of", lambda *given: passes.append(report(*given)) or passes[-1])
+    monkeypatch.setattr(load, "MOST_PROBLEMS", 1000)
+    problems_of(config)
+    unknown = [[problem.path for problem in found if problem.kind == "unknown-key"] for found in passes]
+    planted = {f"{name}.unheard_of" for name, value in config.items() if isinstance(value, dict)}
+    assert len(planted) > 20 and {"unheard_of", *planted} <= set(unknown[0])
+    assert not any(unknown[1:])

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from dsx.config.availability import MEANINGLESS, NOT_YET
+from dsx.config.availability import MEANINGLESS
 from dsx.config.reference import reference
-from dsx.config.sections import whole_model
+from dsx.config.sections import judged, whole_model
 from dsx.config.translate import all_paths
 
 PAGE = Path(__file__).parents[3] / "docs" / "config.md"
@@ -22,9 +22,9 @@ def test_the_page_lists_every_key_and_every_state():
     page = reference()
     for path in all_paths(whole_model()):
         assert f"| `{path.rsplit('.', 1)[-1]}` |" in page
-    for text in {*NOT_YET.values()}:
+    for text in {*judged(whole_model(), "NOT_YET").values()}:
         assert f"not available: {text}" in page
-    for text in {*MEANINGLESS.values()}:
+    for text in {*MEANINGLESS.values(), *judged(whole_model(), "NO_EFFECT").values()}:
         assert f"no effect: {text}" in page
 
 

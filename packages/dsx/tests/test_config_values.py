@@ -220,11 +220,12 @@ def test_keys_without_meaning_here_give_one_warning_that_names_them_all():
 
 
 def test_a_setting_of_zero_is_judged_by_dsx_zero_alone():
-    from dsx.config.availability import MEANINGLESS, NOT_YET
+    from dsx.config.sections import judged, whole_model
     from dsx_zero import config as section
 
-    assert {f"zero_optimization.{name}" for name in section.NOT_YET} <= set(NOT_YET)
-    assert {f"zero_optimization.{name}" for name in section.NO_EFFECT} <= set(MEANINGLESS)
+    model = whole_model()
+    assert {f"zero_optimization.{name}" for name in section.NOT_YET} <= set(judged(model, "NOT_YET"))
+    assert {f"zero_optimization.{name}" for name in section.NO_EFFECT} <= set(judged(model, "NO_EFFECT"))
     known = set(section.ZeroConfig.model_fields)
     known |= {f"offload_param.{name}" for name in section.OffloadParam.model_fields}
     known |= {f"offload_optimizer.{name}" for name in section.OffloadOptimizer.model_fields}
@@ -232,14 +233,15 @@ def test_a_setting_of_zero_is_judged_by_dsx_zero_alone():
 
 
 def test_every_path_in_the_tables_exists():
-    from dsx.config.availability import MEANINGLESS, NOT_YET
+    from dsx.config.availability import MEANINGLESS, REFUSED
     from dsx.config.normal import SECOND_NAMES
     from dsx.config.notes import NOTES
-    from dsx.config.sections import whole_model
+    from dsx.config.sections import judged, whole_model
     from dsx.config.translate import all_paths
 
     known = set(all_paths(whole_model()))
-    for table in (NOT_YET, MEANINGLESS, NOTES, SECOND_NAMES.values()):
+    of_sections = [judged(whole_model(), table) for table in ("NOT_YET", "NO_EFFECT", "OLD_NAMES")]
+    for table in (*of_sections, REFUSED, MEANINGLESS, NOTES, SECOND_NAMES.values()):
         assert set(table) <= known, set(table) - known
 
 

@@ -98,12 +98,16 @@ def test_the_command_prints_the_table_and_fails_for_a_refused_key(tmp_path, caps
 
 
 def test_the_tables_name_keys_that_exist():
-    from dsx.config.sections import whole_model
+    from dsx.config.sections import judged, whole_model
     from dsx.config.translate import all_paths
 
-    known = {*all_paths(whole_model())}
+    model = whole_model()
+    known = {*all_paths(model)}
     known |= {path.rpartition(".")[0] for path in known} | {path.split(".")[0] for path in known}
-    assert {*BETTER, *DIFFERS} <= known
+    better, differs = judged(model, "BETTER"), judged(model, "DIFFERS")
+    assert {"autotuning", "comms_logger", "tensorboard", "zero_optimization.stage"} <= set(better)
+    assert "comms_logger.enabled" in differs
+    assert {*BETTER, *DIFFERS, *better, *differs} <= known
 
 
 def test_an_old_name_that_acts_is_not_said_to_have_no_effect():

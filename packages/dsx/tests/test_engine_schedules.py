@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from dsx.engine.stepper import DrivenSchedule, NoSchedule
+from dsx.engine.stepper import ScheduleDriver
 from dsx_testkit import run_ranks
 
 
@@ -87,9 +87,9 @@ def test_objects_of_the_caller_win_over_the_config():
 
 
 def test_arguments_for_a_scheduler_that_is_not_there_are_refused():
-    NoSchedule().step()
+    ScheduleDriver(None).step()
     with pytest.raises(ValueError, match="no learning-rate scheduler"):
-        NoSchedule().step(metrics=1.0)
+        ScheduleDriver(None).step(metrics=1.0)
 
 
 def test_a_schedule_that_was_stepped_already_is_not_stepped_again():
@@ -101,7 +101,7 @@ def test_a_schedule_that_was_stepped_already_is_not_stepped_again():
             self.steps += 1
 
     schedule = Stepped()
-    DrivenSchedule(schedule)
+    ScheduleDriver(schedule)
     assert schedule.steps == 0
 
 

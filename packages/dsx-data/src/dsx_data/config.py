@@ -8,7 +8,7 @@ defaults and meanings are those of DeepSpeed's `data_efficiency`, `curriculum_le
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from dsx_core import Finding
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -163,6 +163,11 @@ class LayerTokenLrSchedule(_Toggle):
 class RandomLtd(_Toggle):
     """Random layer-token dropping."""
 
+    NO_EFFECT: ClassVar[dict[str, str]] = {
+        "global_batch_size": "the engine knows it",
+        "micro_batch_size": "the engine knows it",
+    }
+
     total_layer_num: _Count | None = Field(None, description="number of layers of the model")
     random_ltd_layer_num: _Count | None = Field(None, description="number of layers that drop tokens")
     random_ltd_layer_id: list[int] | None = Field(
@@ -190,8 +195,14 @@ class DataRouting(_Toggle):
     random_ltd: RandomLtd = _nested(RandomLtd, "random layer-token dropping")
 
 
+_RESUMED = {"": "a resumed run has the same batches, with any number of ranks"}
+"""How these sections compare with DeepSpeed's; "" is the section itself."""
+
+
 class DataEfficiency(_Toggle):
     """Data sampling and routing."""
+
+    BETTER: ClassVar[dict[str, str]] = _RESUMED
 
     seed: _Int = Field(1234, description="seed of the sampling")
     data_sampling: DataSampling = _nested(DataSampling, "sampling techniques")
@@ -200,6 +211,8 @@ class DataEfficiency(_Toggle):
 
 class CurriculumLearning(_Toggle):
     """Sequence-length curriculum (legacy block)."""
+
+    BETTER: ClassVar[dict[str, str]] = _RESUMED
 
     curriculum_type: Literal["seqlen"] = Field("seqlen", description="metric of the difficulty: the sequence length")
     min_difficulty: _Count | None = Field(None, description="sequence length at the start")

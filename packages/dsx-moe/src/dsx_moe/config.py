@@ -1,13 +1,12 @@
 """The `expert_parallel` section of a training configuration, and how it is applied to a model.
 
 Only code that reads a configuration imports this module, because it needs pydantic. Keys and defaults are those of
-DeepSpeed's AutoEP. `MEANINGLESS` lists keys that have no effect here, so that code that loads a configuration can warn
-about them.
+DeepSpeed's AutoEP.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import dsx_comm
 from dsx_comm import parallel_groups
@@ -33,35 +32,36 @@ _Name = Annotated[str, Field(min_length=1)]
 _FROM_MODULES = "it is taken from the modules"
 _KERNELS = "there is one grouped matrix product, chosen by device and data type"
 _BACKEND = "dsx_comm sends the tokens"
-MEANINGLESS: dict[str, str] = {
-    "has_shared_experts": "shared experts are found by their name",
-    "preset_model": "experts are found by their structure, without presets",
-    "validate_folding_routing": "routing is the same on all ranks that hold the same tokens by construction",
-    "async_split_plan": "the sizes come with the counts of tokens",
-    "use_grouped_mm": _KERNELS,
-    "disable_triton_grouped_mm": _KERNELS,
-    "combine_impl": _KERNELS,
-    "row_weighting_impl": _KERNELS,
-    "gate_up_impl": _KERNELS,
-    "comm_backend": _BACKEND,
-    "comm_num_sm": _BACKEND,
-    "comm_qp_margin": _BACKEND,
-    "comm_max_tokens_per_rank": _BACKEND,
-    "num_expert_groups": "the model's own router does it",
-    "num_limited_groups": "the model's own router does it",
-    "score_apply": "weights are applied to the experts' outputs",
-    "expert_w1": _FROM_MODULES,
-    "expert_w2": _FROM_MODULES,
-    "expert_w3": _FROM_MODULES,
-    "expert_activation": _FROM_MODULES,
-    "num_experts_attr": _FROM_MODULES,
-    "top_k_attr": _FROM_MODULES,
-}
-"""Keys that are accepted because published files have them, and why they have no effect."""
 
 
 class ExpertParallelConfig(BaseModel):
     """Mixture-of-experts models of Hugging Face in expert-parallel form."""
+
+    NO_EFFECT: ClassVar[dict[str, str]] = {
+        "has_shared_experts": "shared experts are found by their name",
+        "preset_model": "experts are found by their structure, without presets",
+        "validate_folding_routing": "routing is the same on all ranks that hold the same tokens by construction",
+        "async_split_plan": "the sizes come with the counts of tokens",
+        "use_grouped_mm": _KERNELS,
+        "disable_triton_grouped_mm": _KERNELS,
+        "combine_impl": _KERNELS,
+        "row_weighting_impl": _KERNELS,
+        "gate_up_impl": _KERNELS,
+        "comm_backend": _BACKEND,
+        "comm_num_sm": _BACKEND,
+        "comm_qp_margin": _BACKEND,
+        "comm_max_tokens_per_rank": _BACKEND,
+        "num_expert_groups": "the model's own router does it",
+        "num_limited_groups": "the model's own router does it",
+        "score_apply": "weights are applied to the experts' outputs",
+        "expert_w1": _FROM_MODULES,
+        "expert_w2": _FROM_MODULES,
+        "expert_w3": _FROM_MODULES,
+        "expert_activation": _FROM_MODULES,
+        "num_experts_attr": _FROM_MODULES,
+        "top_k_attr": _FROM_MODULES,
+    }
+    """Keys that are accepted because published files have them, and why they have no effect."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 

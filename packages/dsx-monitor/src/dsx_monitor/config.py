@@ -8,7 +8,7 @@ with these sections among others (such as that of `dsx`) is accepted in its plac
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from dsx_core import Finding
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -46,6 +46,10 @@ class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
 
+_WRITER = {"": "a writer that fails warns and does not end training"}
+"""How each of DeepSpeed's sections of a writer compares with its effect there; "" is the section itself."""
+
+
 class _FileSection(_Section):
     """A section whose files lie in `output_path/job_name/`."""
 
@@ -61,9 +65,13 @@ class _FileSection(_Section):
 class TensorBoardConfig(_FileSection):
     """Scalars as TensorBoard event files."""
 
+    BETTER: ClassVar[dict[str, str]] = _WRITER
+
 
 class CSVConfig(_FileSection):
     """One CSV file per label."""
+
+    BETTER: ClassVar[dict[str, str]] = _WRITER
 
 
 class JSONLConfig(_FileSection):
@@ -72,6 +80,8 @@ class JSONLConfig(_FileSection):
 
 class WandbConfig(_Section):
     """Scalars to Weights & Biases."""
+
+    BETTER: ClassVar[dict[str, str]] = _WRITER
 
     enabled: bool = Field(default=False, description="switches the writer on")
     group: str | None = Field(default=None, description="group of the run")
@@ -84,6 +94,8 @@ class WandbConfig(_Section):
 
 class CometConfig(_Section):
     """Scalars to Comet. What is null comes from COMET_* variables or the Comet configuration file."""
+
+    BETTER: ClassVar[dict[str, str]] = _WRITER
 
     enabled: bool = Field(default=False, description="switches the writer on")
     workspace: str | None = Field(default=None, description="workspace of the experiment")
@@ -117,6 +129,9 @@ class MonitorConfig(_Section):
 
 class FlopsProfilerConfig(_Section):
     """Count and time the floating-point operations of one step."""
+
+    BETTER: ClassVar[dict[str, str]] = {"": "profiles of micro-batches, as text, JSON and a page"}
+    NO_EFFECT: ClassVar[dict[str, str]] = {"recompute_fwd_factor": "recomputation is counted as it runs"}
 
     enabled: bool = Field(default=False, description="switches the profiler on")
     profile_step: _Number = Field(

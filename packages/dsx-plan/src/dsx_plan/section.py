@@ -47,6 +47,9 @@ class Autotuning(_Section):
         for name in ("num_params", "hidden_size", "num_layers")
     }
     """Keys that are accepted because published files have them, and why they have no effect."""
+    BETTER: ClassVar[dict[str, str]] = {
+        "": "what cannot fit is planned, not tried; latency is minimised; a search that was killed continues"
+    }
 
     enabled: bool = Field(False, description="switches the section on")
     results_dir: str | None = Field(

@@ -7,7 +7,7 @@ imports pydantic; sharding without a configuration does not import it.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -208,6 +208,16 @@ _READ_AS = {"cpu_offload": "offload_optimizer", "cpu_offload_params": "offload_p
 
 class ZeroConfig(_Section):
     """How optimizer states, gradients and parameters are divided among the ranks. Sizes are in elements."""
+
+    # The section's judgements of its keys: dsx takes them from here into its messages and its reference.
+    NOT_YET: ClassVar[dict[str, str]] = NOT_YET
+    NO_EFFECT: ClassVar[dict[str, str]] = NO_EFFECT
+    OLD_NAMES: ClassVar[dict[str, str]] = OLD_NAMES
+    BETTER: ClassVar[dict[str, str]] = {
+        "elastic_checkpoint": "every checkpoint loads at every number of ranks and stage",
+        "leaf_module": "an entry that fits no module is an error",
+        "stage": "every stage gives the losses of plain PyTorch, unused parameters included",
+    }
 
     stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_no_boolean)] = Field(
         0,

@@ -57,8 +57,8 @@ class Extension:
     """Of its section and of its state in checkpoints; no two extensions of an engine have the same."""
     section: ClassVar[type[BaseModel] | None] = None
     """The pydantic model of its section, which must refuse unknown keys (`dsx.config.Section` does). None: dsx models
-    the section, or there is none. `NO_EFFECT` of the model maps keys that mean nothing to a reason; its method
-    `findings()` yields what is wrong with values that are valid one by one (`dsx_core.Finding`).
+    the section, or there is none. `NO_EFFECT` of the model maps keys that mean nothing to a reason (`dsx.config.sections.judged`
+    names further tables); its method `findings()` yields what is wrong with values that are valid one by one (`dsx_core.Finding`).
     """
 
     def begin(self, keys: Mapping[str, Any], model: nn.Module, rank: int) -> None:

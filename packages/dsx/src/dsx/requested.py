@@ -12,7 +12,7 @@ from torch import nn
 from .config import Config
 from .engine.errors import EngineArgumentError
 from .engine.request import Request
-from .engine.stepper import DrivenSchedule, NoSchedule, ScheduleDriver
+from .engine.stepper import ScheduleDriver
 from .lr_schedules import build_schedule
 from .optimizers import OptimizerChoice, choose_optimizer
 from .utils.logging import logger
@@ -79,15 +79,15 @@ def made_schedule(config: Config, request: Request, optimizer: Any) -> ScheduleD
     """
     section, given = config.use("scheduler"), request.lr_scheduler
     if section is None and given is None:
-        return NoSchedule()
+        return ScheduleDriver(None)
     if optimizer is None:
         text = "the learning-rate scheduler is not used: this engine has no optimizer"
         logger.warning(with_code(text, "DSX154"))
-        return NoSchedule()
+        return ScheduleDriver(None)
     # torch's schedulers need a torch.optim.Optimizer; the inner optimizer has the same parameter groups.
     target = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.inner
     if section is not None and given is None:
-        return DrivenSchedule(build_schedule(section.type, target, section.params))
+        return ScheduleDriver(build_schedule(section.type, target, section.params))
     # A class is a callable that makes one.
     made = callable(getattr(given, "step", None)) and not isinstance(given, type)
-    return DrivenSchedule(given if made else given(target))
+    return ScheduleDriver(given if made else given(target))  # pyright: ignore[reportArgumentType]

@@ -1,10 +1,10 @@
 """Keys that dsx knows but does not implement. Some are refused with an explanation, others accepted with one warning.
 
-Three tables of data and two pure functions over a validated configuration.
+Two tables for the sections of dsx itself, and two pure functions over a validated configuration. The sections of other
+packages have their own tables (``sections.judged``).
 
-* ``NOT_YET``: features that dsx does not have, with the reason. Asking for one is an error; a block that is switched
-  off, or a key at its default, does not ask for a feature.
-* ``REFUSED``: features that dsx will not have, with an alternative.
+* ``REFUSED``: features that dsx will not have, with an alternative. Asking for one is an error; a block that is
+  switched off, or a key at its default, does not ask for a feature.
 * ``MEANINGLESS``: settings of another implementation. They are accepted, because published files have them, and one
   warning names those that the file sets.
 """
@@ -14,16 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dsx_moe import config as expert_section
-from dsx_zero import config as zero_section
-
 from ..errors import Problem
+from .sections import judged
 
-__all__ = ["MEANINGLESS", "NOT_YET", "OLD_NAMES", "REFUSED", "asks_for", "meaningless", "not_yet"]
-
-NOT_YET: dict[str, str] = {
-    **{f"zero_optimization.{name}": reason for name, reason in zero_section.NOT_YET.items()},
-}
+__all__ = ["MEANINGLESS", "REFUSED", "asks_for", "meaningless", "not_yet"]
 
 REFUSED: dict[str, str] = {
     "compile.deepcompile": (
@@ -86,11 +80,7 @@ MEANINGLESS: dict[str, str] = {
         )
     },
     "cuda_visible_devices": "choose devices with `dsx launch --include` or the variable CUDA_VISIBLE_DEVICES",
-    "data_efficiency.data_routing.random_ltd.global_batch_size": "the engine knows it",
-    "data_efficiency.data_routing.random_ltd.micro_batch_size": "the engine knows it",
     "disable_allgather": "DeepSpeed does not read it either",
-    **{f"expert_parallel.{name}": reason for name, reason in expert_section.MEANINGLESS.items()},
-    "flops_profiler.recompute_fwd_factor": "recomputation is counted as it runs",
     "optimizer.legacy_fusion": "there is one fp16 path",
     "seq_parallel_communication_data_type": (
         "gradients are reduced over data- and sequence-parallel ranks together, in communication_data_type"
@@ -101,11 +91,8 @@ MEANINGLESS: dict[str, str] = {
         "every optimizer that can work on slices may be used; the others are refused by name"
     ),
     "zero_force_ds_cpu_optimizer": "any torch optimizer may be used",
-    **{f"zero_optimization.{name}": reason for name, reason in zero_section.NO_EFFECT.items()},
 }
-
-OLD_NAMES: dict[str, str] = {f"zero_optimization.{name}": reason for name, reason in zero_section.OLD_NAMES.items()}
-"""Keys that act under another name: path -> what they are read as."""
+"""Settings of dsx's own sections that change nothing here: path -> why."""
 
 
 def asks_for(value: Any, default: Any) -> bool:
@@ -132,7 +119,7 @@ def asks_for(value: Any, default: Any) -> bool:
 
 def not_yet(root: Any, where: Any) -> Iterator[Problem]:
     """Yield one problem per feature that ``root`` asks for and that does not exist (yet, or ever)."""
-    for path, reason in NOT_YET.items():
+    for path, reason in judged(type(root), "NOT_YET").items():
         for full, shown in _asked(root, path):
             yield Problem(
                 "not-available", full, f"not available yet: {full}", got=shown, where=where(full),
@@ -157,15 +144,15 @@ def _asked(root: Any, path: str) -> Iterator[tuple[str, str]]:
 _ALREADY_SO = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
 
 
-def meaningless(paths: Mapping[str, Any], further: Mapping[str, str]) -> list[str]:
-    """Return ``path: reason`` for every key of ``MEANINGLESS`` and ``further`` among the paths that a configuration
-    sets, except where the value asks for what dsx does in any case.
+def meaningless(paths: Mapping[str, Any], without_effect: Mapping[str, str]) -> list[str]:
+    """Return ``path: reason`` for every key without effect among the paths that a configuration sets, except where the
+    value asks for what dsx does in any case.
     """
     found = []
     on_disk = any(path.startswith("zero_optimization.offload_") and value == "nvme" for path, value in paths.items())
     if not on_disk and any(path.startswith("aio.") for path in paths):
         found.append("aio: read where offload_optimizer or offload_param has the device nvme, which is not so here")
-    for path, reason in (*MEANINGLESS.items(), *further.items()):
+    for path, reason in without_effect.items():
         if path in _ALREADY_SO and paths.get(path) == _ALREADY_SO[path]:
             continue
         if path in paths or any(other.startswith(path + ".") for other in paths):

@@ -74,4 +74,8 @@ def from_dataclass(source: type, *, module: str) -> type[Section]:
                 strict=False if lists else None,
             ),
         )
-    return create_model(source.__name__, __base__=Section, __module__=module, __doc__=source.__doc__, **fields)
+    made = create_model(source.__name__, __base__=Section, __module__=module, __doc__=source.__doc__, **fields)
+    for name, hint in hints.items():
+        if typing.get_origin(hint) is typing.ClassVar:  # the section's judgements of its keys, see `sections.judged`
+            setattr(made, name, getattr(source, name))
+    return made

@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-from .availability import MEANINGLESS, NOT_YET, REFUSED
+from .availability import MEANINGLESS, REFUSED
 from .components import OPTIMIZER_ARGUMENTS, argument_schema, optimizer_classes, torch_classes
 from .normal import SECOND_NAMES, SECTIONS_THAT_MAY_BE_NULL
 from .schema import Root
-from .sections import no_effect, whole_model
+from .sections import judged, whole_model
 
 __all__ = ["json_schema"]
 
@@ -47,7 +47,7 @@ def json_schema() -> dict[str, Any]:
     properties = schema["properties"]
     properties["optimizer"] = _component("optimizer")
     properties["scheduler"] = _component("scheduler")
-    _describe_availability(schema, sections, {**MEANINGLESS, **no_effect(root)})
+    _describe_availability(schema, sections, root)
     for section in (schema, *sections.values()):
         _read_like_the_loader(section)
     zero = properties["zero_optimization"]
@@ -179,10 +179,11 @@ def _default_of(parameter: inspect.Parameter) -> dict[str, Any]:
         return {}
 
 
-def _describe_availability(schema: dict[str, Any], sections: dict[str, Any], without_effect: Mapping[str, str]) -> None:
+def _describe_availability(schema: dict[str, Any], sections: dict[str, Any], root: type[Root]) -> None:
     """Add to the text of a key that it is not available yet, or has no effect here."""
-    notes = {path: f"not available yet: {reason}" for path, reason in NOT_YET.items()}
+    notes = {path: f"not available yet: {reason}" for path, reason in judged(root, "NOT_YET").items()}
     notes.update({path: f"not supported: {reason}" for path, reason in REFUSED.items()})
+    without_effect = {**MEANINGLESS, **judged(root, "NO_EFFECT")}
     notes.update({path: f"accepted without effect: {reason}" for path, reason in without_effect.items()})
     for path, note in notes.items():
         *parents, name = path.split(".")

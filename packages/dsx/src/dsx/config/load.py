@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from ..errors import DsxConfigError, PrecisionError, Problem
 from ..precision import Precision, resolve_precision
-from .availability import MEANINGLESS, OLD_NAMES, asks_for, meaningless, not_yet
+from .availability import MEANINGLESS, asks_for, meaningless, not_yet
 from .batch import ACCUMULATION, MICRO, TRAIN, BatchSizes, resolve_batch
 from .components import component_problems
 from .elastic import elastic_batch
@@ -26,7 +26,7 @@ from .normal import Normalised, normalise
 from .report import UsageTracker, leaves
 from .rules import conflicts, notices
 from .schema import Root
-from .sections import Sections, no_effect, root_model, sections_for, whole_model
+from .sections import Sections, judged, root_model, sections_for, whole_model
 from .source import Document, read
 from .translate import MOST_PROBLEMS, problems_of
 
@@ -167,13 +167,17 @@ def _build(root: Any, batch: BatchSizes, precision: Precision, document: Documen
     origins.update({key: "auto" if key in ready.auto else "derived" for key in batch.derived})
     warnings = [*ready.notes, *(with_code(notice, _NO_EFFECT) for notice in notices(root))]
     given = dict(leaves(ready.data))
-    warnings += [with_code(f"{path}: {reason}", _NO_EFFECT) for path, reason in OLD_NAMES.items() if path in given]
-    further = no_effect(type(root))
-    ignored = meaningless(given, further)
+    warnings += [
+        with_code(f"{path}: {reason}", _NO_EFFECT)
+        for path, reason in judged(type(root), "OLD_NAMES").items()
+        if path in given
+    ]
+    without_effect = {**MEANINGLESS, **judged(type(root), "NO_EFFECT")}
+    ignored = meaningless(given, without_effect)
     if ignored:
         told = with_code("these keys are accepted and mean nothing here", _NO_EFFECT)
         warnings.append("\n  ".join([f"{told}:", *ignored]))
-    names = {*MEANINGLESS, *further, *(name.split(":")[0] for name in ignored)}
+    names = {*without_effect, *(name.split(":")[0] for name in ignored)}
     configured = [key for key in ready.data if key not in names and _is_active(root, key)]
     tracker = UsageTracker(configured)
     tracker.mark("elasticity")  # it is used here: the batch sizes come from it

@@ -11,12 +11,12 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from .availability import MEANINGLESS, NOT_YET, OLD_NAMES, REFUSED
+from .availability import MEANINGLESS, REFUSED
 from .components import OPTIMIZER_ARGUMENTS
 from .describe import type_text
 from .normal import SECOND_NAMES
 from .notes import NOTES
-from .sections import no_effect, whole_model
+from .sections import judged, whole_model
 from .translate import model_in, named_model_in
 
 __all__ = ["reference"]
@@ -130,17 +130,19 @@ def _state(path: str) -> str:
     for an old name, what it is read as.
     """
     parts = path.split(".")
-    without_effect = {**MEANINGLESS, **no_effect(whole_model())}
+    model = whole_model()
+    without_effect = {**MEANINGLESS, **judged(model, "NO_EFFECT")}
+    not_yet, old_names = judged(model, "NOT_YET"), judged(model, "OLD_NAMES")
     for end in range(len(parts), 0, -1):
         head = ".".join(parts[:end])
-        if head in NOT_YET:
-            return f"not available: {NOT_YET[head]}"
+        if head in not_yet:
+            return f"not available: {not_yet[head]}"
         if head in REFUSED:
             return f"refused: {REFUSED[head]}"
         if head in without_effect:
             return f"no effect: {without_effect[head]}"
-        if head in OLD_NAMES:
-            return OLD_NAMES[head]
+        if head in old_names:
+            return old_names[head]
     return ""
 
 

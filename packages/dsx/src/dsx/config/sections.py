@@ -8,7 +8,8 @@ about unknown keys, the reference page, the schema for editors).
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+import typing
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -22,7 +23,7 @@ __all__ = [
     "Sections",
     "absent_section",
     "installed",
-    "no_effect",
+    "judged",
     "root_model",
     "sections_for",
     "whole_model",
@@ -83,15 +84,30 @@ def root_model(sections: Sections) -> type[Root]:
     return _composed(tuple(sections.items())) if sections else Root
 
 
-def no_effect(model: type[BaseModel]) -> dict[str, str]:
-    """The keys without an effect in the sections of extensions: path -> why (`NO_EFFECT` of a section's model)."""
-    own = set(model.model_fields) - set(Root.model_fields)
-    found = {name: model.model_fields[name].annotation for name in own}
-    return {
-        f"{name}.{key}": reason
-        for name, section in found.items()
-        for key, reason in getattr(section, "NO_EFFECT", {}).items()
-    }
+@functools.lru_cache(maxsize=64)
+def judged(model: type[BaseModel], table: str) -> dict[str, str]:
+    """The sections' own judgements of their keys: path -> text.
+
+    Args:
+        model: of the whole document.
+        table: name of the class attribute in which a section's model maps its keys ("" is the section itself) to texts:
+            `NO_EFFECT`: why a key changes nothing; `NOT_YET`: why a key cannot be used; `OLD_NAMES`: what a key is read
+            as; `BETTER` and `DIFFERS`: how its effect compares with DeepSpeed's.
+    """
+    found = {}
+    for name, field in model.model_fields.items():
+        for section in _sections_in(field.annotation):
+            own: Mapping[str, str] = getattr(section, table, {})
+            inner = {**own, **judged(section, table)}
+            found.update({f"{name}.{key}" if key else name: text for key, text in inner.items()})
+    return found
+
+
+def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The models in the annotation of a field that holds a section or None."""
+    for one in (annotation, *typing.get_args(annotation)):
+        if isinstance(one, type) and issubclass(one, BaseModel):
+            yield one
 
 
 def _installed_section(one: EntryPoint) -> type[BaseModel] | None:

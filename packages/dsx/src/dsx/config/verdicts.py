@@ -21,47 +21,32 @@ from typing import Any
 from dsx_core import shorten
 
 from ..errors import DsxConfigError, Problem
-from .availability import MEANINGLESS, OLD_NAMES
+from .availability import MEANINGLESS
+from .load import load_config
 from .normal import MEANS_AUTO, SECOND_NAMES
 from .report import leaves
+from .sections import judged, root_model, sections_for
 from .source import read
 
 __all__ = ["BETTER", "DIFFERS", "Verdict", "render", "verdicts"]
 
 BETTER: dict[str, str] = {
-    "autotuning": "what cannot fit is planned, not tried; latency is minimised; a search that was killed goes on",
-    "bf16.check_grad_overflow": "also checked at stage 3",
-    "checkpoint.tag_validation": "rank 0's tag is taken everywhere, so that no rank writes to another folder",
     "communication_data_type": "holds for gathers and reductions of every stage",
-    "comms_logger": "bytes are counted exactly, on every transport",
-    "curriculum_learning": "a resumed run has the same batches, with any number of ranks",
-    "data_efficiency": "a resumed run has the same batches, with any number of ranks",
     "dataloader_drop_last": "the order changes from epoch to epoch and is resumed exactly",
-    "flops_profiler": "profiles of micro-batches, as text, JSON and a page",
-    "fp16.enabled": "also on a CPU; a step is unscaled with the scale of its own backward, at stage 0 too",
     "gradient_accumulation_steps": "the loss is divided once, whatever the model returns",
     "prescale_gradients": "the division happens once, at every stage",
     "gradient_predivide_factor": "the division happens once, at every stage",
-    "tensorboard": "a writer that fails warns and does not end training",
-    "wandb": "a writer that fails warns and does not end training",
-    "csv_monitor": "a writer that fails warns and does not end training",
-    "comet": "a writer that fails warns and does not end training",
-    "zero_optimization.elastic_checkpoint": "every checkpoint loads at every number of ranks and stage",
-    "zero_optimization.leaf_module": "an entry that fits no module is an error",
-    "zero_optimization.stage": "every stage gives the losses of plain PyTorch, unused parameters included",
+    "bf16.check_grad_overflow": "also checked at stage 3",
+    "checkpoint.tag_validation": "rank 0's tag is taken everywhere, so that no rank writes to another folder",
+    "fp16.enabled": "also on a CPU; a step is unscaled with the scale of its own backward, at stage 0 too",
 }
+"""Keys of dsx's own sections that do more than DeepSpeed's; other sections have a table of their own."""
 
 DIFFERS: dict[str, str] = {
-    "comms_logger.enabled": "false is off; DeepSpeed logs as soon as the block exists",
     "steps_per_print": "10 unless it is set, as documented; DeepSpeed prints nothing then",
 }
+"""Keys of dsx's own sections that do something else than DeepSpeed's."""
 
-_TABLES = (
-    ("used", "same", OLD_NAMES),
-    ("no effect", "", MEANINGLESS),
-    ("used", "differs", DIFFERS),
-    ("used", "better", BETTER),
-)
 _Tables = Sequence[tuple[str, str, Mapping[str, str]]]
 
 
@@ -90,17 +75,20 @@ def verdicts(source: Any, *, world_size: int = 1) -> list[Verdict]:
     Raises:
         DsxConfigError: the document cannot be read.
     """
-    # Lazy imports: they need pydantic, and others import this module for its tables only.
-    from .load import load_config
-    from .sections import no_effect, root_model, sections_for
-
     document = read(source)
     try:
         load_config(source, world_size=world_size, template=True)
         problems: list[Problem] = []
     except DsxConfigError as error:
         problems = list(error.problems)
-    tables = (("no effect", "", no_effect(root_model(sections_for(document.data)))), *_TABLES)
+    model = root_model(sections_for(document.data))
+    tables = (
+        ("no effect", "", judged(model, "NO_EFFECT")),
+        ("used", "same", judged(model, "OLD_NAMES")),
+        ("no effect", "", MEANINGLESS),
+        ("used", "differs", {**DIFFERS, **judged(model, "DIFFERS")}),
+        ("used", "better", {**BETTER, **judged(model, "BETTER")}),
+    )
     found, named = [], set()
     for path, value in leaves(document.data):
         if not path:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .describe import describe
 from .errors import EngineArgumentError
-from .stepper import DrivenSchedule, NoSchedule
+from .stepper import ScheduleDriver
 
 if TYPE_CHECKING:
     from torch import nn
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ..config import Config
     from .parts import EngineParts
     from .report import Counters, StepReport
+    from .stepper import Scheduler
     from .watch import Monitor
 
 
@@ -90,12 +91,12 @@ class EngineAccessors:
         return self._parts.optimizer
 
     @property
-    def lr_scheduler(self) -> Any:
+    def lr_scheduler(self) -> Scheduler | None:
         """The learning-rate scheduler, stepped by the engine; None without one."""
         return self._parts.update.schedule.scheduler
 
     @lr_scheduler.setter
-    def lr_scheduler(self, scheduler: Any) -> None:
+    def lr_scheduler(self, scheduler: Scheduler | None) -> None:
         """Let the engine step another scheduler. None: the engine steps none, the caller may. Checkpoints save the new
         one.
 
@@ -106,7 +107,7 @@ class EngineAccessors:
             raise EngineArgumentError(
                 f"engine.lr_scheduler: got {type(scheduler).__name__}, expected an object with step(), or None"
             )
-        driver = NoSchedule() if scheduler is None else DrivenSchedule(scheduler)
+        driver = ScheduleDriver(scheduler)
         parts = self._parts
         saved = dataclasses.replace(parts.checkpointer, schedule=driver)
         update = dataclasses.replace(parts.update, schedule=driver)

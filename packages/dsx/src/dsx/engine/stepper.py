@@ -201,54 +201,40 @@ class NoStepper:
         )
 
 
-class ScheduleDriver(Protocol):
-    """The calls that the engine makes to a schedule, and the scheduler behind it; None without one."""
+class Scheduler(Protocol):
+    """A learning-rate scheduler, as torch's are."""
 
-    @property
-    def scheduler(self) -> Any: ...
+    def step(self, *args: Any, **kwargs: Any) -> Any: ...
 
-    def step(self, **kwargs: Any) -> None: ...
+    def get_last_lr(self) -> list[Any]: ...
 
     def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
-class NoSchedule:
-    """Constant learning rates."""
+class ScheduleDriver:
+    """The calls that the engine makes to a scheduler. Without one (None) learning rates stay as they are."""
 
-    scheduler = None
+    def __init__(self, scheduler: Scheduler | None) -> None:
+        self.scheduler = scheduler
 
     def step(self, **kwargs: Any) -> None:
-        """Does nothing. Arguments are refused, because they would have no effect."""
-        if kwargs:
+        """Set the learning rates of the next update. Without a scheduler arguments are refused, because they would have
+        no effect.
+        """
+        if self.scheduler is not None:
+            self.scheduler.step(**kwargs)
+        elif kwargs:
             raise EngineArgumentError(
                 f"step(lr_kwargs={kwargs!r}): this engine has no learning-rate scheduler to pass them to"
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns an empty state."""
-        return {}
+        """The state of the scheduler; empty without one."""
+        return {} if self.scheduler is None else self.scheduler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Does nothing: a checkpoint made with a schedule may be loaded without one."""
-
-
-class DrivenSchedule:
-    """Steps `scheduler` once per applied update."""
-
-    def __init__(self, scheduler: Any) -> None:
-        self.scheduler = scheduler
-
-    def step(self, **kwargs: Any) -> None:
-        """Set the learning rates of the next update."""
-        self.scheduler.step(**kwargs)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the schedule."""
-        return self.scheduler.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the schedule; an empty state (saved without a schedule) leaves it unchanged."""
-        if state:
+        """Restore the scheduler. A state that was saved without one, or is loaded without one, changes nothing."""
+        if state and self.scheduler is not None:
             self.scheduler.load_state_dict(state)

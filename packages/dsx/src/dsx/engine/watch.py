@@ -16,6 +16,9 @@ from .report import StepReport
 if TYPE_CHECKING:
     from dsx_activations import SequenceParallel
 
+    from .engine import Engine
+    from .parts import EngineParts
+
 __all__ = ["Monitor", "Watch"]
 
 
@@ -77,7 +80,7 @@ class Watch:
     forward: Callable[[], AbstractContextManager[Any]] | None = None
     eigenvalues: Callable[[], dict[str, float]] = dict
     sequence_parallel: SequenceParallel | None = None
-    make_engine: Callable[[Any], Any] | None = None
+    make_engine: Callable[[EngineParts], Engine] | None = None
 
     def add(self, thing: Any) -> Any:
         """Add an object to the hooks, observers, transforms or sources of events, by its methods."""
