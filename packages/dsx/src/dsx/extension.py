@@ -17,7 +17,7 @@ from torch import nn
 
 from .engine.errors import EngineArgumentError
 from .engine.report import Counters
-from .engine.watch import Watch
+from .engine.watch import Watch as EngineWatch
 
 if TYPE_CHECKING:
     from dsx_comm import RankSets
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from .config import Config
+    from .engine.engine import Engine
+    from .engine.parts import EngineParts
     from .engine.request import Request
 
 __all__ = [
@@ -48,6 +50,17 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+@dataclass
+class Watch(EngineWatch):
+    """What extensions add to an engine (see `dsx.engine.watch.Watch`), and who makes it.
+
+    Attributes:
+        make_engine: makes the engine of its `EngineParts` (which hold this object); None: `Engine`.
+    """
+
+    make_engine: Callable[[EngineParts], Engine] | None = None
+
+
 class Extension:
     """Takes part in building an engine. Subclasses override what they need; each method is called once, on every rank,
     in the order in which they stand here. An object of another class does as well if it has all of these methods.
@@ -57,8 +70,9 @@ class Extension:
     """Of its section and of its state in checkpoints; no two extensions of an engine have the same."""
     section: ClassVar[type[BaseModel] | None] = None
     """The pydantic model of its section, which must refuse unknown keys (`dsx.config.Section` does). None: dsx models
-    the section, or there is none. `NO_EFFECT` of the model maps keys that mean nothing to a reason (`dsx.config.sections.judged`
-    names further tables); its method `findings()` yields what is wrong with values that are valid one by one (`dsx_core.Finding`).
+    the section, or there is none. `NO_EFFECT` of the model maps keys that mean nothing to a reason
+    (`dsx.config.sections.judged` names further tables); its method `findings()` yields what is wrong with values that
+    are valid one by one (`dsx_core.Finding`).
     """
 
     def begin(self, keys: Mapping[str, Any], model: nn.Module, rank: int) -> None:

@@ -16,9 +16,6 @@ from .report import StepReport
 if TYPE_CHECKING:
     from dsx_activations import SequenceParallel
 
-    from .engine import Engine
-    from .parts import EngineParts
-
 __all__ = ["Monitor", "Watch"]
 
 
@@ -63,7 +60,6 @@ class Watch:
         forward: a further context of the forward pass.
         eigenvalues: returns the latest relative eigenvalue of each block by module name.
         sequence_parallel: cuts tensors over the ranks of a sequence (`dsx_activations.SequenceParallel`).
-        make_engine: makes the engine of its `EngineParts` (which hold this object); None: `Engine`.
     """
 
     clock: Clock = field(default_factory=NoClock)
@@ -80,7 +76,6 @@ class Watch:
     forward: Callable[[], AbstractContextManager[Any]] | None = None
     eigenvalues: Callable[[], dict[str, float]] = dict
     sequence_parallel: SequenceParallel | None = None
-    make_engine: Callable[[EngineParts], Engine] | None = None
 
     def add(self, thing: Any) -> Any:
         """Add an object to the hooks, observers, transforms or sources of events, by its methods."""
