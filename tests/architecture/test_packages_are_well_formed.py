@@ -1,5 +1,6 @@
 """Every package has the shape that the workspace promises: parts that install and work alone."""
 
+import ast
 import re
 import sys
 from pathlib import Path
@@ -118,3 +119,18 @@ def test_what_a_package_index_shows_is_complete(package):
 def test_links_of_a_readme_work_outside_the_repository(package):
     links = re.findall(r"\]\(([^)\s]+)\)", (package.path / "README.md").read_text())
     assert [link for link in links if not link.startswith(("https://", "#"))] == []
+
+
+LOWER = ("comm", "zero", "ops", "nvme", "sparse-attn", "monitor", "pipe", "moe", "data", "compress")
+MOST_PUBLIC_NAMES = 475  # of the lower packages together: each is documented, tested and promised
+
+
+def test_the_lower_packages_promise_few_names():
+    """A name that only the package itself and its tests use is no public name: its module has it."""
+    counts = {}
+    for name in LOWER:
+        source = (PACKAGES[f"dsx-{name}"].path / "src" / PACKAGES[f"dsx-{name}"].module / "__init__.py").read_text()
+        assigned = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Assign)]
+        (listed,) = [node.value for node in assigned if getattr(node.targets[0], "id", "") == "__all__"]
+        counts[name] = len(ast.literal_eval(listed))
+    assert 0 < sum(counts.values()) <= MOST_PUBLIC_NAMES, counts

@@ -2,6 +2,7 @@
 
 import dsx_comm
 import dsx_moe
+import dsx_moe.groups
 import pytest
 import torch
 from dsx_comm import GroupRegistry, parallel_groups
@@ -55,7 +56,7 @@ def train(rank, world, schedule):
     dsx_comm.init_distributed()
     topology = PipeDataParallelTopology(2, 2)
     parallel_groups.use(GroupRegistry(topology))
-    dsx_moe.expert_groups_of(2)  # on all ranks: a stage without experts would not make the groups
+    dsx_moe.groups.expert_groups_of(2)  # on all ranks: a stage without experts would not make the groups
     module = PipelineModule(
         specs(2),
         topology=topology,

@@ -2,6 +2,7 @@ import logging
 import time
 
 import dsx_comm
+import dsx_comm.errors
 import pytest
 import torch
 from dsx_comm.bandwidth import gbps, size_text, trimmed_mean
@@ -27,17 +28,19 @@ def test_bandwidth_formulas():
 
 def test_the_section_is_strict():
     assert CommsLoggerConfig.from_dict({"enabled": False, "prof_ops": ["all_reduce"]}).prof_ops == ("all_reduce",)
-    with pytest.raises(dsx_comm.CommConfigError, match=r"comms_logger\.prof_op: unknown key; did you mean 'prof_ops'"):
+    with pytest.raises(
+        dsx_comm.errors.CommConfigError, match=r"comms_logger\.prof_op: unknown key; did you mean 'prof_ops'"
+    ):
         CommsLoggerConfig.from_dict({"prof_op": []})
-    with pytest.raises(dsx_comm.CommConfigError, match=r"comms_logger\.enabled: got 1, expected true or false"):
+    with pytest.raises(dsx_comm.errors.CommConfigError, match=r"comms_logger\.enabled: got 1, expected true or false"):
         CommsLoggerConfig(enabled=1)
-    with pytest.raises(dsx_comm.CommConfigError, match=r"comms_logger\.prof_ops: got 'all_reduce'"):
+    with pytest.raises(dsx_comm.errors.CommConfigError, match=r"comms_logger\.prof_ops: got 'all_reduce'"):
         CommsLoggerConfig(prof_ops="all_reduce")
 
 
 def test_a_misspelt_section_is_not_taken_for_a_configuration_without_one():
     with pytest.raises(
-        dsx_comm.CommConfigError, match=r"comms_logger\.prof_opps: unknown key; did you mean 'prof_ops'"
+        dsx_comm.errors.CommConfigError, match=r"comms_logger\.prof_opps: unknown key; did you mean 'prof_ops'"
     ):
         dsx_comm.configure({"enabled": True, "prof_opps": ["all_reduce"]})
     dsx_comm.configure({"train_batch_size": 8})  # a configuration that has none

@@ -6,7 +6,6 @@ import pytest
 import torch
 from compress_zoo import TinyBert, TinyNet, ids, method, train
 from dsx_compress import (
-    CompressionDataError,
     CompressionError,
     compression_scheduler,
     convert_conv1d_to_linear,
@@ -15,6 +14,7 @@ from dsx_compress import (
     redundancy_clean,
 )
 from dsx_compress.apply import is_compressed
+from dsx_compress.errors import CompressionDataError
 from torch import nn
 
 ROWS = method(

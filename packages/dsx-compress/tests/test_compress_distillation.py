@@ -3,15 +3,9 @@
 import pytest
 import torch
 from compress_zoo import TinyBert, ids, method
-from dsx_compress import (
-    CompressionError,
-    DistillationLoss,
-    QuantizedLinear,
-    Teacher,
-    init_compression,
-    student_initialization,
-)
+from dsx_compress import CompressionError, DistillationLoss, Teacher, init_compression, student_initialization
 from dsx_compress.distillation import logits_loss
+from dsx_compress.runtime import QuantizedLinear
 from torch import nn
 
 

@@ -8,19 +8,18 @@ import pytest
 import torch
 from compress_zoo import TinyBert, TinyNet, ids, method, train
 from dsx_compress import (
-    CompressionDataError,
     CompressionError,
-    QuantizedLinear,
     compression_scheduler,
     export_model,
     init_compression,
     load_exported,
     load_quantized,
-    read_exported,
     redundancy_clean,
 )
-from dsx_compress.export import pack_dense
+from dsx_compress.errors import CompressionDataError
+from dsx_compress.export import pack_dense, read_exported
 from dsx_compress.packing import pack, unpack
+from dsx_compress.runtime import QuantizedLinear
 from torch import nn
 
 

@@ -11,7 +11,6 @@ from dsx_compress import (
     compression_report,
     compression_scheduler,
     export_model,
-    fake_quantize,
     init_compression,
     load_exported,
     load_quantized,
@@ -19,6 +18,7 @@ from dsx_compress import (
     redundancy_clean,
 )
 from dsx_compress.apply import techniques_of
+from dsx_compress.quantizers import fake_quantize
 from torch import nn
 
 WEIGHTS = method("weight_quantization", {"quantize_groups": 8, "quantize_weight_in_forward": True}, g={})

@@ -7,11 +7,11 @@ from dsx_compress import (
     CompressionError,
     PostTrainingConfig,
     export_model,
-    fake_quantize,
     is_compressed,
     load_exported,
     quantize_post_training,
 )
+from dsx_compress.quantizers import fake_quantize
 from torch import nn
 
 

@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
-from dsx_compress import CompressionDataError, CompressionError, fake_quantize
-from dsx_compress.quantizers import decode, encode, require_finite
+from dsx_compress import CompressionError
+from dsx_compress.errors import CompressionDataError
+from dsx_compress.quantizers import decode, encode, fake_quantize, require_finite
 
 
 def even(value):

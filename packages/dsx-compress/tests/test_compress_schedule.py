@@ -5,16 +5,12 @@ import copy
 import pytest
 import torch
 from compress_zoo import TinyBert, ids, method, train
-from dsx_compress import (
-    CompressionError,
-    CompressionScheduler,
-    OptimizerQuantizer,
-    compression_scheduler,
-    fake_quantize,
-    init_compression,
-)
+from dsx_compress import CompressionError, compression_scheduler, init_compression
 from dsx_compress.apply import techniques_of
 from dsx_compress.bits import BitSchedule, period_factor
+from dsx_compress.moq import OptimizerQuantizer
+from dsx_compress.quantizers import fake_quantize
+from dsx_compress.scheduler import CompressionScheduler
 from torch.nn import functional
 
 QUANTIZE = {"quantize_weight_in_forward": True}

@@ -4,7 +4,6 @@ import pytest
 import torch
 from compress_zoo import TinyBert, ids, method, train
 from dsx_compress import (
-    CompressionDataError,
     CompressionError,
     compression_scheduler,
     export_model,
@@ -14,6 +13,7 @@ from dsx_compress import (
     load_torchao,
     to_torchao,
 )
+from dsx_compress.errors import CompressionDataError
 
 
 def exported(path, bits=8, kind="symmetric", groups=16, dtype=torch.float32):

@@ -3,6 +3,7 @@
 import itertools
 
 import dsx_data
+import dsx_data.errors
 import pytest
 import torch
 from dsx_data import LoaderOptions, TrainingLoader
@@ -110,7 +111,7 @@ def test_a_loop_that_is_left_early_ends_its_epoch():
 
 
 def test_what_cannot_be_shared_out_is_refused():
-    with pytest.raises(dsx_data.DataArgumentError, match="got 12, expected a multiple of 10"):
+    with pytest.raises(dsx_data.errors.DataArgumentError, match="got 12, expected a multiple of 10"):
         loaders(2, 5)
-    with pytest.raises(dsx_data.DataArgumentError, match="without samples"):
+    with pytest.raises(dsx_data.errors.DataArgumentError, match="without samples"):
         loaders(2, 3, length=0)

@@ -9,15 +9,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from dsx_data import (
-    CurriculumSampler,
-    DataAnalyzer,
-    DataArgumentError,
-    DataStateError,
-    IndexWriter,
-    LoaderOptions,
-    TrainingLoader,
-)
+from dsx_data import CurriculumSampler, DataAnalyzer, IndexWriter, LoaderOptions, TrainingLoader
+from dsx_data.errors import DataArgumentError, DataStateError
 
 
 def write_metric(path, name, values, form="dsx"):

@@ -4,7 +4,8 @@ import math
 import random
 
 import pytest
-from dsx_data import CurriculumScheduler, DataArgumentError
+from dsx_data import CurriculumScheduler
+from dsx_data.errors import DataArgumentError
 
 
 def config(kind, low, high, **numbers):

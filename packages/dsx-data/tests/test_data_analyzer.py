@@ -7,17 +7,16 @@ import numpy as np
 import pytest
 import torch
 from dsx_data import (
-    AnalysisError,
     DataAnalyzer,
-    DataArgumentError,
     DistributedDataAnalyzer,
     SequenceLength,
     VocabularyCounts,
     VocabularyRarity,
-    difficulty_picture,
-    lengths_from,
     open_index,
 )
+from dsx_data.analysis import difficulty_picture
+from dsx_data.batching.plan import lengths_from
+from dsx_data.errors import AnalysisError, DataArgumentError
 from dsx_testkit import run_ranks
 from torch.utils.data import TensorDataset
 

@@ -2,16 +2,9 @@
 
 import pytest
 import torch
-from dsx_data import (
-    DataArgumentError,
-    DataStateError,
-    LoaderOptions,
-    RepeatingLoader,
-    ShardedSampler,
-    TrainingLoader,
-    epoch_order,
-    rank_share,
-)
+from dsx_data import LoaderOptions, RepeatingLoader, TrainingLoader
+from dsx_data.errors import DataArgumentError, DataStateError
+from dsx_data.loader import ShardedSampler, epoch_order, rank_share
 from torch.utils.data import DistributedSampler, IterableDataset
 
 

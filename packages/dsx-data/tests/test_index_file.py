@@ -5,7 +5,8 @@ import random
 
 import numpy as np
 import pytest
-from dsx_data import DataArgumentError, IndexFile, IndexFileError, IndexWriter, open_index
+from dsx_data import IndexFile, IndexWriter, open_index
+from dsx_data.errors import DataArgumentError, IndexFileError
 
 
 def written(path, rows, dtype="uint32", **options):

@@ -6,7 +6,8 @@ import struct
 import numpy as np
 import pytest
 import torch
-from dsx_data import DataArgumentError, IndexFileError, MMapIndexedDataset, MMapIndexedDatasetBuilder, open_index
+from dsx_data import MMapIndexedDataset, MMapIndexedDatasetBuilder, open_index
+from dsx_data.errors import DataArgumentError, IndexFileError
 
 SEQUENCES = [[5, 6, 7], [], [8], [9, 10]]
 

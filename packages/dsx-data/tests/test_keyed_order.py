@@ -9,7 +9,9 @@ import dsx_data.loader.tracks
 import numpy as np
 import pytest
 import torch
-from dsx_data import DataStateError, LoaderOptions, ShardedSampler, TrainingLoader, epoch_order
+from dsx_data import LoaderOptions, TrainingLoader
+from dsx_data.errors import DataStateError
+from dsx_data.loader import ShardedSampler, epoch_order
 from dsx_data.loader.continuous import ContinuousSampler
 from dsx_data.loader.order import KEYED_ABOVE
 from dsx_data.loader.permutation import KeyedPermutation

@@ -5,16 +5,9 @@ import math
 
 import pytest
 import torch
-from dsx_data import (
-    DataArgumentError,
-    LayerDrop,
-    ProgressiveLayerDrop,
-    RandomLTDScheduler,
-    convert_to_layer_drop,
-    convert_to_random_ltd,
-    find_layer_drop,
-    remove_layer_drop,
-)
+from dsx_data import ProgressiveLayerDrop, RandomLTDScheduler, convert_to_layer_drop, convert_to_random_ltd
+from dsx_data.errors import DataArgumentError
+from dsx_data.routing import LayerDrop, find_layer_drop, remove_layer_drop
 from dsx_testkit import run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -193,7 +186,7 @@ def test_it_goes_together_with_random_ltd_and_is_removed_in_turn():
     with pytest.raises(DataArgumentError, match="convert a model once"):
         convert_to_layer_drop(layers, Layer, schedule=ProgressiveLayerDrop())
     remove_layer_drop(layers)
-    from dsx_data import remove_random_ltd
+    from dsx_data.routing import remove_random_ltd
 
     remove_random_ltd(layers)
     assert type(layers[0]) is kinds

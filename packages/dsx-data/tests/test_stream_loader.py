@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 import pytest
-from dsx_data import DataArgumentError, DataStateError, LoaderOptions, SharedStream, TrainingLoader
+from dsx_data import LoaderOptions, SharedStream, TrainingLoader
+from dsx_data.errors import DataArgumentError, DataStateError
 from torch.utils.data import IterableDataset, get_worker_info
 
 

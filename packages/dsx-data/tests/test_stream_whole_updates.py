@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 import torch
-from dsx_data import DataArgumentError, LoaderOptions, RepeatingLoader, SharedStream, TrainingLoader
+from dsx_data import LoaderOptions, RepeatingLoader, SharedStream, TrainingLoader
+from dsx_data.errors import DataArgumentError
 
 LENGTH, BATCH = 22, 12
 LAYOUTS = [(1, 12, 0), (1, 4, 2), (2, 3, 0), (2, 6, 3), (3, 2, 0), (3, 4, 0), (6, 2, 0), (12, 1, 0)]

@@ -4,7 +4,8 @@ import random
 
 import numpy as np
 import pytest
-from dsx_data import DataArgumentError, DataStateError, LoaderOptions, TokenBudget, TrainingLoader, lr_factor
+from dsx_data import LoaderOptions, TokenBudget, TrainingLoader, lr_factor
+from dsx_data.errors import DataArgumentError, DataStateError
 
 
 def reference(lengths, order, limit, most, cost):

@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from dsx_moe import MoEConfigError, expert_capacity, router_z_loss, top1_gating, top2_gating, topk_gating
+from dsx_moe import MoEConfigError, expert_capacity, top1_gating, top2_gating, topk_gating
+from dsx_moe.gating import router_z_loss
 
 
 def reference(logits, choices, capacity, *, order, normalise, first_only):

@@ -5,8 +5,8 @@ import logging
 import pytest
 
 torch = pytest.importorskip("torch")
-from dsx_monitor import CurvatureError, Eigenvalue, GradientNoise, GradientSquares  # noqa: E402
-from dsx_monitor.curvature import double_backward  # noqa: E402
+from dsx_monitor import Eigenvalue, GradientNoise, GradientSquares  # noqa: E402
+from dsx_monitor.curvature import CurvatureError, double_backward  # noqa: E402
 from torch import nn  # noqa: E402
 
 

@@ -4,7 +4,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
-from dsx_monitor import FlopsProfiler, RunFacts  # noqa: E402
+from dsx_monitor import FlopsProfiler  # noqa: E402
+from dsx_monitor.flops import RunFacts  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 

@@ -7,7 +7,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
-from dsx_monitor import FlopsProfiler, RunFacts, get_model_profile  # noqa: E402
+from dsx_monitor import FlopsProfiler, get_model_profile  # noqa: E402
+from dsx_monitor.flops import RunFacts  # noqa: E402
 from torch import nn  # noqa: E402
 
 

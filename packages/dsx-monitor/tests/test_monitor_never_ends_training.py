@@ -16,8 +16,9 @@ import types
 
 import dsx_monitor
 import pytest
-from dsx_monitor import MemoryLog, MonitorConfig, MonitorConfigError, MonitorMaster, start_run
+from dsx_monitor import MemoryLog, MonitorConfig, MonitorMaster, start_run
 from dsx_monitor.background import BackgroundWriters
+from dsx_monitor.errors import MonitorConfigError
 
 
 def rows(path):

@@ -9,7 +9,8 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from dsx_monitor import MemoryLog, MonitorMaster, ReportError, start_run, write_report
+from dsx_monitor import MemoryLog, MonitorMaster, start_run, write_report
+from dsx_monitor.errors import ReportError
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 

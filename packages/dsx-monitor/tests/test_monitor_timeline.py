@@ -7,7 +7,8 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from dsx_monitor import ReportError, StragglerMonitor, Timeline, WallClock, judge_stragglers, merge_traces, phase_times
+from dsx_monitor import StragglerMonitor, Timeline, WallClock, judge_stragglers, merge_traces, phase_times
+from dsx_monitor.errors import ReportError
 from dsx_monitor.straggler import PHASES
 
 

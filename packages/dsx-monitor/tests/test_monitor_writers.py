@@ -13,7 +13,8 @@ from pathlib import Path
 
 import dsx_monitor
 import pytest
-from dsx_monitor import MonitorConfig, MonitorConfigError, MonitorMaster, background, csvMonitor
+from dsx_monitor import MonitorConfig, MonitorMaster, background, csvMonitor
+from dsx_monitor.errors import MonitorConfigError
 
 
 def rows(path):

@@ -12,6 +12,7 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
 import dsx_nvme
+import dsx_nvme.errors
 import pytest
 from dsx_nvme.cli import main
 from dsx_nvme.tune import search
@@ -89,7 +90,7 @@ def test_sweep_files(tmp_path):
         '{"queue_depth": []}',
     ):
         path.write_text(text)
-        with pytest.raises(dsx_nvme.OptionError):
+        with pytest.raises(dsx_nvme.errors.OptionError):
             read_space(str(path))
 
 

@@ -12,6 +12,7 @@ import sys
 import tempfile
 
 import dsx_nvme
+import dsx_nvme.errors
 import pytest
 import torch
 from dsx_nvme import native
@@ -76,7 +77,7 @@ def test_a_misaligned_pointer_arrives_whole(engine, tmp_path):
 def test_a_file_that_is_too_short_is_an_error(engine, tmp_path):
     for size in (0, 1, 4096, 70_000, 131_072):
         (tmp_path / "t").write_bytes(b"x" * size)
-        with pytest.raises(dsx_nvme.EndOfFileError) as caught:
+        with pytest.raises(dsx_nvme.errors.EndOfFileError) as caught:
             engine.read(torch.zeros(200_000, dtype=torch.uint8), tmp_path / "t").wait()
         assert caught.value.errno == errno.ENODATA and f"ends at {size}" in str(caught.value)
 
@@ -162,7 +163,7 @@ said = []
 for what in (lambda: dsx_nvme.Engine().write(tensor, sys.argv[1] + "/t"),
              lambda: dsx_nvme.TensorStore(sys.argv[1]).put("a", tensor)):
     try: what()
-    except dsx_nvme.EngineStartError as error: said.append("ulimit -v" in str(error))
+    except dsx_nvme.errors.EngineStartError as error: said.append("ulimit -v" in str(error))
 print(*said)
 """
     assert in_child(code, tmp_path) == "True True"
@@ -264,7 +265,7 @@ def test_an_error_nobody_waited_for_is_raised_by_wait_all(engine, tmp_path):
     good = torch.zeros(1000, dtype=torch.uint8)
     engine.read(torch.zeros(1000), tmp_path / "short")
     ticket = engine.write(good, tmp_path / "t")
-    with pytest.raises(dsx_nvme.EndOfFileError):
+    with pytest.raises(dsx_nvme.errors.EndOfFileError):
         engine.wait_all()
     assert ticket.wait() == 1000
     assert engine.wait_all() == 0

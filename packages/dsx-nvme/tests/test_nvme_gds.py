@@ -12,6 +12,7 @@ import subprocess
 import threading
 
 import dsx_nvme
+import dsx_nvme.errors
 import pytest
 import torch
 from dsx_nvme import cufile, staging
@@ -211,7 +212,7 @@ def test_a_forked_child_does_not_use_its_parents_library(fake, tmp_path):
         if child == 0:
             try:
                 h.sync_pwrite(torch.ones(10), str(tmp_path / "t"))
-            except dsx_nvme.ForkError:
+            except dsx_nvme.errors.ForkError:
                 os._exit(0)
             finally:
                 os._exit(3)
@@ -250,9 +251,9 @@ def test_errors_of_the_library_are_os_errors(fake, tmp_path):
             assert caught.value.errno == number and caught.value.filename == str(tmp_path / "t")
             assert code < 0 or "code 5027" in str(caught.value)
         fake.fake_set(1 << 30, 0, 0)
-        with pytest.raises(dsx_nvme.EndOfFileError, match="the file ends at 20000, "):
+        with pytest.raises(dsx_nvme.errors.EndOfFileError, match="the file ends at 20000, "):
             h.sync_pread(torch.zeros(9000), str(tmp_path / "t"))
-        with pytest.raises(dsx_nvme.EndOfFileError, match="the file ends at 20000, "):
+        with pytest.raises(dsx_nvme.errors.EndOfFileError, match="the file ends at 20000, "):
             h.sync_pread(torch.zeros(10), str(tmp_path / "t"), 10**12)
 
 

@@ -4,6 +4,7 @@ import inspect
 import os
 
 import dsx_nvme
+import dsx_nvme.errors
 import pytest
 import torch
 
@@ -109,7 +110,7 @@ def test_validation_compares_with_an_ordinary_read(handle, tmp_path, monkeypatch
     monkeypatch.setattr(os, "pread", lambda fd, n, offset: b"\0" * n)
     with pytest.raises(OSError, match="differ"):
         handle.write(t, path, True)
-    with pytest.raises(dsx_nvme.OptionError, match="synchronous"):
+    with pytest.raises(dsx_nvme.errors.OptionError, match="synchronous"):
         handle.pwrite(t, path, True, True)
 
 
@@ -118,7 +119,7 @@ def test_wait_reports_the_failure_after_all_have_ended(handle, tmp_path):
     good = torch.zeros(10)
     handle.async_pread(torch.zeros(1000), str(tmp_path / "short"))
     handle.async_pwrite(good, str(tmp_path / "good"))
-    with pytest.raises(dsx_nvme.EndOfFileError) as caught:
+    with pytest.raises(dsx_nvme.errors.EndOfFileError) as caught:
         handle.wait()
     assert caught.value.filename == str(tmp_path / "short") and (tmp_path / "good").stat().st_size == 40
     assert handle.wait() == 0
@@ -163,7 +164,7 @@ def test_builders(capsys):
     [{"block_size": 0}, {"queue_depth": -1}, {"intra_op_parallelism": 0}, {"engine": "magic"}, {"block_size": 1.5}],
 )
 def test_options_that_are_none(options):
-    with pytest.raises(dsx_nvme.OptionError):
+    with pytest.raises(dsx_nvme.errors.OptionError):
         dsx_nvme.aio_handle(**options)
 
 
@@ -186,5 +187,5 @@ def test_config_section_makes_the_handle(tmp_path):
     with config.engine() as engine:
         assert engine.write(torch.zeros(4), tmp_path / "t").wait() == 16
     for bad in ({"queue_dpth": 1}, {"queue_depth": "8"}, {"queue_depth": True}, {"thread_count": 2, "num_threads": 3}):
-        with pytest.raises(dsx_nvme.OptionError):
+        with pytest.raises(dsx_nvme.errors.OptionError):
             dsx_nvme.AioConfig.from_dict(bad)

@@ -9,6 +9,7 @@ import threading
 import weakref
 
 import dsx_nvme
+import dsx_nvme.errors
 import pytest
 import torch
 from dsx_nvme import staging
@@ -72,12 +73,12 @@ def test_a_ticket_that_is_over_keeps_no_tensor(tmp_path):
         longer = torch.zeros(6000, dtype=torch.uint8)
         also = weakref.ref(longer)
         failed = engine.read(longer, tmp_path / "t")
-        assert isinstance(failed.exception(), dsx_nvme.EndOfFileError)
+        assert isinstance(failed.exception(), dsx_nvme.errors.EndOfFileError)
         del data, longer
         gc.collect()
         assert watch() is None and also() is None
         assert done.wait() == 5000 and failed.failed
-        with pytest.raises(dsx_nvme.EndOfFileError):
+        with pytest.raises(dsx_nvme.errors.EndOfFileError):
             engine.wait_all()
 
 
@@ -85,7 +86,7 @@ def test_a_closed_engine_says_so(tmp_path):
     engine = dsx_nvme.Engine()
     engine.close()
     engine.close()
-    with pytest.raises(dsx_nvme.OptionError, match="closed"):
+    with pytest.raises(dsx_nvme.errors.OptionError, match="closed"):
         engine.write(torch.zeros(3), tmp_path / "t")
 
 
@@ -201,7 +202,7 @@ def test_await(tmp_path):
     async def main():
         with dsx_nvme.Engine() as engine:
             found = await asyncio.gather(*(job(engine, n) for n in range(30)))
-            with pytest.raises(dsx_nvme.EndOfFileError):
+            with pytest.raises(dsx_nvme.errors.EndOfFileError):
                 await engine.read(torch.zeros(20_000), tmp_path / "0")
             return found
 
@@ -221,7 +222,7 @@ handle.wait()
 child = os.fork()
 if child == 0:
     try: ticket.wait()
-    except dsx_nvme.ForkError: pass
+    except dsx_nvme.errors.ForkError: pass
     else: os._exit(3)
     own = torch.full((100_000,), 7)
     assert engine.write(own, folder + "/child").wait() == 800_000
@@ -270,7 +271,7 @@ if child == 0:
         assert back.unique().tolist() == [2], back.unique()
         assert store.get("a").result()[0] == 1
         try: handle.wait()
-        except dsx_nvme.ForkError: pass
+        except dsx_nvme.errors.ForkError: pass
         else: raise SystemExit(4)
     except BaseException as error:
         sys.stderr.write(repr(error))
@@ -356,7 +357,7 @@ def test_tensors_of_a_device_go_through_host_buffers(tmp_path, monkeypatch):
             back = torch.zeros(numel)
             assert engine.read(back, tmp_path / "t", 5).wait() == numel * 4
             assert torch.equal(back, data)
-            with pytest.raises(dsx_nvme.EndOfFileError):
+            with pytest.raises(dsx_nvme.errors.EndOfFileError):
                 engine.read(torch.zeros(400_000), tmp_path / "t").wait()
             outside["on"] = False
         assert engine.in_flight() == 0

@@ -12,6 +12,7 @@ import weakref
 from itertools import pairwise
 
 import dsx_nvme
+import dsx_nvme.errors
 import pytest
 import torch
 from dsx_nvme import BufferPool, TensorFile, TensorStore, memory
@@ -88,7 +89,7 @@ def test_a_flipped_bit_is_found(tmp_path):
         raw.seek(offset + 777)
         raw.write(bytes([byte[0] ^ 4]))
     with TensorFile.open(tmp_path / "t") as file:
-        with pytest.raises(dsx_nvme.ChecksumError, match="w: checksum"):
+        with pytest.raises(dsx_nvme.errors.ChecksumError, match="w: checksum"):
             file.read("w").result()
         assert torch.equal(file.read("b").result(), TENSORS["b"])
     with TensorFile.open(tmp_path / "t", checksum=False) as file:
@@ -98,13 +99,13 @@ def test_a_flipped_bit_is_found(tmp_path):
 def test_what_a_tensor_file_refuses(tmp_path):
     write_file(tmp_path / "t")
     with TensorFile.open(tmp_path / "t") as file:
-        with pytest.raises(dsx_nvme.OptionError, match="open for reading"):
+        with pytest.raises(dsx_nvme.errors.OptionError, match="open for reading"):
             file.write("w", TENSORS["w"])
         with pytest.raises(KeyError, match="no tensor 'x'"):
             file.read("x")
         with pytest.raises(dsx_nvme.TensorError, match="the file has 33000"):
             file.read("w", torch.zeros(33_001))
-    with pytest.raises(dsx_nvme.OptionError, match="reserved"):
+    with pytest.raises(dsx_nvme.errors.OptionError, match="reserved"):
         TensorFile.create(tmp_path / "u", {"__pad_0__": ((3,), torch.uint8)})
     with pytest.raises(FileNotFoundError):
         TensorFile.open(tmp_path / "none")
@@ -122,7 +123,7 @@ def test_damaged_and_hostile_headers(damage, tmp_path):
     with TensorFile.create(tmp_path / "t", {"w": TENSORS["w"]}) as file:
         file.write("w", TENSORS["w"])
     (tmp_path / "t").write_bytes(damage((tmp_path / "t").read_bytes()))
-    with pytest.raises(dsx_nvme.FormatError):
+    with pytest.raises(dsx_nvme.errors.FormatError):
         TensorFile.open(tmp_path / "t")
 
 
@@ -309,7 +310,7 @@ def test_memory_is_aligned_and_says_how_it_is_locked():
     assert dsx_nvme.empty(2, 3).shape == (2, 3) and dsx_nvme.empty(0).numel() == 0
     assert memory.allocate(10, True).locked.by in ("mlock", "cuda")
     assert memory.allocate(10, False).locked.reason == "not asked for"
-    with pytest.raises(dsx_nvme.OptionError):
+    with pytest.raises(dsx_nvme.errors.OptionError):
         memory.allocate(10, "yes")
 
 

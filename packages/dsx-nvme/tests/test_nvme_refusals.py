@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 
 import dsx_nvme
+import dsx_nvme.errors
 import pytest
 import torch
 from dsx_nvme import TensorFile, native
@@ -26,7 +27,7 @@ def engine(request):
 def test_a_read_far_beyond_the_end_names_the_size(engine, tmp_path):
     (tmp_path / "t").write_bytes(b"x" * 5000)
     for offset in (4990, 5000, 8192, 10**15):
-        with pytest.raises(dsx_nvme.EndOfFileError, match="the file ends at 5000, ") as caught:
+        with pytest.raises(dsx_nvme.errors.EndOfFileError, match="the file ends at 5000, ") as caught:
             engine.read(torch.zeros(100), tmp_path / "t", offset).wait()
         assert f"from offset {offset}" in str(caught.value)
 
@@ -67,7 +68,7 @@ def test_descriptors_of_the_other_direction_are_refused(engine, tmp_path):
 @pytest.mark.parametrize("offset", [1.5, 4096.0, "0", -1, 1 << 63, (1 << 63) - 10, 1 << 70])
 def test_offsets_that_are_none(offset, engine, tmp_path):
     for call in (engine.read, engine.write):
-        with pytest.raises(dsx_nvme.OptionError, match="offset="):
+        with pytest.raises(dsx_nvme.errors.OptionError, match="offset="):
             call(torch.zeros(100), tmp_path / "t", offset)
     assert os.listdir(tmp_path) == []
 
@@ -79,7 +80,7 @@ def test_whole_numbers_of_other_types_are_offsets(engine, tmp_path):
 
 @pytest.mark.parametrize("options", [{"block_size": 1 << 70}, {"queue_depth": 1 << 40}, {"threads": True}])
 def test_options_out_of_range(options):
-    with pytest.raises(dsx_nvme.OptionError, match="expected a whole number"):
+    with pytest.raises(dsx_nvme.errors.OptionError, match="expected a whole number"):
         dsx_nvme.Engine(**options)
 
 
@@ -195,7 +196,7 @@ HOSTILE = {
 @pytest.mark.parametrize("header", HOSTILE.values(), ids=HOSTILE.keys())
 def test_hostile_headers(header, tmp_path):
     file_of(tmp_path / "t", header)
-    with pytest.raises(dsx_nvme.FormatError) as caught:
+    with pytest.raises(dsx_nvme.errors.FormatError) as caught:
         TensorFile.open(tmp_path / "t")
     assert len(str(caught.value)) < 500
 
@@ -226,7 +227,7 @@ def test_no_flipped_byte_of_a_header_loads_something_else(tmp_path):
         try:
             with TensorFile.open(tmp_path / "t") as file:
                 found = {name: file.read(name).result() for name in file}
-        except (dsx_nvme.FormatError, dsx_nvme.ChecksumError):
+        except (dsx_nvme.errors.FormatError, dsx_nvme.errors.ChecksumError):
             continue
         assert set(found) == set(tensors)
         assert all(found[n].dtype == t.dtype and torch.equal(found[n], t) for n, t in tensors.items()), place
@@ -235,7 +236,7 @@ def test_no_flipped_byte_of_a_header_loads_something_else(tmp_path):
 def test_starts_that_are_none(tmp_path):
     with TensorFile.create(tmp_path / "t", {"a": torch.zeros(10)}) as file:
         for start in (0.5, "1", None):
-            with pytest.raises(dsx_nvme.OptionError, match="whole number of elements"):
+            with pytest.raises(dsx_nvme.errors.OptionError, match="whole number of elements"):
                 file.write("a", torch.zeros(2), start=start)
-        with pytest.raises(dsx_nvme.OptionError, match="needs `out`"):
+        with pytest.raises(dsx_nvme.errors.OptionError, match="needs `out`"):
             file.read("a", start=3)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import dsx_nvme
+import dsx_nvme.errors
 import pytest
 import torch
 from dsx_core import ProcessIdentity
@@ -167,7 +168,7 @@ def test_a_forked_child_may_read_and_nothing_else(tmp_path):
     if child == 0:
         try:
             for call in (lambda: store.put("a", torch.zeros(10)), lambda: store.delete("a"), store.flush):
-                with pytest.raises(dsx_nvme.ForkError):
+                with pytest.raises(dsx_nvme.errors.ForkError):
                     call()
             assert store.get("a").result().sum() == 10
             store.close()
@@ -221,7 +222,7 @@ def test_no_flipped_byte_of_an_index_loads_something_else(written):
         (folder / "index.json").write_bytes(damaged)
         try:
             store = TensorStore(folder)
-        except dsx_nvme.FormatError:
+        except dsx_nvme.errors.FormatError:
             continue
         found = {name: (store.spec(name), store.get(name).result()) for name in store}
         store._shut()
@@ -239,7 +240,7 @@ def test_no_flipped_byte_of_an_index_loads_something_else(written):
 )  # fmt: skip
 def test_a_damaged_index_is_refused(text, tmp_path):
     (tmp_path / "index.json").write_text(text)
-    with pytest.raises(dsx_nvme.FormatError):
+    with pytest.raises(dsx_nvme.errors.FormatError):
         TensorStore(tmp_path)
 
 
@@ -259,12 +260,12 @@ def test_an_index_that_does_not_fit_is_refused(change, written):
         assert torch.equal(store.get("a").result(), torch.arange(6).view(2, 3))
     index["tensors"]["b"].update(change)
     (folder / "index.json").write_text(json.dumps(index))
-    with pytest.raises(dsx_nvme.FormatError):
+    with pytest.raises(dsx_nvme.errors.FormatError):
         TensorStore(folder)
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
-@pytest.mark.parametrize("name, error", [("index.json", dsx_nvme.FormatError), ("tensors.dat", OSError)])
+@pytest.mark.parametrize("name, error", [("index.json", dsx_nvme.errors.FormatError), ("tensors.dat", OSError)])
 def test_a_pipe_in_the_place_of_a_file_does_not_hang(name, error, tmp_path):
     os.mkfifo(tmp_path / name)
     with pytest.raises(error):

@@ -6,6 +6,7 @@ import os
 import random
 
 import dsx_nvme
+import dsx_nvme.errors
 import pytest
 import torch
 from dsx_nvme import native
@@ -145,7 +146,7 @@ def test_one_transfer_of_more_than_2_gib_from_a_sparse_file(tmp_path):
         assert bytes(room[-6:].tolist()) == b"\x0012345"
         with open(path, "r+b") as file:
             file.truncate(nbytes - 5)
-        with pytest.raises(dsx_nvme.EndOfFileError) as caught:
+        with pytest.raises(dsx_nvme.errors.EndOfFileError) as caught:
             engine.read(room[-9000:], path, nbytes - 9000).wait()
         assert caught.value.offset == nbytes - 5
 
@@ -166,7 +167,7 @@ def test_random_operations_against_plain_files(engine, tmp_path):
             engine.read(data, path, offset).wait()
             assert bytes(data.tolist()) == bytes(model[offset : offset + nbytes])
         else:
-            with pytest.raises(dsx_nvme.EndOfFileError):
+            with pytest.raises(dsx_nvme.errors.EndOfFileError):
                 engine.read(data, path, offset).wait()
         if rng.random() < 0.1:
             cut = rng.randrange(len(model) + 1)

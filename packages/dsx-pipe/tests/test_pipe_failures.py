@@ -11,7 +11,8 @@ import time
 import dsx_comm
 import pytest
 import torch
-from dsx_pipe import Pipeline, PipelineError, PipelineModule, ScheduleError, StageError, build
+from dsx_pipe import Pipeline, PipelineError, PipelineModule, StageError, build
+from dsx_pipe.errors import ScheduleError
 from dsx_testkit import RankError, run_ranks
 from torch import nn
 

@@ -3,7 +3,8 @@
 import dsx_comm  # noqa: F401
 import pytest
 import torch
-from dsx_pipe import LayerSpec, PartitionError, Pipeline, PipelineError, PipelineModule, measure_layers, plan
+from dsx_pipe import LayerSpec, Pipeline, PipelineError, PipelineModule, measure_layers, plan
+from dsx_pipe.errors import PartitionError
 from dsx_testkit import run_ranks
 from pydantic import ValidationError
 from torch import nn

@@ -9,7 +9,6 @@ import torch
 from dsx_comm import TopologyError
 from dsx_pipe import (
     LayerSpec,
-    PartitionError,
     Pipeline,
     PipelineError,
     PipelineModule,
@@ -18,8 +17,9 @@ from dsx_pipe import (
     TiedLayerSpec,
     partition_balanced,
     partition_uniform,
-    split_by_weights,
 )
+from dsx_pipe.errors import PartitionError
+from dsx_pipe.partition import split_by_weights
 from dsx_testkit import run_ranks
 from torch import nn
 

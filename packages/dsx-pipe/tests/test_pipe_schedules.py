@@ -1,7 +1,7 @@
 """Schedules are complete, free of deadlock, and have the length and memory of their formulas; text form, validation."""
 
 import pytest
-from dsx_pipe import ScheduleError
+from dsx_pipe.errors import ScheduleError
 from dsx_pipe.schedule import (
     BUILDERS,
     Action,

@@ -5,7 +5,7 @@ import copy
 import dsx_comm
 import pytest
 import torch
-from dsx_pipe import TensorSliceError
+from dsx_pipe.errors import TensorSliceError
 from dsx_pipe.tensor import (
     ColumnParallelLinear,
     RowParallelLinear,

@@ -5,6 +5,7 @@ them.
 from __future__ import annotations
 
 import dsx_pipe
+import dsx_pipe.errors
 import psutil
 import pytest
 import torch
@@ -60,5 +61,5 @@ def test_a_pipeline_is_planned_with_them():
 def test_mistakes_are_named():
     with pytest.raises(MachineError, match="no device"):
         layer_costs(layers(), torch.zeros(4, IN), machine="H1000")
-    with pytest.raises(dsx_pipe.PartitionError, match="two samples"):
+    with pytest.raises(dsx_pipe.errors.PartitionError, match="two samples"):
         layer_costs(layers(), torch.zeros(1, IN), machine=H100)

@@ -9,7 +9,8 @@ import dsx
 import dsx_comm
 import pytest
 import torch
-from dsx_moe import MoE, PackedExperts, PackedExpertShard, apply_expert_parallel
+from dsx_moe import MoE, PackedExperts, apply_expert_parallel
+from dsx_moe.huggingface import PackedExpertShard
 from dsx_testkit import run_ranks
 from torch import nn
 

@@ -12,6 +12,7 @@ import textwrap
 
 import dsx
 import dsx_nvme
+import dsx_nvme.errors
 import dsx_zero
 import pytest
 import torch
@@ -96,7 +97,9 @@ def test_a_file_that_was_cut_or_changed_while_training_is_named(fault, tmp_path)
             data.write(b"\xff" * os.path.getsize(file))
     with pytest.raises(OSError, match=r"tensors.dat") as caught:
         trained(engine, 3, 2)
-    assert isinstance(caught.value, (dsx_nvme.TransferError, dsx_nvme.ChecksumError, dsx_nvme.EndOfFileError))
+    assert isinstance(
+        caught.value, (dsx_nvme.TransferError, dsx_nvme.errors.ChecksumError, dsx_nvme.errors.EndOfFileError)
+    )
     engine.destroy()
     assert files_in(tmp_path) == []
 
@@ -129,7 +132,9 @@ def test_folders_that_cannot_be_used_are_refused_before_the_model_is_touched(tmp
 def test_two_jobs_in_one_folder(tmp_path):
     first = built(tmp_path)
     wanted = trained(first, 1)
-    with pytest.raises(dsx_nvme.FolderInUseError, match=f"is in use by another TensorStore .process {os.getpid()}"):
+    with pytest.raises(
+        dsx_nvme.errors.FolderInUseError, match=f"is in use by another TensorStore .process {os.getpid()}"
+    ):
         built(tmp_path)
     trained(first, 1, 1)
     first.destroy()

@@ -12,7 +12,6 @@ from . import parallel_groups
 from ._version import __version__
 from .agreement import check_first_calls
 from .arena import SymmetricArena
-from .buckets import in_buckets
 from .calls import Call, observe
 from .coalesced import (
     all_gather_coalesced,
@@ -41,7 +40,6 @@ from .collectives import (
 from .compressed import (
     ErrorFeedback,
     Hierarchy,
-    OneBitLayout,
     QuantizationFeedback,
     codec_status,
     compressed_all_reduce,
@@ -50,12 +48,10 @@ from .compressed import (
     quantized_all_gather,
     quantized_reduce_scatter,
 )
-from .config import CommsLoggerConfig
 from .errors import (
     CollectiveTimeoutError,
     CommAbortedError,
     CommArgumentError,
-    CommConfigError,
     CommError,
     HangError,
     MismatchError,
@@ -90,8 +86,7 @@ from .log import (
     has_comm_data,
     reset_log,
 )
-from .mpu import Mpu, MpuGroups, read_mpu
-from .object_tree import host_bytes
+from .mpu import Mpu, read_mpu
 from .objects import (
     all_gather_object,
     broadcast_object_list,
@@ -103,18 +98,18 @@ from .objects import (
 )
 from .on_demand import host_backend
 from .on_demand import register as register_on_demand
-from .onebit import OneBitAdam, OnebitAdam, OneBitLamb, OnebitLamb, StepKind, StepTraffic, ZeroOneAdam
+from .onebit import OneBitAdam, OnebitAdam, OneBitLamb, OnebitLamb, ZeroOneAdam
 from .p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
 from .prepared import PreparedCollective, prepare_all_gather, prepare_reduce_scatter
 from .rank_set import ParameterMarks, RankSet, RankSets
-from .registry import AxisGroup, GroupRegistry
-from .rehearsal import RehearsalObserver, RehearsedMessage, rehearse
+from .registry import GroupRegistry
+from .rehearsal import RehearsalObserver, rehearse
 from .rounds import all_gather_in_rounds, can_gather_in_rounds
 from .shm.native import native_status
 from .shm.process_group import ShmProcessGroup
 from .shm.register import FallbackWarning, register
 from .shm.segment import ShmOptions
-from .sparse import SparseWork, sparse_allreduce
+from .sparse import sparse_allreduce
 from .step_lane import StepLane
 from .summary import log_summary
 from .symmetric import empty, is_symmetric
@@ -125,14 +120,13 @@ from .topology import (
     block_groups,
     expert_groups,
 )
-from .traffic import Traffic, count_traffic
+from .traffic import count_traffic
 from .works import Handle
 
 register()
 register_on_demand()
 
 __all__ = [
-    "AxisGroup",
     "native_status",
     "ShmOptions",
     "ShmProcessGroup",
@@ -144,18 +138,14 @@ __all__ = [
     "CollectiveTimeoutError",
     "Call",
     "CommArgumentError",
-    "CommConfigError",
     "CommError",
-    "CommsLoggerConfig",
     "ErrorFeedback",
     "GroupRegistry",
     "HangError",
     "Hierarchy",
     "Mpu",
-    "MpuGroups",
     "OneBitAdam",
     "OneBitLamb",
-    "OneBitLayout",
     "OnebitAdam",
     "OnebitLamb",
     "P2POp",
@@ -168,14 +158,9 @@ __all__ = [
     "RankSets",
     "ReduceOp",
     "RehearsalObserver",
-    "RehearsedMessage",
     "TopologyError",
-    "SparseWork",
-    "StepKind",
     "StepLane",
-    "StepTraffic",
     "SymmetricArena",
-    "Traffic",
     "ZeroOneAdam",
     "__version__",
     "Handle",
@@ -226,10 +211,8 @@ __all__ = [
     "has_coalescing_manager",
     "has_comm_data",
     "has_reduce_scatter_tensor",
-    "in_buckets",
     "inference_all_reduce",
     "host_backend",
-    "host_bytes",
     "init_distributed",
     "initialize_mesh_device",
     "irecv",

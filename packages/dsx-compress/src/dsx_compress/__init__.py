@@ -21,18 +21,16 @@ if TYPE_CHECKING:
 
     from .apply import init_compression, is_compressed
     from .cleaning import redundancy_clean
-    from .config import CompressionTraining, QuantizeTraining, load_config
+    from .config import load_config
     from .conversion import convert_conv1d_to_linear, get_module_name
     from .distillation import DistillationLoss, Teacher
-    from .errors import CompressionConfigError, CompressionDataError, CompressionError
-    from .export import export_model, load_exported, read_exported
+    from .errors import CompressionError
+    from .export import export_model, load_exported
     from .layers import recursive_getattr, recursive_setattr
-    from .moq import OptimizerQuantizer
     from .posttraining import PostTrainingConfig, quantize_post_training
-    from .quantizers import fake_quantize
-    from .report import CompressionReport, compression_report
-    from .runtime import QuantizedLinear, load_quantized
-    from .scheduler import CompressionScheduler, compression_scheduler
+    from .report import compression_report
+    from .runtime import load_quantized
+    from .scheduler import compression_scheduler
     from .students import student_initialization
     from .torchao import export_torchao, load_torchao, to_torchao
 
@@ -57,17 +55,9 @@ _NAMES_OF_MODULES = {
 _MODULE_OF = {name: module for module, names in _NAMES_OF_MODULES.items() for name in names}
 
 __all__ = [
-    "CompressionConfigError",
-    "CompressionDataError",
     "CompressionError",
-    "CompressionReport",
-    "CompressionScheduler",
-    "CompressionTraining",
     "DistillationLoss",
-    "OptimizerQuantizer",
     "PostTrainingConfig",
-    "QuantizeTraining",
-    "QuantizedLinear",
     "Teacher",
     "__version__",
     "compression_report",
@@ -75,7 +65,6 @@ __all__ = [
     "convert_conv1d_to_linear",
     "export_model",
     "export_torchao",
-    "fake_quantize",
     "get_module_name",
     "init_compression",
     "is_compressed",
@@ -84,7 +73,6 @@ __all__ = [
     "load_quantized",
     "load_torchao",
     "quantize_post_training",
-    "read_exported",
     "recursive_getattr",
     "recursive_setattr",
     "redundancy_clean",

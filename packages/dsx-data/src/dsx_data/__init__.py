@@ -15,60 +15,31 @@ and layer dropping). `dsx_data.config` has the sections of a configuration file;
 from dsx_core.progress import Progress
 
 from ._version import __version__
-from .analysis import (
-    DataAnalyzer,
-    DistributedDataAnalyzer,
-    SequenceLength,
-    VocabularyCounts,
-    VocabularyRarity,
-    difficulty_picture,
-)
-from .batching import BatchPlan, PackingCollator, TokenBudget, block_diagonal_mask, lr_factor, pack_lengths
+from .analysis import DataAnalyzer, DistributedDataAnalyzer, SequenceLength, VocabularyCounts, VocabularyRarity
+from .batching import PackingCollator, TokenBudget, block_diagonal_mask, lr_factor, pack_lengths
 from .batching.plan import lengths_from
 from .curriculum import CurriculumSampler, CurriculumScheduler, Draw, truncate_batch
-from .errors import AnalysisError, DataArgumentError, DataError, DataStateError, IndexFileError
+from .errors import DataError
 from .index import IndexFile, IndexWriter, MMapIndexedDataset, MMapIndexedDatasetBuilder, open_index
-from .loader import (
-    BatchSize,
-    LoaderOptions,
-    RepeatingLoader,
-    ShardedSampler,
-    SharedStream,
-    TrainingLoader,
-    epoch_order,
-    rank_share,
-)
+from .loader import LoaderOptions, RepeatingLoader, SharedStream, TrainingLoader
 from .routing import (
-    LayerDrop,
     ProgressiveLayerDrop,
     RandomLTDScheduler,
     TokenDrop,
-    bind_token_drop,
     convert_to_layer_drop,
     convert_to_random_ltd,
-    find_layer_drop,
-    find_layers,
-    remove_layer_drop,
-    remove_random_ltd,
     save_without_random_ltd,
 )
 
 __all__ = [
-    "AnalysisError",
-    "BatchPlan",
-    "BatchSize",
     "CurriculumSampler",
     "CurriculumScheduler",
     "DataAnalyzer",
-    "DataArgumentError",
     "DataError",
-    "DataStateError",
     "DistributedDataAnalyzer",
     "Draw",
     "IndexFile",
-    "IndexFileError",
     "IndexWriter",
-    "LayerDrop",
     "LoaderOptions",
     "MMapIndexedDataset",
     "MMapIndexedDatasetBuilder",
@@ -79,28 +50,19 @@ __all__ = [
     "RepeatingLoader",
     "SequenceLength",
     "SharedStream",
-    "ShardedSampler",
     "TokenBudget",
     "TokenDrop",
     "TrainingLoader",
     "VocabularyCounts",
     "VocabularyRarity",
     "__version__",
-    "bind_token_drop",
     "block_diagonal_mask",
     "convert_to_layer_drop",
     "convert_to_random_ltd",
-    "difficulty_picture",
-    "epoch_order",
-    "find_layer_drop",
-    "find_layers",
     "lengths_from",
     "lr_factor",
     "open_index",
     "pack_lengths",
-    "rank_share",
-    "remove_layer_drop",
-    "remove_random_ltd",
     "save_without_random_ltd",
     "truncate_batch",
 ]

@@ -20,8 +20,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import dsx_comm
+import dsx_comm.buckets
 import torch
-from dsx_comm import AxisGroup, parallel_groups
+from dsx_comm import parallel_groups
+from dsx_comm.registry import AxisGroup
 from torch import nn
 
 from .errors import MoEConfigError
@@ -151,7 +153,7 @@ def _reduce(parameters: list[nn.Parameter], where: AxisGroup, divisor: int) -> N
             parameter.grad = torch.zeros_like(parameter)
         kinds[parameter.grad.dtype, parameter.grad.device].append(parameter)
     for same in kinds.values():
-        for bucket in dsx_comm.in_buckets(same, _BUCKET):
+        for bucket in dsx_comm.buckets.in_buckets(same, _BUCKET):
             grads = [p.grad for p in bucket if p.grad is not None]
             flat = torch.cat([grad.reshape(-1) for grad in grads])
             if where.size > 1:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import dsx_comm
-from dsx_comm import AxisGroup, Hierarchy, parallel_groups
+from dsx_comm import Hierarchy, parallel_groups
+from dsx_comm.registry import AxisGroup
 from torch import nn
 
 from .errors import MoEConfigError

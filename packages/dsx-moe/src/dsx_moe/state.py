@@ -18,7 +18,8 @@ from typing import Any
 
 import dsx_comm
 import torch
-from dsx_comm import AxisGroup, parallel_groups
+from dsx_comm import parallel_groups
+from dsx_comm.registry import AxisGroup
 from torch import nn
 
 from .errors import ExpertStateError

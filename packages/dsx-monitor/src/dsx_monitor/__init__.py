@@ -15,29 +15,15 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from .clocks import TracedClock
-    from .config import (
-        CometConfig,
-        CSVConfig,
-        EigenvalueConfig,
-        FlopsProfilerConfig,
-        GradientNoiseConfig,
-        JSONLConfig,
-        MonitorConfig,
-        StragglerConfig,
-        TensorBoardConfig,
-        TimelineConfig,
-        WandbConfig,
-    )
-    from .curvature import CurvatureError, Eigenvalue
-    from .errors import BackendMissing, MonitorConfigError, ReportError
-    from .flops import FlopsProfiler, RunFacts, get_model_profile
-    from .memory import MemorySnapshot, memory_breakdown, memory_in_use, memory_snapshot
+    from .config import CometConfig, CSVConfig, MonitorConfig, TensorBoardConfig, WandbConfig
+    from .curvature import Eigenvalue
+    from .flops import FlopsProfiler, get_model_profile
+    from .memory import memory_breakdown, memory_snapshot
     from .monitor import CometMonitor, JSONLMonitor, MonitorMaster, TensorBoardMonitor, WandbMonitor, csvMonitor
     from .noise import GradientNoise, GradientSquares
     from .report import write_report
     from .run import MemoryLog, start_run
-    from .straggler import Straggler, StragglerMonitor, StragglerReport, judge_stragglers
+    from .straggler import Straggler, StragglerMonitor, judge_stragglers
     from .timeline import Timeline, merge_traces
     from .timers import ThroughputTimer, WallClock, phase_times
     from .tolerance import tolerating
@@ -111,37 +97,23 @@ _HOMES = {
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "BackendMissing",
     "CSVConfig",
     "CometConfig",
     "CometMonitor",
-    "CurvatureError",
     "Eigenvalue",
-    "EigenvalueConfig",
     "FlopsProfiler",
-    "FlopsProfilerConfig",
     "GradientNoise",
-    "GradientNoiseConfig",
     "GradientSquares",
-    "JSONLConfig",
     "JSONLMonitor",
     "MemoryLog",
-    "MemorySnapshot",
     "MonitorConfig",
-    "MonitorConfigError",
     "MonitorMaster",
-    "ReportError",
-    "RunFacts",
     "Straggler",
-    "StragglerConfig",
     "StragglerMonitor",
-    "StragglerReport",
     "TensorBoardConfig",
     "TensorBoardMonitor",
     "ThroughputTimer",
     "Timeline",
-    "TimelineConfig",
-    "TracedClock",
     "WallClock",
     "WandbConfig",
     "WandbMonitor",
@@ -150,7 +122,6 @@ __all__ = [
     "get_model_profile",
     "judge_stragglers",
     "memory_breakdown",
-    "memory_in_use",
     "memory_snapshot",
     "merge_traces",
     "phase_times",

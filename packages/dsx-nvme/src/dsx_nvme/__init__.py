@@ -14,22 +14,9 @@ from .builders import AsyncIOBuilder, GDSBuilder
 from .checksum import crc32
 from .config import AioConfig
 from .engine import Engine
-from .errors import (
-    BudgetError,
-    ChecksumError,
-    DataRaceError,
-    EndOfFileError,
-    EngineStartError,
-    FolderInUseError,
-    ForkError,
-    FormatError,
-    NvmeError,
-    OptionError,
-    TensorError,
-    TransferError,
-)
+from .errors import BudgetError, DataRaceError, NvmeError, TensorError, TransferError
 from .fast_writer import FastFileWriter
-from .files import Access, access, explain
+from .files import access, explain
 from .gds import gds_handle
 from .handle import aio_handle, aio_read, aio_write, deepspeed_memcpy
 from .memory import empty
@@ -37,31 +24,21 @@ from .native import native_status
 from .pool import Buffer, BufferPool
 from .store import TensorStore
 from .tensor_file import TensorFile
-from .ticket import Ticket
 
 __all__ = [
-    "Access",
     "AioConfig",
     "AsyncIOBuilder",
     "Buffer",
     "BufferPool",
     "BudgetError",
-    "ChecksumError",
     "DataRaceError",
-    "EndOfFileError",
     "Engine",
-    "EngineStartError",
-    "FolderInUseError",
-    "ForkError",
     "FastFileWriter",
-    "FormatError",
     "GDSBuilder",
     "NvmeError",
-    "OptionError",
     "TensorError",
     "TensorFile",
     "TensorStore",
-    "Ticket",
     "TransferError",
     "__version__",
     "access",

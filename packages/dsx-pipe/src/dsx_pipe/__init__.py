@@ -10,22 +10,19 @@ ZeRO or an engine.
 """
 
 from ._version import __version__
-from .errors import PartitionError, PipelineError, ScheduleError, StageError, TensorSliceError
+from .errors import PipelineError, StageError
 from .grid import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology, RankGrid
 from .layers import LayerSpec, TiedLayerSpec
 from .measure import measure_layers
 from .module import PipelineModule
-from .partition import partition_balanced, partition_uniform, split_by_weights
-from .planner import Candidate, LayerCost, candidates, load_costs, plan, save_costs, stage_times
-from .runtime import Pipeline, StageCallbacks, StepReport
+from .partition import partition_balanced, partition_uniform
+from .planner import Candidate, candidates, plan
+from .runtime import Pipeline, StageCallbacks
 from .schedule import (
-    Action,
     DataParallelSchedule,
     InferenceSchedule,
-    Kind,
     PipeSchedule,
     Schedule,
-    Span,
     StageTimes,
     Timeline,
     TrainSchedule,
@@ -35,29 +32,20 @@ from .schedule import (
     inference,
     interleaved,
     live_activations,
-    load_timeline,
-    one_f_one_b,
     problems,
     save_chart,
-    save_timeline,
     schedule_of,
     simulate,
     svg,
     uniform_times,
     with_communication,
-    zero_bubble_h1,
-    zero_bubble_v,
 )
 
 __all__ = [
-    "Action",
     "Candidate",
     "DataParallelSchedule",
     "InferenceSchedule",
-    "Kind",
-    "LayerCost",
     "LayerSpec",
-    "PartitionError",
     "PipeDataParallelTopology",
     "PipeModelDataParallelTopology",
     "PipeSchedule",
@@ -67,13 +55,9 @@ __all__ = [
     "ProcessTopology",
     "RankGrid",
     "Schedule",
-    "ScheduleError",
-    "Span",
     "StageCallbacks",
     "StageError",
     "StageTimes",
-    "StepReport",
-    "TensorSliceError",
     "TiedLayerSpec",
     "Timeline",
     "TrainSchedule",
@@ -85,24 +69,15 @@ __all__ = [
     "inference",
     "interleaved",
     "live_activations",
-    "load_costs",
-    "load_timeline",
     "measure_layers",
-    "one_f_one_b",
     "partition_balanced",
     "partition_uniform",
     "plan",
     "problems",
     "save_chart",
-    "save_costs",
-    "save_timeline",
     "schedule_of",
     "simulate",
-    "split_by_weights",
-    "stage_times",
     "svg",
     "uniform_times",
     "with_communication",
-    "zero_bubble_h1",
-    "zero_bubble_v",
 ]

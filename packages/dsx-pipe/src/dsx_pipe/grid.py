@@ -10,13 +10,13 @@ from typing import Any
 
 import dsx_comm
 from dsx_comm import (
-    AxisGroup,
     GroupRegistry,
     PipeDataParallelTopology,
     PipeModelDataParallelTopology,
     ProcessTopology,
     TopologyError,
 )
+from dsx_comm.registry import AxisGroup
 
 from .errors import PipelineError
 

@@ -30,7 +30,7 @@ def layer_costs(layers: Any, inputs: Any, *, machine: MachineLike, state_bytes_p
         state_bytes_per_parameter: bytes of parameter, gradient and optimizer states per element.
 
     Returns:
-        `dsx_pipe.LayerCost` for each layer, in their order.
+        `dsx_pipe.planner.LayerCost` for each layer, in their order.
 
     Raises:
         MachineError: the machine is not known.

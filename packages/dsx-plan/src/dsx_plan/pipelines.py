@@ -336,7 +336,7 @@ def step_of(replays: Sequence[Any], timings: Sequence[Timing], machine: Machine)
 
     schedule = replays[0].stage.schedule
     spans = [
-        dsx_pipe.Span(one.stage.place, action, timing.at[first], timing.at[last])
+        dsx_pipe.schedule.Span(one.stage.place, action, timing.at[first], timing.at[last])
         for one, timing in zip(replays, timings) for action, first, last in one.stage.actions
     ]  # fmt: skip
     times = stage_times_of(spans, schedule.stages)

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-from dsx_comm import RehearsalObserver, RehearsedMessage
+from dsx_comm import RehearsalObserver
 from dsx_comm.composed import staging
+from dsx_comm.rehearsal import RehearsedMessage
 from dsx_monitor.flops.rules import rule_for
 
 from . import trace as entries

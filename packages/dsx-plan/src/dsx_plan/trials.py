@@ -24,6 +24,7 @@ from typing import Any
 
 import dsx_comm
 import dsx_monitor
+import dsx_monitor.memory
 import psutil
 import torch
 from dsx_core.device import Device, accelerator_kind
@@ -121,7 +122,7 @@ class Trial:
         profiler = dsx_monitor.FlopsProfiler(to.module) if section.counts_operations and self._first else None
         tasks = TrialTasks(
             gather=partial(_rows_of_ranks, to) if to.topology.world_size > 1 else lambda mine: [mine],
-            in_use=dsx_monitor.memory_in_use,
+            in_use=dsx_monitor.memory.memory_in_use,
             peak=device.peak_allocated if device.is_accelerator else _peak_resident,
             restart_peak=device.restart_peaks if device.is_accelerator else _restart_resident,
             state_bytes=lambda: sum(to.optimizer.state_bytes().values()),

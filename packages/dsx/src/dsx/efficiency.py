@@ -11,6 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import dsx_data
+import dsx_data.errors
+import dsx_data.routing
 from dsx_comm import RankSets
 from torch import nn
 
@@ -83,16 +85,16 @@ class TokenDrop(Extension):
         _refuse_in_pipeline(model, "data_efficiency.data_routing.random_ltd", _NUMBERED)
         schedule = dsx_data.RandomLTDScheduler(routing.random_ltd, global_batch_size=config.batch.train)
         self._drop = dsx_data.TokenDrop.from_config(routing.random_ltd, schedule)
-        if not dsx_data.bind_token_drop(model, self._drop) and hasattr(model, "_no_split_modules"):
+        if not dsx_data.routing.bind_token_drop(model, self._drop) and hasattr(model, "_no_split_modules"):
             dsx_data.convert_to_random_ltd(model, config=self._drop)
-            self._undo = lambda: dsx_data.remove_random_ltd(model)
+            self._undo = lambda: dsx_data.routing.remove_random_ltd(model)
         logger.info("random_ltd: layers %s keep %d tokens at first", schedule.layer_ids, schedule.current_seq)
         return request
 
     def join(self, watch: Watch, to: Watched) -> None:
         """Advance the schedule after each step."""
         if self._drop is not None:
-            self._part = watch.add(TokenDropping(self._drop, dsx_data.bind_token_drop, to.module))
+            self._part = watch.add(TokenDropping(self._drop, dsx_data.routing.bind_token_drop, to.module))
         if self._undo is not None:
             watch.closing.callback(self._undo)
 
@@ -116,7 +118,7 @@ class LayerDrop(Extension):
         section, model = config.use("progressive_layer_drop"), request.model
         if not section.enabled:
             return request
-        found = dsx_data.find_layer_drop(model)
+        found = dsx_data.routing.find_layer_drop(model)
         if found is None:
             way = "convert the layers with dsx.data.convert_to_layer_drop before PipelineModule takes them"
             _refuse_in_pipeline(model, "progressive_layer_drop", f"{_NUMBERED}; {way}")
@@ -128,20 +130,20 @@ class LayerDrop(Extension):
 
     def _converted(self, model: nn.Module, schedule: Any) -> Any:
         if {"pld_theta", "progressive_layer_drop"} & set(inspect.signature(model.forward).parameters):
-            return dsx_data.LayerDrop(schedule, 0)  # the model drops layers itself
+            return dsx_data.routing.LayerDrop(schedule, 0)  # the model drops layers itself
         try:
             made = dsx_data.convert_to_layer_drop(model, schedule=schedule)
-        except dsx_data.DataArgumentError as error:
+        except dsx_data.errors.DataArgumentError as error:
             if takes_any_keyword(model):  # DeepSpeed's contract: the model reads the arguments from its `**kwargs`
                 text = "progressive_layer_drop: pld_theta is given to %s, which takes **kwargs"
                 logger.info(text, type(model).__name__)
-                return dsx_data.LayerDrop(schedule, 0)
+                return dsx_data.routing.LayerDrop(schedule, 0)
             raise EngineArgumentError(
                 f"progressive_layer_drop: which layers may be skipped is not known ({error}); call"
                 " dsx.data.convert_to_layer_drop(model, LayerClass, schedule=...) before dsx.initialize, or give the"
                 " model's forward an argument pld_theta and drop there"
             ) from error
-        self._undo = lambda: dsx_data.remove_layer_drop(model)
+        self._undo = lambda: dsx_data.routing.remove_layer_drop(model)
         logger.info("progressive_layer_drop: %d layers, theta falls to %g", made.layers, schedule.theta)
         return made
 

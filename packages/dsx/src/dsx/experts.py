@@ -12,6 +12,9 @@ from typing import Any
 
 import dsx_comm
 import dsx_moe
+import dsx_moe.errors
+import dsx_moe.groups
+import dsx_moe.state
 import dsx_zero
 from dsx_comm import RankSets
 from torch import nn
@@ -37,10 +40,12 @@ def with_experts(model: nn.Module, config: Config) -> None:
     section, data_first = config.use("expert_parallel"), config.use("use_data_before_expert_parallelism")
     if section.enabled:
         dsx_zero.release_model(model)  # an earlier engine may have partitioned it
-        convert = partial(dsx_moe.apply_config, model, section, use_data_before_expert_parallelism=data_first)
+        from dsx_moe.config import apply_config  # lazy import: it needs pydantic
+
+        convert = partial(apply_config, model, section, use_data_before_expert_parallelism=data_first)
         replaced = _convert_stages(convert) if is_pipeline(model) else convert()
         logger.info("expert_parallel: %d modules (%s ...)", len(replaced), replaced[0] if replaced else "none new")
-    dsx_moe.check_groups(model)
+    dsx_moe.groups.check_groups(model)
     layers = dsx_moe.name_layers(model)
     for layer in layers.values():
         layer.set_deepspeed_parallelism(use_data_before_expert_parallel_=data_first)
@@ -60,7 +65,7 @@ def _convert_stages(convert: Callable[..., list[str]]) -> list[str]:
     by_rank: list[Any] = [None] * dsx_comm.get_world_size()
     dsx_comm.all_gather_object(by_rank, bool(replaced))
     if not any(by_rank):
-        raise dsx_moe.ConversionError(
+        raise dsx_moe.errors.ConversionError(
             "expert_parallel: no module of any stage has the form of experts; give moe_layer_pattern to name them, or"
             " leave the section out"
         )
@@ -99,7 +104,7 @@ class Experts(Extension):
 
     def join(self, watch: Watch, to: Watched) -> None:
         """Balance the routers after each step, and tell checkpoints which part of a tensor this rank's experts are."""
-        if not dsx_moe.has_expert_layers(to.module):
+        if not dsx_moe.state.has_expert_layers(to.module):
             return
         from dsx_checkpoint import Place  # lazy imports: few programs have experts
         from dsx_checkpoint.boxes import Box
@@ -110,5 +115,5 @@ class Experts(Extension):
             watch.sources.append(session.events)
         watch.places = {
             name: Place(part.name, part.shape, Box(part.offset, part.size))
-            for name, part in dsx_moe.expert_slices(to.module).items()
+            for name, part in dsx_moe.state.expert_slices(to.module).items()
         }

@@ -145,21 +145,21 @@ class _Watched:
         self._ticket, self._over = ticket, over
 
     def wait(self) -> int:
-        """See `dsx_nvme.Ticket.wait`."""
+        """See `dsx_nvme.ticket.Ticket.wait`."""
         try:
             return self._ticket.wait()
         finally:
             self._tell()
 
     def exception(self) -> BaseException | None:
-        """See `dsx_nvme.Ticket.exception`."""
+        """See `dsx_nvme.ticket.Ticket.exception`."""
         try:
             return self._ticket.exception()
         finally:
             self._tell()
 
     def done(self) -> bool:
-        """See `dsx_nvme.Ticket.done`."""
+        """See `dsx_nvme.ticket.Ticket.done`."""
         return self._ticket.done()
 
     def _tell(self) -> None:
@@ -190,7 +190,7 @@ def remove_leftovers(folder: str | os.PathLike, rank: int, world_size: int) -> N
         place = os.path.join(folder, name)
         if found is None or not (int(found[1]) == rank or int(found[1]) >= world_size) or not os.path.isdir(place):
             continue
-        with contextlib.suppress(nvme.NvmeError, nvme.FormatError, OSError):  # in use, or not ours to remove
+        with contextlib.suppress(nvme.NvmeError, nvme.errors.FormatError, OSError):  # in use, or not ours to remove
             if os.listdir(place):
                 nvme.TensorStore(place, keep=False).close()
 
@@ -229,7 +229,7 @@ class Init(dsx_zero.Init):
                 "got remote_device='nvme' and no folder; expected zero_optimization.offload_param.nvme_path in the"
                 " configuration",
             )
-        from dsx_nvme import FolderInUseError
+        from dsx_nvme.errors import FolderInUseError
 
         for number in itertools.count():  # the first number that no other model of this process uses
             try:

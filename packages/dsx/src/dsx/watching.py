@@ -16,6 +16,9 @@ from typing import Any
 
 import dsx_comm
 import dsx_monitor
+import dsx_monitor.clocks
+import dsx_monitor.flops
+import dsx_monitor.memory
 import dsx_zero
 import torch
 
@@ -123,11 +126,11 @@ def run_dir(config: Config) -> Path:
     return Path(section.output_path or "").expanduser() / section.job_name if section.enabled else Path()
 
 
-def _clock(to: Watched) -> dsx_monitor.TracedClock | NoClock:
+def _clock(to: Watched) -> dsx_monitor.clocks.TracedClock | NoClock:
     config = to.config
     # `|` instead of `or`, because all keys must be marked as used.
     if config.use("wall_clock_breakdown") | config.flops_profiler.enabled | config.timeline.enabled | _compares(to):
-        return dsx_monitor.TracedClock(to.device)
+        return dsx_monitor.clocks.TracedClock(to.device)
     return NoClock()
 
 
@@ -162,7 +165,7 @@ def _add_figures(to: Watched, watch: Watch) -> None:
         watch.closing.callback(dsx_comm.observe(sent))
     breakdown = (lambda: _breakdown(to)) if config.use("memory_breakdown") else None
     if events or breakdown is not None:
-        watch.add(MemoryUse(dsx_monitor.memory_in_use, breakdown, max(1, every)))
+        watch.add(MemoryUse(dsx_monitor.memory.memory_in_use, breakdown, max(1, every)))
     if every:
         speed = lambda: timer.samples_per_second  # noqa: E731
         watch.add(ProgressLine(every, to.counters, lambda: moments(to.optimizer.param_groups), speed))
@@ -203,7 +206,7 @@ def _add_flops(to: Watched, watch: Watch, learned: Callable[[float], None]) -> N
     if not section.enabled:
         return
     profiler = dsx_monitor.FlopsProfiler(to.module)
-    profiler.facts = dsx_monitor.RunFacts(
+    profiler.facts = dsx_monitor.flops.RunFacts(
         world_size=topology.world_size,
         data_parallel=topology.batches[1],
         model_parallel=topology.model_size,

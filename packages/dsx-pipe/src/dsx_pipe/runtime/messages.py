@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import dsx_comm
+import dsx_comm.object_tree
 import torch
 
 from ..errors import PipelineError
@@ -264,7 +265,7 @@ class Mailbox:
         if first + second:
             raw = torch.empty(first + second, dtype=torch.uint8)
             self._receive_tensor(raw, source, self.groups.host, BLOB)
-            blob = dsx_comm.host_bytes(raw)
+            blob = dsx_comm.object_tree.host_bytes(raw)
         if status != DATA:
             message = Message(status, text=blob)
         else:

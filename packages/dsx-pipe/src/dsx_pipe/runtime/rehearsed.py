@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import dsx_comm
+import dsx_comm.object_tree
 import torch
 
 from ..errors import PipelineError
@@ -46,7 +47,7 @@ class Letter:
     @staticmethod
     def of(tensor: torch.Tensor, tag: int) -> Letter:
         """The letter of a tensor that is sent."""
-        words = dsx_comm.host_bytes(tensor.contiguous()) if tag in (HEADER, BLOB) else None
+        words = dsx_comm.object_tree.host_bytes(tensor.contiguous()) if tag in (HEADER, BLOB) else None
         return Letter(tag, _nbytes(tensor), words)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import dsx_comm
 import torch
-from dsx_comm import AxisGroup
+from dsx_comm.registry import AxisGroup
 from dsx_core import replacing
 from dsx_core.device import Device
 from torch import nn
