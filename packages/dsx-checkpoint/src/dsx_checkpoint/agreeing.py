@@ -1,4 +1,4 @@
-"""How the ranks of a save get their parts of a plan.
+"""Gives the ranks of a save their parts of a plan.
 
     1) every rank sends two hashes (the tensors that it knows, the regions that it holds), and what is new in each save
     2) if rank 0 and all ranks still have the plan of these hashes, that is all: a second save of a layout plans nothing
@@ -49,7 +49,7 @@ def _uncollected() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class WholePlan:
-    """What rank 0 has of a planned save.
+    """Rank 0's part of a planned save.
 
     Attributes:
         plan: see there.
@@ -77,7 +77,7 @@ class Agreed:
 
 @dataclass(frozen=True)
 class Hello:
-    """What every rank sends at each save.
+    """The message of every rank at each save.
 
     Attributes:
         kind: hashes of its catalogue and its holding.
@@ -186,7 +186,7 @@ def agree(
 
 
 class First:
-    """What rank 0 does for all ranks."""
+    """The work of rank 0 for all ranks."""
 
     def __init__(self, check_folders: Callable[[Sequence[str]], None], max_file_bytes: int, chunk_bytes: int) -> None:
         self._check_folders, self._sizes = check_folders, (max_file_bytes, chunk_bytes)

@@ -37,7 +37,7 @@ _ATTEMPTS = 100  # to remove a folder that another process removes at the same t
 
 @dataclass(frozen=True)
 class Keeping:
-    """How many checkpoints stay.
+    """The number of checkpoints that stay.
 
     Attributes:
         last: this many of the newest, the new one included; None: all.

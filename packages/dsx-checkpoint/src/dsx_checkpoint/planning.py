@@ -53,7 +53,7 @@ class PlannedRow(NamedTuple):
 
 @dataclass(frozen=True)
 class WritePlan:
-    """Where everything goes. Only rank 0 has it.
+    """The place of everything in the files. Only rank 0 has it.
 
     Attributes:
         files: the files, in order.

@@ -44,7 +44,7 @@ class Ranks(Together):
         raise NotImplementedError
 
     def receive_object(self, source: int) -> Any:
-        """What a rank sends."""
+        """Receive the value that a rank sends."""
         raise NotImplementedError
 
     def send(self, data: torch.Tensor, to: int) -> None:
@@ -138,7 +138,7 @@ class GroupRanks(Ranks):
 
 
 def host_label() -> str:
-    """What is equal for ranks of one host: ranks that one launcher's agent has started there."""
+    """A label that the ranks of one host share: those that one launcher's agent has started there."""
     return f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
 
 

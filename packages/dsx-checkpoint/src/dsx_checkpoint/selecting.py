@@ -20,7 +20,7 @@ __all__ = ["Selection"]
 
 @dataclass(frozen=True)
 class Selection:
-    """What of a checkpoint is wanted, and under which names.
+    """The tensors of a checkpoint that are wanted, and their names.
 
     Attributes:
         only: patterns of names in the model; nothing else is loaded, or missed. None: everything.

@@ -79,7 +79,7 @@ def _mask_of(specs: Sequence[TensorSpec], masks: Mapping[int, int]) -> int:
 
 
 def _opened(masks: Sequence[int]) -> int:
-    """How often all ranks together open files."""
+    """The number of times that all ranks together open files."""
     return sum(bin(mask).count("1") for mask in masks)
 
 

@@ -67,7 +67,7 @@ def get_weight_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2.
 
 
 def get_grad_zeros(parameters: Tensor | Iterable[Tensor], mpu: Any = None) -> float:
-    """How many elements of the gradients are 0. With an mpu: of all model-parallel ranks (collective)."""
+    """The number of elements of the gradients that are 0. With an mpu: of all model-parallel ranks (collective)."""
     found = [p for p in _listed(parameters) if p.grad is not None]
     if mpu is None:
         return float(dsx_ops.get_grad_zeros(found))

@@ -96,7 +96,7 @@ class CommandParser(argparse.ArgumentParser):
         super().error(message)
 
     def meant(self, word: str) -> str:
-        """What to use instead of an unknown option; empty if nothing is like it."""
+        """A sentence that names the option most like an unknown one; empty if there is none."""
         if not word.startswith("--"):
             return ""
         name = word[2:].partition("=")[0].replace("_", "-")

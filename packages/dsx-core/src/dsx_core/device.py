@@ -77,7 +77,7 @@ class Device:
 
     @staticmethod
     def count() -> int:
-        """How many accelerators this process sees. Does not start to use them."""
+        """The number of accelerators that this process sees. Does not start to use them."""
         return torch.accelerator.device_count()
 
     @property
@@ -97,7 +97,7 @@ class Device:
 
     @property
     def properties(self) -> Any:
-        """What torch knows of an accelerator (`total_memory` and more)."""
+        """The properties of an accelerator (`total_memory` and more)."""
         return self._module.get_device_properties(self.index)
 
     @cached_property

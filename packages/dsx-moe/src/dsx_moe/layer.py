@@ -38,7 +38,7 @@ from .wrappers import refuse_wrappers
 
 
 class MoEOutput(NamedTuple):
-    """What a layer returns.
+    """The output of a layer.
 
     Attributes:
         output: the output, with the shape and dtype of the input.

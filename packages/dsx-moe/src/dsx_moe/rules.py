@@ -123,7 +123,7 @@ def completed_rule(block: nn.Module, rule: RouterRule, name: str) -> RouterRule:
 
 
 def number_of_experts(module: nn.Module, rule: RouterRule, name: str) -> int:
-    """How many experts a packed module or a listed block has."""
+    """The number of experts of a packed module or a listed block."""
     if is_packed(module):
         return int(module.num_experts)  # type: ignore[arg-type]
     return len(list(module.get_submodule(children_of(module, rule, name)["experts"]).children()))

@@ -62,7 +62,7 @@ def _look(shard: ExpertShard, groups: ExpertGroups, name: str) -> None:
             f"{name}: its experts differ on {groups.expert.size} ranks and have lost the mark that says so: FSDP2, or"
             " code that sets parameters anew, has replaced them. With FSDP2 leave them out: fully_shard(model,"
             " ignored_params={p for p in model.parameters() if dsx_moe.is_moe_param(p)}), and after backward"
-            " dsx_moe.average_gradients(model, experts_only=True); else dsx_moe.mark_expert_parameters"
+            " dsx_moe.average_gradients(model, experts_only=True); else dsx_moe.marks.mark_expert_parameters"
         )
     wrapper: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
     if wrapper is None or shard.__dict__.get("_seen_in") == id(wrapper):

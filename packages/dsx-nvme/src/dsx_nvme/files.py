@@ -28,7 +28,7 @@ _CANNOT_RESERVE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV}
 
 @dataclass(frozen=True)
 class Access:
-    """How a file is accessed, and the reasons."""
+    """The way in which a file is accessed, and the reasons."""
 
     engine: str
     direct: bool

@@ -28,7 +28,7 @@ _NOTHING = torch.empty(0)
 
 
 class Outcome(NamedTuple):
-    """How a transfer ended."""
+    """The end of a transfer."""
 
     moved: int  # bytes
     error: int = 0  # errno, or END_OF_FILE

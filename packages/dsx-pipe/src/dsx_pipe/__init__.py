@@ -16,7 +16,7 @@ from .layers import LayerSpec, TiedLayerSpec
 from .measure import measure_layers
 from .module import PipelineModule
 from .partition import partition_balanced, partition_uniform
-from .planner import Candidate, candidates, plan
+from .planner import Candidate, candidates, plan, save_costs
 from .runtime import Pipeline, StageCallbacks
 from .schedule import (
     DataParallelSchedule,
@@ -34,6 +34,7 @@ from .schedule import (
     live_activations,
     problems,
     save_chart,
+    save_timeline,
     schedule_of,
     simulate,
     svg,
@@ -62,6 +63,8 @@ __all__ = [
     "Timeline",
     "TrainSchedule",
     "__version__",
+    "save_costs",
+    "save_timeline",
     "build",
     "candidates",
     "check",

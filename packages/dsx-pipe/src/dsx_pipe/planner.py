@@ -24,7 +24,7 @@ _TRAINING = tuple(name for name in BUILDERS if name != "inference")
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one layer costs for one sample.
+    """The cost of one layer for one sample.
 
     Attributes:
         forward: seconds of the forward.

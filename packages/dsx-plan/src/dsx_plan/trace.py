@@ -1,4 +1,4 @@
-"""What one rank does in one step, as data: operators, messages, copies and waits, in the order of each lane.
+"""The work of one rank in one step, as data: operators, messages, copies and waits, in the order of each lane.
 
 A lane is what a device calls a stream: its entries happen one after the other. Lane 0 computes. What an entry takes is
 not said here: `cost.simulate` gives every entry a time, for any machine.
@@ -36,7 +36,7 @@ class Message:
     """A message between ranks.
 
     Attributes:
-        op: as in `dsx_comm.RehearsedMessage`.
+        op: as in `dsx_comm.rehearsal.RehearsedMessage`.
         inside: bytes that this rank sends to ranks of its host.
         outside: bytes that it sends to ranks of other hosts.
         ranks: number of ranks that take part.

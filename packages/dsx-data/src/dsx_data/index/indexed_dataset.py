@@ -116,7 +116,7 @@ class MMapIndexedDataset:
         return self._values[start : start + (stop - offset) * self.dtype.itemsize].view(self.dtype)
 
     def size(self, index: int) -> int:
-        """How many numbers sequence `index` has."""
+        """The length of sequence `index`."""
         return int(self.sizes[index])
 
     def start(self, row: int) -> int:

@@ -38,7 +38,7 @@ DATA, FAILURE, LOST = 0, 1, 2
 
 @dataclass(frozen=True)
 class Key:
-    """What a message contains.
+    """The content of a message.
 
     Attributes:
         stage: the stage that receives it.

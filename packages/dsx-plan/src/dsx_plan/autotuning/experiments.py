@@ -61,7 +61,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an experiment ended.
+    """The end of an experiment.
 
     Attributes:
         metrics: what the engine measured; None if it did not come to that.

@@ -65,7 +65,7 @@ class TokenBatches:
         self._weight = 1.0
 
     def note(self, size: Any) -> None:
-        """The loader is about to return a micro-batch of this size (`dsx_data.BatchSize`)."""
+        """The loader is about to return a micro-batch of this size (`dsx_data.loader.BatchSize`)."""
         self._waiting.append(size)
 
     def before_forward(self) -> None:
@@ -190,7 +190,7 @@ class LayerDropping:
 
     Args:
         schedule: theta(t), a `dsx_data.ProgressiveLayerDrop`.
-        layers: the object that converted layers share, a `dsx_data.LayerDrop`; None: the model takes arguments,
+        layers: the object that converted layers share, a `dsx_data.routing.LayerDrop`; None: the model takes arguments,
             which it names or takes as `**kwargs`.
     """
 

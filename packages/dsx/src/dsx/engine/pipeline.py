@@ -319,7 +319,7 @@ class PipelineEngine(Engine):
         return module.get_additional_losses()
 
     def pipeline_report(self) -> Any:
-        """Times of the last batch per stage, and its bubble, measured and planned (`dsx_pipe.StepReport`).
+        """Times of the last batch per stage, and its bubble, measured and planned (`dsx_pipe.runtime.StepReport`).
         Collective.
         """
         return self._pipe.report()
