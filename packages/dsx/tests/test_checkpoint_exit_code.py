@@ -40,6 +40,12 @@ SCRIPT = """
         del engine
     elif ending.isdecimal():
         sys.exit(int(ending))
+    elif ending.startswith("SystemExit"):
+        failed.wait(30)
+        raise SystemExit(int(ending.split()[1]))
+    elif ending == "error":
+        failed.wait(30)
+        raise RuntimeError("an error of the program")
     elif ending == "in a thread":
         thread = threading.Thread(target=lambda: sys.exit(9))
         failed.wait(30)
@@ -63,11 +69,11 @@ def test_a_failure_that_no_call_raises_ends_the_process_with_a_code(tmp_path, en
     assert "ckpt/new was not written" in said and "No space left on device" in said and "exit code 1" in said
 
 
-@pytest.mark.parametrize("code", [75])
-def test_the_code_that_the_program_asks_for_is_kept(tmp_path, code):
-    got, said, left = run(tmp_path, str(code))
+@pytest.mark.parametrize(("ending", "code"), [("75", 75), ("SystemExit 76", 76), ("error", 1)])
+def test_the_code_that_the_program_asks_for_is_kept(tmp_path, ending, code):
+    got, said, left = run(tmp_path, ending)
     assert got == code and left == ["latest", "old"]
-    assert "ckpt/new was not written" in said and f"exit code {code}" in said
+    assert "ckpt/new was not written" in said and "exit code 1, or with the one that the program asked for" in said
 
 
 @pytest.mark.parametrize("ending", ["caught", "good"])

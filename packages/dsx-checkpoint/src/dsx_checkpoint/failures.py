@@ -4,30 +4,27 @@ the process ends with an exit code that is not 0.
 A program may save, go on training, and end without `destroy` or `wait_for_checkpoints`. Then no call can raise the
 error of its last save. Its exit code would be 0, and a batch script would go on from a checkpoint that does not exist.
 
-The exit code that a program gives to `sys.exit` is kept if it is not 0. What a program raises as `SystemExit` by other
-means is not known here: Python forgets it before functions at exit run.
-
-In Python an `atexit` function cannot change the exit code, and `os._exit` there would skip all functions that were
-registered before, so that temporary files and shared memory would stay. So the C library is asked to end the process
-with our code after Python's own end (`_end_with`).
+In Python an `atexit` function cannot change the exit code, and does not know the one of a `SystemExit`. `os._exit`
+there would skip all functions that were registered before, so that temporary files and shared memory would stay. So
+the C library is asked to end the process with our code after Python's own end (`_end_with`).
 """
 
 from __future__ import annotations
 
 import atexit
 import ctypes
-import functools
 import os
 import sys
 import threading
 from pathlib import Path
-from typing import Any, NoReturn
+
+from dsx_comm.shm.native import module
 
 __all__ = ["FAILED_SAVE_EXIT_CODE", "Failures"]
 
 FAILED_SAVE_EXIT_CODE = 1
 """The exit code of a process whose last save has failed, if no call in the program raised the error, and the program
-asked for no other one."""
+would have ended with 0."""
 
 
 class Failures:
@@ -39,7 +36,6 @@ class Failures:
 
     def add(self, error: Exception, target: Path) -> None:
         """Keep an error. The process ends with `FAILED_SAVE_EXIT_CODE`, unless the error is raised before."""
-        _ASKED.watch()
         with self._lock:
             if not self._kept:
                 atexit.register(self._report_at_exit, os.getpid())
@@ -57,48 +53,24 @@ class Failures:
     def _report_at_exit(self, pid: int) -> None:
         if pid != os.getpid():  # in a forked child: the save belongs to the parent
             return
-        code = _ASKED.code or FAILED_SAVE_EXIT_CODE
         for error, target in self._kept:
             sys.stderr.write(
                 f"dsx: {target} was not written: {error}\nThe program ended without a call that raises this error "
                 "(engine.destroy or wait_for_checkpoints), so the process ends with exit code "
-                f"{code}\n"
+                f"{FAILED_SAVE_EXIT_CODE}, or with the one that the program asked for\n"
             )
         sys.stderr.flush()
-        _end_with(code)
-
-
-class _AskedExitCode:
-    """The exit code that the main thread has given to `sys.exit`, since the first save failed."""
-
-    def __init__(self) -> None:
-        self.code = 0
-        self._watched: Any = None
-
-    def watch(self) -> None:
-        """Note it from now on."""
-        if self._watched is sys.exit:
-            return
-        right = sys.exit
-
-        @functools.wraps(right)
-        def exit_and_note(status: Any = None, /) -> NoReturn:
-            if threading.current_thread() is threading.main_thread():
-                self.code = status & 0xFF if isinstance(status, int) else int(status is not None)
-            right(status)
-
-        sys.exit = self._watched = exit_and_note
-
-
-_ASKED = _AskedExitCode()
+        _end_with(FAILED_SAVE_EXIT_CODE)
 
 
 def _end_with(code: int) -> None:
-    """Let the process end with this exit code after Python has done all its work at exit.
+    """Let the process end with this exit code after Python has done all its work at exit, if it would end with 0.
 
-    Functions of `__cxa_atexit` run after Python's end, in reverse order of registration: first `fflush(NULL)`, then
-    `_exit(code)`.
+    Without native code of dsx-comm, or with a C library other than glibc, the process ends with this code in any case:
+    functions of `__cxa_atexit` run after Python's end, in reverse order of registration: `fflush(NULL)`, `_exit(code)`.
     """
+    if (native := module()) is not None and native.replace_exit_code_zero(code):
+        return
     try:
         libc = ctypes.CDLL(None)
         register, end, flush = libc.__cxa_atexit, libc._exit, libc.fflush

@@ -16,7 +16,7 @@ def _unfit() -> str:
     return ""
 
 
-_loader = NativeLoader("dsx_comm._C", abi=3, unfit=_unfit)
+_loader = NativeLoader("dsx_comm._C", abi=4, unfit=_unfit)
 module = _loader.module
 reason = _loader.why_not
 
