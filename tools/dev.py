@@ -107,10 +107,18 @@ def lint(_: list[str]) -> int:
     environment = ensure()
     environment.run("-m", "ruff", "check", ".")
     environment.run("-m", "ruff", "format", "--check", ".")
+    pages = [str(path.relative_to(ROOT)) for folder in (".", "docs", "packages") for path in _pages(ROOT / folder)]
+    environment.run("-m", "ruff", "format", "--check", "--config", "line-length = 88", *pages)
     environment.run("tools/format_native.py", "--check")
     _lint_imports(environment)
     environment.run("-m", "pyright")
     return 0
+
+
+def _pages(folder: Path) -> list[Path]:
+    """The pages in a folder: of the root and of packages the files that are read, of docs all."""
+    pattern = {"docs": "**/*.md", "packages": "*/*.md"}.get(folder.name, "*.md")
+    return sorted(folder.glob(pattern))
 
 
 def docs(arguments: list[str]) -> int:
