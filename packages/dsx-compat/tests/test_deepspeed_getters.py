@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import types
 
 import dsx_compat
 import pytest
@@ -34,6 +35,7 @@ CONFIG = {
     "flops_profiler": {"enabled": False, "profile_step": 9, "top_modules": 3},
     "checkpoint": {"tag_validation": "FAIL"},
     "data_efficiency": {"enabled": False, "seed": 5},
+    "progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 0.01},
 }
 
 METHODS = {
@@ -71,6 +73,20 @@ METHODS = {
     "curriculum_learning_enabled": False,
     "super_offload": False,
     "zenflow_config": None,
+    "elasticity_enabled": False,
+    "is_elastic_model_parallel_supported": None,
+    "sparse_gradients_enabled": False,
+    "pld_enabled": True,
+    "pld_theta": 0.5,
+    "pld_gamma": 0.01,
+    "pld_params": {"theta": 0.5, "gamma": 0.01},
+    "eigenvalue_enabled": False,
+    "eigenvalue_max_iter": 100,
+    "eigenvalue_layer_num": 0,
+    "curriculum_enabled_legacy": False,
+    "curriculum_params_legacy": False,
+    "amp_enabled": False,
+    "mics_shard_size": -1,
 }  # fmt: skip
 
 
@@ -82,9 +98,16 @@ METHODS |= {
 }
 
 
+class Dropping(torch.nn.Linear):
+    """A model that takes what progressive layer dropping gives."""
+
+    def forward(self, x, progressive_layer_drop=False, pld_theta=1.0):
+        return super().forward(x)
+
+
 @pytest.fixture(scope="module")
 def engine():
-    found, *_ = deepspeed.initialize(model=torch.nn.Linear(2, 2), config=CONFIG)
+    found, *_ = deepspeed.initialize(model=Dropping(2, 2), config=CONFIG)
     yield found
     found.destroy()
 
@@ -182,7 +205,7 @@ def test_the_throughput_and_the_times_of_a_step_are_readable():
 
 
 def _gather(rank, world):
-    found, *_ = deepspeed.initialize(model=torch.nn.Linear(2, 2), config={"train_micro_batch_size_per_gpu": 1})
+    found, *_ = deepspeed.initialize(model=Dropping(2, 2), config={"train_micro_batch_size_per_gpu": 1})
     value = torch.tensor([rank + 1])
     return [
         one.item() for one in found.all_gather_scalar(value, found.data_parallel_group)
@@ -219,7 +242,7 @@ def test_a_configuration_knows_all_batch_sizes_and_deepspeed_s_names():
 def test_an_engine_can_be_made_from_a_loaded_configuration(place):
     read = deepspeed.DeepSpeedConfig(CONFIG | {"mine": 1})
     given = {"config": read} if place == "config" else {"args": argparse.Namespace(deepspeed_config=read)}
-    engine, *_ = deepspeed.initialize(model=torch.nn.Linear(2, 2), **given)
+    engine, *_ = deepspeed.initialize(model=Dropping(2, 2), **given)
     assert engine.config["train_batch_size"] == 6 and engine.zero_sub_group_size() == 13
     engine.destroy()
 
@@ -230,3 +253,25 @@ def test_sections_of_a_loaded_configuration_are_read_before_it_is_loaded():
 
     loaded = load_config({"train_batch_size": 8, "tensor_parallel": {"autotp_size": 2}}, world_size=2)
     assert read(loaded).data == {"train_batch_size": 8, "tensor_parallel": {"autotp_size": 2}}
+
+
+def test_the_section_elasticity_has_deepspeeds_names():
+    from deepspeed.elasticity.config import ElasticityConfig, ElasticityConfigError
+
+    section = {"enabled": True, "max_train_batch_size": 48, "micro_batch_sizes": [2, 4], "version": 0.1, "min_time": 5}
+    found = ElasticityConfig(section)
+    assert (found.enabled, found.max_acceptable_batch_size, found.micro_batches) == (True, 48, [2, 4])
+    assert (found.min_gpus, found.max_gpus, found.version, found.min_time) == (1, 10000, 0.1, 5)
+    assert found.prefer_larger_batch_size and not found.ignore_non_elastic_batch_info
+    with pytest.raises(ElasticityConfigError, match="max_train_batch_size"):
+        ElasticityConfig({"enabled": True, "micro_batch_sizes": [2]})
+
+
+@pytest.mark.parametrize(("devices", "slices", "suits"), [(8, 3, False), (8, 4, True)])
+def test_elasticity_over_slices(devices, slices, suits):
+    from dsx_compat.getters import ENGINE_METHODS, value_of
+
+    section = {"max_train_batch_size": 48, "micro_batch_sizes": [2, 4], "version": 0.2}
+    section |= {"enabled": True, "num_gpus_per_node": devices, "model_parallel_size": slices}
+    read = types.SimpleNamespace(elasticity=types.SimpleNamespace(**section))
+    assert value_of(read, ENGINE_METHODS["is_elastic_model_parallel_supported"]) is suits

@@ -209,3 +209,10 @@ def test_hjson_is_read_for_deepspeed_s_programs_only(tmp_path):
     (tmp_path / "ds.json").write_text(HJSON)
     with pytest.raises(ValueError, match="a comma is missing"):
         dsx.initialize(model=torch.nn.Linear(2, 1), config=str(tmp_path / "ds.json"))
+
+
+def test_an_unknown_warm_up_is_the_usual_one_and_is_named():
+    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 4, "warmup_type": "cubic"}}
+    engine, text = started({**BASE, "scheduler": schedule})
+    assert "scheduler.params.warmup_type ('cubic' is unknown, log is used)" in text
+    assert engine.lr_scheduler.warmup.kind == "log" and schedule["params"]["warmup_type"] == "cubic"

@@ -8,18 +8,19 @@ answers when the feature is off.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import reduce
 from typing import Any
 
 import dsx_comm
 from dsx.config import load_config
+from dsx.elasticity.api import settings_of
 from dsx.precision import dtype
 
 from .settings import client_config
 from .values import DEEPSPEED_OPTIMIZERS
 
-__all__ = ["CONFIG_ATTRIBUTES", "ENGINE_METHODS", "DeepSpeedConfig", "value_of"]
+__all__ = ["CONFIG_ATTRIBUTES", "ENGINE_METHODS", "DeepSpeedConfig", "ElasticityConfig", "value_of"]
 
 Where = str | Callable[[Any], Any]
 
@@ -89,6 +90,22 @@ def _tag(*words: str) -> Callable[[Any], bool]:
 def _off(value: Any = False) -> Callable[[Any], Any]:
     """The answer of a feature that dsx does not have: a configuration that asks for it is refused."""
     return lambda config: value
+
+
+def _elastic_over_slices(config: Any) -> bool | None:
+    """Whether a node's devices divide into model-parallel groups; None where elasticity is off."""
+    elasticity = config.elasticity
+    return elasticity.num_gpus_per_node % elasticity.model_parallel_size == 0 if elasticity.enabled else None
+
+
+def _parameters_of(path: str) -> Callable[[Any], Any]:
+    """A section without its key `enabled`; False where it is off."""
+
+    def read(config: Any) -> Any:
+        section = value_of(config, path)
+        return section.model_dump(mode="json", exclude={"enabled"}) if section.enabled else False
+
+    return read
 
 
 CONFIG_ATTRIBUTES: dict[str, Where] = {
@@ -161,6 +178,16 @@ _ZERO_SIZES = [
     "prefetch_bucket_size",
 ]
 _FLOPS = ["detailed", "enabled", "module_depth", "output_file", "profile_step", "recompute_fwd_factor", "top_modules"]
+_EIGENVALUE = [
+    "enabled",
+    "gas_boundary_resolution",
+    "layer_name",
+    "layer_num",
+    "max_iter",
+    "stability",
+    "tol",
+    "verbose",
+]
 _SAME = [
     "dataloader_drop_last",
     "dump_state",
@@ -192,8 +219,11 @@ ENGINE_METHODS: dict[str, Where] = {
     **{f"zero_{name}": f"zero_optimization.{name}" for name in _ZERO},
     **{f"zero_{name}": _size(f"stage3_{name}") for name in _ZERO_SIZES},
     **{f"flops_profiler_{name}": f"flops_profiler.{name}" for name in _FLOPS},
+    **{f"eigenvalue_{name}": f"eigenvalue.{name}" for name in _EIGENVALUE},
     **{name: name for name in _SAME},
     **{name: CONFIG_ATTRIBUTES[name] for name in _OF_CONFIG},
+    "amp_enabled": "amp.enabled",
+    "amp_params": _parameters_of("amp"),
     "autotp_size": "tensor_parallel.autotp_size",
     "autotuning_enabled": "autotuning.enabled",
     "autotuning_start_profile_step": "autotuning.start_profile_step",
@@ -210,11 +240,16 @@ ENGINE_METHODS: dict[str, Where] = {
     "compile_autotp": _off(),
     "compile_zero_optimization_stage": _off(),
     "cpuadam_cores_perc": _offload("cpuadam_cores_perc", 0.9),
+    "curriculum_enabled_legacy": "curriculum_learning.enabled",
+    "curriculum_params_legacy": _parameters_of("curriculum_learning"),
     "curriculum_learning_config": _dictionary("data_efficiency.data_sampling.curriculum_learning"),
     "curriculum_learning_enabled": "data_efficiency.data_sampling.curriculum_learning.enabled",
     "data_sampling_config": _dictionary("data_efficiency.data_sampling"),
     "data_sampling_enabled": "data_efficiency.data_sampling.enabled",
+    "elasticity_enabled": "elasticity.enabled",
+    "is_elastic_model_parallel_supported": _elastic_over_slices,
     "dynamic_loss_scale_args": _scale_arguments,
+    "graph_harvesting": "graph_harvesting",
     "fp16_auto_cast": "fp16.auto_cast",
     "fp16_master_weights_and_gradients": "fp16.fp16_master_weights_and_grads",
     "initial_dynamic_scale": lambda config: 2**config.fp16.initial_scale_power,
@@ -222,15 +257,22 @@ ENGINE_METHODS: dict[str, Where] = {
     "is_deepcompile_enabled": _off(),
     "is_first_weights_partition_group": lambda config: config.zero_optimization.stage == 3,
     "is_sanity_checks_enabled": "zero_optimization.enable_sanity_checks",
+    "mics_shard_size": "zero_optimization.mics_shard_size",
+    "pld_enabled": "progressive_layer_drop.enabled",
+    "pld_gamma": "progressive_layer_drop.gamma",
+    "pld_params": _parameters_of("progressive_layer_drop"),
+    "pld_theta": "progressive_layer_drop.theta",
     "postscale_gradients": lambda config: not config.prescale_gradients,
     "random_ltd_config": _dictionary("data_efficiency.data_routing.random_ltd"),
     "random_ltd_enabled": "data_efficiency.data_routing.random_ltd.enabled",
+    "sparse_gradients_enabled": "sparse_gradients",
     "super_offload": _off(),
     "swap_tensor_config": _off(None),
     "uses_parallelization_pass_only": _off(),
     "zenflow_config": _off(None),
     "zero_allgather_sequential": "zero_optimization.stage3_allgather_sequential",
     "zero_cpu_offload": lambda config: _device(config) == "cpu",
+    "zero_grad_hooks": "zero_optimization.grad_hooks",
     "zero_hpz_partition_size": "zero_optimization.zero_hpz_partition_size",
     "zero_multi_rank_bucket_allreduce": "zero_optimization.use_multi_rank_bucket_allreduce",
     "zero_nvme_offload_optimizer": lambda config: _device(config) == "nvme",
@@ -242,6 +284,31 @@ ENGINE_METHODS: dict[str, Where] = {
     "zero_use_cpu_optimizer": lambda config: _device(config) in ("cpu", "nvme"),
 }
 """Method of DeepSpeed's engine, without arguments -> place."""
+
+
+class ElasticityConfig:
+    """The section `elasticity`, read and checked, under DeepSpeed's names of its values.
+
+    Args:
+        param_dict: the section.
+
+    Raises:
+        ElasticityConfigError: a value of the wrong kind, or a key that must be there is not.
+    """
+
+    def __init__(self, param_dict: Mapping[str, Any]) -> None:
+        settings = settings_of(param_dict)
+        self.enabled = bool(param_dict.get("enabled", False))
+        self.max_acceptable_batch_size = settings.max_batch
+        self.micro_batches = list(settings.micro_batches)
+        self.min_gpus, self.max_gpus = settings.min_devices, settings.max_devices
+        self.model_parallel_size, self.num_gpus_per_node = settings.model_parallel, settings.devices_per_node
+        self.prefer_larger_batch_size, self.version = settings.prefer_larger, settings.version
+        self.min_time = int(param_dict.get("min_time", 0))
+        self.ignore_non_elastic_batch_info = bool(param_dict.get("ignore_non_elastic_batch_info", False))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({vars(self)})"
 
 
 class DeepSpeedConfig:

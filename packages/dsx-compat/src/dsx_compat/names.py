@@ -209,7 +209,10 @@ MODULES: dict[str, dict[str, str]] = {
     "deepspeed.checkpoint.utils": {**_of("dsx.utils", "clone_tensors_for_torch_save"), **_CHECKPOINT_FILES},
     "deepspeed.checkpoint.ds_to_universal": {"main": "dsx_compat.checkpoint.ds_to_universal:main"},
     "deepspeed.elasticity": _ELASTICITY,
-    "deepspeed.elasticity.config": _ELASTICITY_ERRORS,
+    "deepspeed.elasticity.config": {
+        **_ELASTICITY_ERRORS,
+        "ElasticityConfig": "dsx_compat.getters:ElasticityConfig",
+    },
     "deepspeed.elasticity.elasticity": _ELASTICITY,
     "deepspeed.comm": {
         **_COMM,

@@ -7,6 +7,7 @@ and programs rely on that: their users cannot change what a program writes. Thes
   it. Unknown keys inside a section stay errors, as in DeepSpeed;
 * `offload_optimizer` at stage 0, and `offload_param` below stage 3: there is nothing to offload (Accelerate asks for
   both from stage 2 on, trl sets stage 0 and keeps them);
+* a `warmup_type` of a scheduler that is neither "log" nor "linear": DeepSpeed takes "log";
 * `torch_autocast.lower_precision_safe_modules`, the modules whose gradients DeepSpeed reduces in the lower precision.
 
 Accelerate writes `"steps_per_print": inf`, which means never. It is replaced by None.
@@ -37,6 +38,7 @@ _NEEDS_STAGE = {
 }  # fmt: skip
 """Lowest stage at which a key of `zero_optimization` offloads something."""
 
+_WARMUPS = (None, "auto", "log", "linear")
 _SAFE_MODULES = "lower_precision_safe_modules"
 
 
@@ -98,6 +100,12 @@ def _remove(data: dict[str, Any]) -> list[str]:
         data["torch_autocast"] = {key: value for key, value in autocast.items() if key != _SAFE_MODULES}
         reason = "gradients are reduced in one data type, communication_data_type"
         dropped.append(f"torch_autocast.{_SAFE_MODULES} ({reason})")
+    scheduler = data.get("scheduler")
+    arguments = scheduler.get("params") if isinstance(scheduler, Mapping) else None
+    if isinstance(arguments, Mapping) and arguments.get("warmup_type", "log") not in _WARMUPS:
+        kept = {key: value for key, value in arguments.items() if key != "warmup_type"}
+        data["scheduler"] = {**scheduler, "params": kept}
+        dropped.append(f"scheduler.params.warmup_type ({arguments['warmup_type']!r} is unknown, log is used)")
     if data.get("steps_per_print") == math.inf:
         data["steps_per_print"] = None
     return dropped
