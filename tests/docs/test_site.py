@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import http.server
 import importlib
+import json
 import re
 import sys
 import threading
@@ -276,3 +277,54 @@ def test_the_calculator_counts_as_the_engine_does(served, browser, stage, sixtee
     away = bytes_of(8, "host")
     assert away["device"] + away["host"] == expected
     assert (away["host"] > 0) == (stage >= 1 and (master + states > 0 or stage >= 2))
+
+
+# - A reader: what somebody types into the search leads to the answer, within the first five pages
+
+QUESTIONS = {
+    "Can I resume on half the GPUs?": ("resume number of processes", r"another number of (ranks|processes)"),
+    "Does it run on my AMD card?": ("AMD", r"(AMD|ROCm)"),
+    "How do I clip gradients?": ("clip gradients", r"gradient_clipping"),
+    "How do I install it?": ("install", r"pip install \./packages/dsx"),
+    "Is it on PyPI?": ("PyPI", r"belongs to another project"),
+    "Which stage do I need?": ("which stage", r"Take the lowest stage that fits"),
+    "It is out of memory. What now?": ("out of memory", r"(recomput|offload|micro-batch)"),
+    "The loss is NaN. Why?": ("loss NaN", r"(overflow|not finite|non-finite|NaN)"),
+    "My job hangs. Who is missing?": ("hang", r"(missing|waits)"),
+    "How do I get weights for Hugging Face?": ("export safetensors", r"dsx checkpoint export"),
+    "How do I start on Slurm?": ("Slurm", r"srun"),
+    "Can I fine-tune with LoRA?": ("LoRA", r"(peft|LoRA)"),
+    "I come from DeepSpeed. What changes?": ("coming from DeepSpeed", r"import dsx as deepspeed|dsx-compat"),
+    "What does DSX502 mean?": ("DSX502", r"DSX502"),
+    "Does a GPU job fit before I pay for it?": ("does it fit", r"dsx plan"),
+}
+
+SEARCH = """(async words => {
+    const toggle = document.querySelector('[data-md-toggle=search]');
+    if (!toggle.checked) toggle.click();
+    const field = document.querySelector('.md-search__input');
+    field.focus(); field.value = words; field.dispatchEvent(new Event('keyup'));
+    const links = () => [...document.querySelectorAll('.md-search-result__item')]
+        .map(item => item.querySelector('.md-search-result__link').href);
+    for (let i = 0; i < 200 && !links().length; i++) await new Promise(done => setTimeout(done, 50));
+    return [...new Set(links().map(link => link.split(/[?#]/)[0]))].slice(0, 5);
+})"""
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_a_search_answers(served, browser, question):
+    words, answer = QUESTIONS[question]
+    browser.open(served)
+    found = browser.evaluate(f"{SEARCH}({json.dumps(words)})")
+    texts = []
+    for page in found:
+        browser.open(page)
+        texts.append(browser.evaluate("document.querySelector('article').textContent"))
+    assert any(re.search(answer, text) for text in texts), f"{words!r} finds {found}"
+
+
+def test_a_question_without_an_answer_is_seen(served, browser):
+    browser.open(served)
+    for page in browser.evaluate(f"{SEARCH}({json.dumps('install')})"):
+        browser.open(page)
+        assert not re.search("xylophone", browser.evaluate("document.querySelector('article').textContent"))
