@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from .auditing import Audit
 from .errors import AuditError
 from .expected import Expected
 from .loops import Loop, loop_for
 from .ranks import Ranks
 from .receipt import Receipt, WrongStepError
+from .running import Audit
 from .seen import watch_forward
 
 __all__ = ["audit_loop"]

@@ -5,17 +5,15 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .compare import magnitude
 from .comparing import Judge
+from .running import Audit
 from .seen import watch_forward
 from .system import scaler_state
-
-if TYPE_CHECKING:
-    from .auditing import Audit
 
 __all__ = ["reload"]
 

@@ -178,8 +178,8 @@ class _Flex:
         from torch.nn.attention.flex_attention import AuxRequest, flex_attention  # lazy import: imports dynamo
 
         mask = flex_mask(work.visible, rows, keys, q.device)
-        out: Any = flex_attention(q, k, v, block_mask=mask, scale=work.scale, return_aux=AuxRequest(lse=True))  # pyright: ignore[reportCallIssue]
-        found, aux = out
+        with_logs: Any = flex_attention  # its stubs know neither `return_aux` nor what it gives then
+        found, aux = with_logs(q, k, v, block_mask=mask, scale=work.scale, return_aux=AuxRequest(lse=True))
         return found, aux.lse
 
     @staticmethod
