@@ -71,10 +71,11 @@ print(json.dumps([s["native"], s["reason"], n, torch.equal(back, t), same, dsx_n
 
 
 def test_an_engine_that_is_not_there_is_named():
-    code = "import dsx_nvme\ntry: dsx_nvme.explain('/tmp', engine='io_uring')\nexcept dsx_nvme.NvmeError as e: print(e)"
-    assert "'io_uring' is not available: switched off" in python(code, DSX_NVME_NATIVE="0")[1]
-    code = "import dsx_nvme\ntry: dsx_nvme.Engine()\nexcept dsx_nvme.NvmeError as e: print(e)"
-    assert "engine 'magic': expected one of auto, io_uring" in python(code, DSX_NVME_ENGINE="magic")[1]
+    code = "import dsx_nvme\ntry: dsx_nvme.{}\nexcept dsx_nvme.errors.OptionError as e: print(e)"
+    said = python(code.format("explain('/tmp', engine='io_uring')"), DSX_NVME_NATIVE="0")[1]
+    assert "'io_uring' is not available: switched off" in said
+    said = python(code.format("Engine()"), DSX_NVME_ENGINE="magic")[1]
+    assert "engine 'magic': expected one of auto, io_uring" in said
 
 
 @pytest.mark.native
