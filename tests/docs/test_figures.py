@@ -19,7 +19,7 @@ import figures  # noqa: E402
 FILES = sorted(figures.FOLDER.glob("*.json"))
 BENCHES = sorted(path for path in ROOT.glob("packages/*/bench/*.py") if not path.name.startswith("_"))
 # Scripts in bench/ that measure nothing for a page: a picture, two tables that are part of the sources, and a layer.
-NO_TABLE = {"offload_timeline.py", "cuda_kernels.py", "triton_table.py", "sleepers.py"}
+NO_TABLE = {"offload_timeline.py", "receipt_picture.py", "cuda_kernels.py", "triton_table.py", "sleepers.py"}
 WRITES = ("add_json_option(", "run_parts(", "from _measure import")
 
 

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
+from dsx_testkit.results import add_json_option
 from dsx_verify import watch
 
 LIMIT, MOST = 0.5, 5.0  # seconds without progress until a report; until a report must be there
@@ -422,7 +423,7 @@ def main() -> int:
     """Inject all faults; print what is not named, and a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="faults whose name contains this")
-    parser.add_argument("--json", metavar="FILE", help="write the table there")
+    add_json_option(parser)
     options = parser.parse_args()
     faults = [fault for fault in gloo_faults() if options.only in fault.name]
     named, slowest, most = 0, 0.0, 0.0

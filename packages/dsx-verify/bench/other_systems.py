@@ -231,12 +231,15 @@ def main() -> int:
     parser.add_argument("--only", default="", help="programs whose name contains this")
     parser.add_argument("--environment", type=Path, default=ROOT / ".venvs" / "verify-systems")
     parser.add_argument("--deepspeed", default="0.19.8", help="version of DeepSpeed")
-    parser.add_argument("--json", metavar="FILE", help="write the table there")
     parser.add_argument("--wrong", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--program", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options, _ = parser.parse_known_args()
     if options.program:
         return _one(options.program, options.wrong)
+    from dsx_testkit.results import Table, add_json_option  # lazy import: the environment of a program has no test kit
+
+    add_json_option(parser)
+    options = parser.parse_args()
     python, rows, failed = environment(options.environment, options.deepspeed), [], 0
     for name in (name for name in PROGRAMS if options.only in name):
         told = [_audited(python, name, wrong) for wrong in (False, True)]

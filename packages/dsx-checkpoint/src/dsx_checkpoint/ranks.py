@@ -73,9 +73,9 @@ class GroupRanks(Ranks):
     def __init__(self, group: Any = None) -> None:
         import dsx_comm
         from dsx_comm.groups import member
-        from dsx_comm.object_tree import NotJoined, ObjectTree, packed, unpacked
+        from dsx_comm.object_tree import NotJoined, ObjectTree, host_bytes, packed, unpacked
 
-        self._packed, self._unpacked = packed, unpacked
+        self._packed, self._unpacked, self._host_bytes = packed, unpacked, host_bytes
         self._tree, self._not_joined = ObjectTree, NotJoined
         self._comm, self._group, self._member = dsx_comm, group, member(group)
         self._device = self._member.message_device
@@ -126,7 +126,7 @@ class GroupRanks(Ranks):
         self._comm.recv(length, group=self._group, group_src=source, tag=_TAG)
         data = torch.empty(int(length), dtype=torch.uint8, device=self._device)
         self._comm.recv(data, group=self._group, group_src=source, tag=_TAG)
-        return self._comm.host_bytes(data.cpu())
+        return self._host_bytes(data.cpu())
 
     def send(self, data: torch.Tensor, to: int) -> None:
         """`dsx_comm.send` over the group, which must carry host memory."""

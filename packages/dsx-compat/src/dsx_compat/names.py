@@ -300,7 +300,7 @@ MODULES: dict[str, dict[str, str]] = {
     "deepspeed.runtime.data_pipeline.curriculum_scheduler": _of("dsx_data", "CurriculumScheduler"),
     "deepspeed.runtime.data_pipeline.data_routing": {},
     "deepspeed.runtime.data_pipeline.data_routing.helper": _of(
-        "dsx_data", "convert_to_random_ltd save_without_random_ltd remove_random_ltd"
+        "dsx_data.routing", "convert_to_random_ltd save_without_random_ltd remove_random_ltd"
     ),
     "deepspeed.runtime.data_pipeline.data_routing.scheduler": _of("dsx_data", "RandomLTDScheduler"),
     "deepspeed.runtime.data_pipeline.data_sampling": {},

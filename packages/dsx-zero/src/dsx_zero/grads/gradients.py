@@ -49,9 +49,12 @@ class _AfterForward(ModuleHook):
 
     def __init__(self, gradients: Callable[[], ReducedGradients | None]) -> None:
         self._gradients = gradients
+        self._uncompiled = torch.compiler.disable(self._run)  # here: it imports dynamo, which takes a second
 
-    @torch.compiler.disable
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._uncompiled(output)
+
+    def _run(self, output: Any) -> None:
         owner = self._gradients()
         if owner is not None:
             owner.on_forward(output)
