@@ -121,7 +121,7 @@ VARIANTS = [
         sample=(1,),
     ),
     variant(
-        "agreed-by-the-norm",
+        "agreed-by-the-norm-in-fp16",
         {"stage": 3, **WHOLE, "step_agreement": "norm"},
         rest=PRECISIONS["fp16"],
         worlds=(2,),

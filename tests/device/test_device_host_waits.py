@@ -36,7 +36,7 @@ BUDGETS = [
     Budget("stage3-fp16-device", 1, 1),
     Budget("stage2-bf16-device", 2, 1),
     Budget("stage3-fp16-device", 2, 1),
-    Budget("agreed-by-the-norm", 2, 1),  # the host reads what the ranks agree on and the norm together
+    Budget("agreed-by-the-norm-in-fp16", 2, 1),  # the host reads what the ranks agree on and the norm together
     Budget("stage2-fp32-optimizer-host", 1, 2 + THREAD),
     Budget("stage2-fp32-optimizer-host", 2, 2 + THREAD),
     # Backward waits for nothing: the two waits are those of the step, for the last gradients and for their norm.

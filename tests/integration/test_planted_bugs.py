@@ -526,7 +526,7 @@ class OneMatrix(nn.Module):
 
 def muon_of_slices() -> str:
     zero_part, ops, comm = module("dsx_zero"), module("dsx_ops"), module("dsx_comm")
-    let_go = comm.parallel_groups.hold(comm.GroupRegistry(comm.ProcessTopology(("data", "model"), (1, WORLD))))
+    comm.parallel_groups.use(comm.GroupRegistry(comm.ProcessTopology(("data", "model"), (1, WORLD))))
     generator = torch.Generator().manual_seed(5)
     whole, wanted = torch.randn(2 * WORLD, 6, generator=generator), torch.randn(2 * WORLD, 6, generator=generator)
     mine = slice(2 * torch.distributed.get_rank(), 2 * torch.distributed.get_rank() + 2)
@@ -543,7 +543,7 @@ def muon_of_slices() -> str:
         ops.Muon([plain], lr=0.1).step()
         close = torch.allclose(model.cut.detach(), plain.detach()[mine], rtol=1e-4, atol=1e-5)
         text = "" if close else "the update of the slices is not the slices of the matrix' update"
-    let_go()
+    comm.parallel_groups.use(None)
     return anywhere(text)
 
 

@@ -208,9 +208,10 @@ class MegatronSystem(TorchSystem):
         if len(chunks) != 1:
             raise AuditError(f"model: got {len(chunks)} chunks of an interleaved pipeline, expected one")
         self.model, self.scaler, self.optimizer = chunks[0], None, optimizer
-        self.module = chunks[0]
-        while isinstance(getattr(self.module, "module", None), nn.Module):  # DDP, Float16Module
-            self.module = self.module.module
+        inner: Any = chunks[0]
+        while isinstance(getattr(inner, "module", None), nn.Module):  # DDP, Float16Module
+            inner = inner.module
+        self.module = inner
         for name, parameter in self.module.named_parameters():
             main = getattr(parameter, "main_param", None)
             if main is not None and main.shape != parameter.shape:
