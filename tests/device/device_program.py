@@ -139,7 +139,7 @@ def hidden_host_step(settings: dict[str, Any]) -> list[float]:
     def slowly() -> None:
         begun[0] += 1
         end = time.monotonic() + 5
-        while done[0] < (begun[0] - 4) * size and time.monotonic() < end:
+        while done[0] < (begun[0] - 3) * size and time.monotonic() < end:
             time.sleep(0.001)
 
     blocks = [nn.Linear(width, width) for _ in range(depth)]
@@ -153,7 +153,7 @@ def hidden_host_step(settings: dict[str, Any]) -> list[float]:
             handles = [block.register_forward_hook(slow) for block in made.module]
         loss = made(inputs).square().mean() * 1e-3
         made.backward(loss)
-        assert not (step and SIMULATED) or done[0] >= 0.9 * depth * size, f"{done[0]} of {depth * size} were hidden"
+        assert not (step and SIMULATED) or done[0] >= 0.95 * depth * size, f"{done[0]} of {depth * size} were hidden"
         made.step()
         losses.append(loss.detach())
         for handle in handles if step and SIMULATED else ():
