@@ -60,21 +60,12 @@ class Release:
         return sorted([*self.out.glob("*.whl"), *self.out.glob("*.tar.gz")])
 
 
-def version_of(package: Package) -> str:
-    """The version in the package's `_version.py`."""
-    text = (package.path / "src" / package.module / "_version.py").read_text(encoding="utf-8")
-    found = re.search(r'__version__\s*=\s*"([^"]+)"', text)
-    if found is None:
-        raise AloneError(f"{package.name}: got no __version__ in _version.py, expected one")
-    return found.group(1)
-
-
 def obstacles(release: Release) -> list[str]:
     """What speaks against a release of this checkout; each line says what to do."""
     found = []
     if subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True).stdout.strip():
         found.append("the checkout has changes: commit them, so that the tag names what was released")
-    versions = {package.name: version_of(package) for package in release.packages}
+    versions = {package.name: package.version for package in release.packages}
     for package in release.packages:
         found += _obstacles_of(package, versions)
     if not release.own_name and release.meta_name == "dsx" and any(p.name == "dsx" for p in release.packages):
@@ -137,7 +128,7 @@ def install(release: Release) -> None:
     others = sorted(need for need in needs if requirement_name(need) != "torch")
     if others or any(requirement_name(need) == "torch" for need in needs):
         call(python, "-m", "pip", "install", "-q", TORCH, *others)
-    names = [f"{release.renamed(p).name}=={version_of(p)}" for p in release.packages]
+    names = [f"{release.renamed(p).name}=={p.version}" for p in release.packages]
     call(python, "-m", "pip", "install", "-q", "--no-index", "--find-links", release.out, *names, cwd=release.work)
     call(python, "-m", "pip", "check")
     for package in release.packages:
@@ -201,7 +192,7 @@ def publish(release: Release) -> None:
         return
     call(sys.executable, "-m", "twine", "upload", "--non-interactive", *release.files())
     for package in release.packages:
-        call("git", "tag", "-a", f"{package.name}-{version_of(package)}", "-m", f"{package.name} {version_of(package)}")
+        call("git", "tag", "-a", f"{package.name}-{package.version}", "-m", f"{package.name} {package.version}")
 
 
 STAGES: list[tuple[str, Callable[[Release], None]]] = [

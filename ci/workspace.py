@@ -41,6 +41,17 @@ class Package:
         """The import name."""
         return self.name.replace("-", "_")
 
+    @property
+    def version(self) -> str:
+        """The version, read from the file that the build reads too. The module's folder keeps its name in a renamed
+        distribution.
+        """
+        (file,) = self.path.glob("src/*/_version.py")
+        found = re.search(r'^__version__\s*=\s*"([^"]+)"', file.read_text(encoding="utf-8"), re.M)
+        if found is None:
+            raise ValueError(f"{file}: got no __version__, expected one")
+        return found.group(1)
+
 
 def requirement_name(requirement: str) -> str:
     """`dsx-comm==0.1.0; python_version>'3'` -> `dsx-comm`."""

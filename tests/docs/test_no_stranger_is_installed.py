@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "ci"), str(ROOT / "tools" / "site")]
-from hooks import version_of  # noqa: E402
+sys.path.insert(0, str(ROOT / "ci"))
 from workspace import all_packages, closure  # noqa: E402
 
 PACKAGES = all_packages()
@@ -119,4 +118,4 @@ def test_siblings_are_asked_for_in_exactly_one_version():
         for name, extras, bound in re.findall(r'"(dsx[a-z-]*)(\[[\w,]+\])?([^"\w\[/.:][^"]*)?"', text):
             if name not in PACKAGES or name == package.name:
                 continue
-            assert bound == f"=={version_of(PACKAGES[name])}", f"{package.name} asks for {name}{extras}{bound}"
+            assert bound == f"=={PACKAGES[name].version}", f"{package.name} asks for {name}{extras}{bound}"

@@ -21,7 +21,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "ci"))
 
-from workspace import Package, all_packages  # noqa: E402
+from workspace import all_packages  # noqa: E402
 
 # Modules that users import from, beside the packages themselves.
 MODULES = ("dsx.checkpoint", "dsx.config", "dsx.lr_schedules", "dsx.utils", "dsx_compat.accelerator")
@@ -102,12 +102,6 @@ def api_pages() -> dict[str, str]:
     return pages
 
 
-def version_of(package: Package) -> str:
-    """The version, read from the file that the build reads too."""
-    text = next((package.path / "src").glob("*/_version.py")).read_text()
-    return re.findall(r'__version__ = "([^"]+)"', text)[0]
-
-
 def package_pages() -> dict[str, str]:
     """README and changelog of every package, and a page that lists the packages."""
     pages, rows = {}, []
@@ -115,7 +109,7 @@ def package_pages() -> dict[str, str]:
         readme = (package.path / "README.md").read_text()
         pages[f"packages/{name}.md"] = plain_links(readme)
         first = first_sentence(readme.partition("\n")[2])
-        line = f"| [{name}]({name}.md) | {version_of(package)} | {plain_links(first)} |"
+        line = f"| [{name}]({name}.md) | {package.version} | {plain_links(first)} |"
         changes = package.path / "CHANGELOG.md"
         if changes.is_file():
             pages[f"packages/{name}-changes.md"] = plain_links(changes.read_text())
@@ -224,7 +218,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         resolved = Path("/", from_here, target).resolve().relative_to("/").as_posix()
         return found.group(0) if resolved in inside else label
 
-    version = version_of(all_packages()["dsx"])
+    version = all_packages()["dsx"].version
     return LINK.sub(keep, markdown) + f"\n\n---\n\n<small>This page is for dsx {version}.</small>\n"
 
 
