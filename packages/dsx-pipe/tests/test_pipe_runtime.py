@@ -258,6 +258,25 @@ def test_ragged_micro_batches_with_dynamic_shape():
     run_ranks(ragged, 2, True, backend="dsx")
 
 
+def unequal(rank, world):
+    layers = layers_of(world)
+    pipe = Pipeline(layers[rank], "1f1b", micro_batches=4, loss_fn=nn.functional.mse_loss)
+    x, y = data(rows=10)
+    pieces = list(zip(x.tensor_split(4), y.tensor_split(4)))
+    with pytest.raises(dsx_pipe.StageError, match="micro-batch 2 has 2 rows of .*, expected 3 .*dynamic_shape=True"):
+        pipe.train_batch(iter(pieces))
+    assert pipe.eval_batch(iter(pieces)) > 0  # an evaluation may read what it wants
+    layers[rank].zero_grad()
+    pipe.reset_activation_shape()
+    pipe.train_batch(iter(zip(*(t.tensor_split(4) for t in data(rows=8)))))
+    return layers[rank][0].weight.grad
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_unequal_micro_batches_are_refused_unless_shapes_may_differ(world):
+    assert all(gradient is not None for gradient in run_ranks(unequal, world, backend="dsx"))
+
+
 def reset(rank, world):
     layers = layers_of(world)
     pipe = Pipeline(layers[rank], "1f1b", micro_batches=2, loss_fn=nn.functional.mse_loss)

@@ -23,22 +23,34 @@ class MicroBatches:
         count: number of micro-batches of the step.
         device: where tensors go.
         batch_fn: makes (inputs, labels) of an item; None: the items are such pairs.
+        equal_rows: refuse micro-batches with other numbers of rows than the first one.
     """
 
     def __init__(
-        self, source: Iterator[Any] | None, count: int, device: torch.device, batch_fn: Callable[[Any], Any] | None
+        self,
+        source: Iterator[Any] | None,
+        count: int,
+        device: torch.device,
+        batch_fn: Callable[[Any], Any] | None,
+        *,
+        equal_rows: bool = False,
     ) -> None:
         self._source, self._count, self._device, self._batch_fn = source, count, device, batch_fn
+        self._equal_rows = equal_rows
         self._read: list[tuple[Any, Any]] = []
 
     def get(self, micro_batch: int) -> tuple[Any, Any]:
         """(inputs, labels) of a micro-batch, on the device.
 
         Raises:
-            DataError: there is no iterator, it has ended, or an item is not a pair.
+            DataError: there is no iterator, it has ended, an item is not a pair, or with `equal_rows` its rows are
+                more or fewer than those of the first one.
         """
         while len(self._read) <= micro_batch:
-            self._read.append(self._next(len(self._read)))
+            pair = self._next(len(self._read))
+            if self._equal_rows and self._read:
+                _check_rows(len(self._read), pair, self._read[0])
+            self._read.append(pair)
         return self._read[micro_batch]
 
     def _next(self, index: int) -> tuple[Any, Any]:
@@ -66,6 +78,25 @@ class MicroBatches:
     def _placed(self, value: Any) -> Any:
         structure, tensors, others = flatten(value)
         return unflatten(structure, [_moved(t, self._device) for t in tensors], others)
+
+
+def _check_rows(index: int, pair: tuple[Any, Any], first: tuple[Any, Any]) -> None:
+    """Refuse a pair (inputs, labels) with other rows than the first one: in the mean of the losses its rows would weigh
+    more or less than those of the others, and gradients be those of another batch (test_unequal_micro_batches).
+    """
+    for name, part, expected in zip(("inputs", "labels"), pair, first):
+        got, before = _rows(part), _rows(expected)
+        if got != before:
+            raise DataError(
+                f"micro-batch {index} has {got} rows of {name}, expected {before} as the first one of this step: each "
+                "micro-batch has the same weight in the loss, so the rows of a smaller one would count more; drop the "
+                "incomplete batch (drop_last=True of a loader), or pass dynamic_shape=True if equal weights are meant"
+            )
+
+
+def _rows(value: Any) -> int | None:
+    """Size of the first dimension of the first tensor that has one; None: there is no such tensor."""
+    return next((tensor.shape[0] for tensor in flatten(value)[1] if tensor.dim()), None)
 
 
 def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -97,7 +128,7 @@ def _split(value: Any, count: int) -> list[Any]:
             raise DataError(
                 f"a batch of shape {list(tensor.shape)} cannot be split into {count} equal micro-batches along its "
                 "first dimension; drop the incomplete batch (drop_last=True of a loader), or pass micro-batches to "
-                "train_batch, where each has the same weight whatever its size"
+                "train_batch of a pipeline with dynamic_shape=True, where each has the same weight whatever its size"
             )
     rows = [tensor.chunk(count) for tensor in tensors]
     return [unflatten(structure, [row[i] for row in rows], others) for i in range(count)]

@@ -185,7 +185,8 @@ class Pipeline:
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """As `step`, with an iterator over micro-batches, each a pair (inputs, labels).
 
-        Each micro-batch has the same weight in the loss and the gradients, also where their sizes differ.
+        Each micro-batch has the same weight in the loss and the gradients. So their numbers of rows must be equal, unless
+        `dynamic_shape` says that they may differ and have the same weight nevertheless.
 
         Only ranks with the first or the last stage read from it, one item per micro-batch. Without an iterator the one
         of `set_dataiterator` is used.
@@ -310,7 +311,13 @@ class Pipeline:
         self.mailbox.begin_run()
         self._agreement.check_same_step(plan, kind, self.mailbox.run, dynamic_shape=self.dynamic_shape)
         source = data_iter if data_iter is not None else self._iterator
-        data = MicroBatches(source, plan.micro_batches, self.groups.device, self._batch_fn)
+        data = MicroBatches(
+            source,
+            plan.micro_batches,
+            self.groups.device,
+            self._batch_fn,
+            equal_rows=mode.train and not self.dynamic_shape,
+        )
         first_specs = self._first_specs if mode.train and not self.dynamic_shape else None
         step = Step(
             self._plan_with_messages(plan), self.rank, self.stages, self.mailbox, data, mode, first_specs, self.clock
