@@ -1,5 +1,7 @@
 """The learning rate each update runs with: the start, no step after a skipped update, momentum too."""
 
+import math
+
 import pytest
 import torch
 from dsx.engine.stepper import ScheduleDriver
@@ -136,10 +138,10 @@ def test_a_schedule_without_an_optimizer_is_said(caplog):
 
 
 class Halved(torch.optim.Optimizer):
-    """Its groups have no learning rate."""
+    """Its groups have no learning rate, or None."""
 
-    def __init__(self, params):
-        super().__init__(params, {})
+    def __init__(self, params, **defaults):
+        super().__init__(params, defaults)
 
     def step(self):
         with torch.no_grad():
@@ -147,15 +149,21 @@ class Halved(torch.optim.Optimizer):
                 parameter.sub_(0.5 * parameter.grad)
 
 
+@pytest.mark.parametrize("defaults", [{}, {"lr": None}], ids=["no lr", "lr=None"])
 @pytest.mark.parametrize("stage", [0, 2])
-def test_a_group_without_a_learning_rate_trains(stage):
+def test_a_group_without_a_learning_rate_trains(stage, defaults, tmp_path):
     import dsx
 
+    csv = {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
     settings = {"train_batch_size": 1, "gradient_clipping": 0, "zero_optimization": {"stage": stage}}
     model = torch.nn.Linear(2, 1)
     before = model.weight.detach().clone()
-    engine, *_ = dsx.initialize(model=model, optimizer=Halved(model.parameters()), config=settings)
+    optimizer = Halved(model.parameters(), **defaults)
+    engine, *_ = dsx.initialize(model=model, optimizer=optimizer, config=settings | {"csv_monitor": csv})
     engine.backward(engine(torch.ones(1, 2)).sum())
     engine.step()
-    assert engine.get_lr() == [0.0] and engine.last_step.lr == (0.0,)
+    assert math.isnan(engine.get_lr()[0]) and math.isnan(engine.last_step.lr[0])  # 0.0 would say that it stands still
     assert torch.equal(engine.module.weight.detach(), before - 0.5)
+    engine.destroy()
+    written = {path.stem for path in (tmp_path / "run").glob("*.csv")}
+    assert "Train_Samples_train_loss" in written and "Train_Samples_lr" not in written

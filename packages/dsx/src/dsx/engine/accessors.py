@@ -31,6 +31,13 @@ class BatchInfo:
     gradient_accumulation_steps: int
 
 
+def learning_rates(groups: list[dict[str, Any]]) -> list[float]:
+    """Learning rate of each parameter group. NaN for a group that has none: an optimizer without rates, or one that
+    computes its rates itself (Adafactor's `lr=None`). A zero would say that it does not train.
+    """
+    return [float("nan") if group.get("lr") is None else float(group["lr"]) for group in groups]
+
+
 def moments(groups: list[dict[str, Any]]) -> list[Any]:
     """Momentum of each parameter group: its `betas`, otherwise its `momentum`, otherwise 0.0."""
     return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
@@ -128,8 +135,8 @@ class EngineAccessors:
         return AuditedEngine(self)
 
     def get_lr(self) -> list[float]:
-        """Learning rate of each parameter group, as the next update will use it; 0.0 for a group without one."""
-        return [float(group.get("lr", 0.0)) for group in self._groups()]
+        """Learning rate of each parameter group, as the next update will use it; NaN for a group without one."""
+        return learning_rates(self._groups())
 
     def get_mom(self) -> list[Any]:
         """Momentum of each parameter group: its `betas`, otherwise its `momentum`, otherwise 0.0."""

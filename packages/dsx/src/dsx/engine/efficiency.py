@@ -127,7 +127,7 @@ class TokenBatches:
         if not self._samples:
             raise EngineError(f"dynamic_batching: the size of this update is not known; {_FROM_THE_LOADER}")
         factor = self._factor(self._samples, self._base)
-        groups = [group for group in self._groups() if "lr" in group]
+        groups = [group for group in self._groups() if group.get("lr") is not None]
         before = [group["lr"] for group in groups]
         for group, rate in zip(groups, before):
             group["lr"] = rate * factor

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from ..data import TrainingLoader
-from .accessors import BatchInfo, EngineAccessors
+from .accessors import BatchInfo, EngineAccessors, learning_rates
 from .as_module import EngineModule
 from .backwards import LossSum
 from .by_hand import EngineByHand
@@ -157,7 +157,7 @@ class Engine(EngineCheckpoints, WeightsMixin, EngineByHand, EngineData, EngineAc
         parts, counters = self._parts, self.counters
         scale = parts.update.scaler.scale
         with parts.watch.batches.rates():
-            lr = tuple(float(group.get("lr", 0.0)) for group in parts.shards.param_groups)
+            lr = tuple(learning_rates(parts.shards.param_groups))
             with parts.watch.clock.range("step"):
                 outcome = parts.update.stepper.step()
         samples = parts.watch.batches.samples(self.train_batch_size())

@@ -5,6 +5,7 @@ Observers are called in order after each boundary step, with its report. An obse
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -153,7 +154,7 @@ class TrainingEvents:
         """The step's figures; figures that do not exist are left out."""
         values: list[tuple[str, float | None]] = [
             ("train_loss", report.loss),
-            ("lr", report.lr[0] if report.lr else None),
+            ("lr", report.lr[0] if report.lr and not math.isnan(report.lr[0]) else None),
             ("loss_scale", report.loss_scale if self._loss_scale else None),
             ("grad_norm", report.grad_norm),
             ("skipped_steps", self._counters.skipped_steps),

@@ -31,7 +31,7 @@ class StepReport:
         global_samples: samples used by all ranks up to and including this step.
         samples: samples of this step alone.
         applied: False if the step was skipped because a gradient was not finite.
-        lr: the learning rates of this step, one per parameter group.
+        lr: the learning rates of this step, one per parameter group; NaN for a group that has none.
         loss_scale: the loss scale of this step's gradients (1.0 without loss scaling).
     """
 
