@@ -60,7 +60,7 @@ def long_sequences() -> str:
     import dsx_activations
     import torch
     from dsx.planning import longest
-    from dsx_plan.lengths import memory_picture
+    from dsx_plan.reaching import memory_picture
     from torch import nn
     from torch.nn import functional as F
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from dsx.planning import Machine, PlanError, longest, plan
 from dsx_plan.command import main
-from dsx_plan.lengths import describe_longest, memory_picture
+from dsx_plan.lengths import describe_longest
+from dsx_plan.reaching import memory_picture
 from torch import nn
 from torch.nn import functional as F
 
@@ -79,13 +80,13 @@ def test_the_longest_sequence():
     settings = {"alone": {}, "cut": {"sequence_parallel_size": 2}, "odd": {"sequence_parallel_size": 3}}
     found = longest(Model, CONFIG, world_size=2, machine=device, batch=batch, settings=settings, start=8192)
     alone, cut, odd = found.reaches
-    assert found.best is cut and 1.7 * alone.length < cut.length < 2.3 * alone.length
+    assert found.best is cut and 1.7 * alone.size < cut.size < 2.3 * alone.size
     assert "expected a multiple of 3" in odd.reason and odd.plan is None
     assert cut.plan.fits
-    longer = {**CONFIG, "sequence_parallel_size": 2}, batch(int(cut.length * 1.06) // 4 * 4)
+    longer = {**CONFIG, "sequence_parallel_size": 2}, batch(int(cut.size * 1.06) // 4 * 4)
     assert not plan(Model, longer[0], world_size=2, machine=device, batch=longer[1], changes=False).fits
     text, picture = describe_longest(found), memory_picture(found)
-    assert f"longest sequence: {cut.length:,} tokens" in text and "--set sequence_parallel_size=2" in text
+    assert f"longest sequence: {cut.size:,} tokens" in text and "--set sequence_parallel_size=2" in text
     assert picture.startswith("<svg") and picture.count("<polyline") == 2
 
 

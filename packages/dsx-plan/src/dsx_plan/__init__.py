@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     from .engine import EngineToPlan
     from .errors import MachineError, NoEngineError, PlanError
     from .layers import layer_costs
-    from .lengths import Longest, Reach, longest
+    from .lengths import longest
     from .machine import Constants, Machine
     from .planner import plan
     from .plans import Change, PipelinePlan, Plan, StagePlan
+    from .reaching import Reach, Reached
     from .searching import Plans, Skipped, search
+    from .sizes import largest
 
 _HOME_OF = {
     "Change": "plans",
@@ -39,8 +41,9 @@ _HOME_OF = {
     "Plan": "plans",
     "PlanError": "errors",
     "Plans": "searching",
-    "Longest": "lengths",
-    "Reach": "lengths",
+    "Reach": "reaching",
+    "Reached": "reaching",
+    "largest": "sizes",
     "longest": "lengths",
     "Skipped": "searching",
     "StagePlan": "plans",
@@ -51,7 +54,8 @@ _HOME_OF = {
 
 __all__ = [
     "Change", "Constants", "EngineToPlan", "Machine", "MachineError", "NoEngineError", "PipelinePlan", "Plan",
-    "Longest", "PlanError", "Plans", "Reach", "Skipped", "StagePlan", "layer_costs", "longest", "plan", "search",
+    "PlanError", "Plans", "Reach", "Reached", "Skipped", "StagePlan", "largest", "layer_costs", "longest", "plan",
+    "search",
 ]  # fmt: skip
 
 

@@ -72,7 +72,13 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "--longest", action="store_true", help="find the longest sequence that fits, and the settings that reach it;"
         " --batch is then a function of the length",
     )  # fmt: skip
-    parser.add_argument("--picture", metavar="FILE", help="with --longest: write memory over the length as SVG")
+    parser.add_argument(
+        "--largest", action="store_true", help="find the deepest model that fits, and the placement that reaches it;"
+        " a function as MODEL is then one of the number of blocks",
+    )  # fmt: skip
+    parser.add_argument(
+        "--picture", metavar="FILE", help="with --longest or --largest: write memory over the size as SVG"
+    )
     parser.add_argument(
         "--vary", action="append", default=[], metavar="PATH=JSON", help="a list of values to search, as "
         "zero_optimization.stage=[1,2,3]; may be given several times",
@@ -99,10 +105,10 @@ def _plan(args: argparse.Namespace) -> int:
     from .searching import search
     from .text import describe_plan, describe_search, describe_skipped
 
-    if args.longest:
-        return _longest(args)
+    if args.longest or args.largest:
+        return _farthest(args)
     if args.picture:
-        raise PlanError("--picture: got it without --longest, which finds what it shows; give both")
+        raise PlanError("--picture: got it without --longest or --largest, which find what it shows; give one of them")
     batch = _named(args.batch)() if args.batch else None
     common: dict[str, Any] = {
         "world_size": args.gpus, "ranks_per_host": args.per_host, "machine": _machine(args.machine), "batch": batch,
@@ -138,28 +144,40 @@ def _plan(args: argparse.Namespace) -> int:
     return 0 if best.fits else 3
 
 
-def _longest(args: argparse.Namespace) -> int:
+def _farthest(args: argparse.Namespace) -> int:
+    """--longest and --largest."""
     from .errors import PlanError
-    from .lengths import describe_longest, longest, memory_picture
+    from .lengths import describe_longest, longest
     from .models import _named
+    from .reaching import memory_picture
+    from .sizes import describe_largest, largest
 
-    wrong = [f"--{name}" for name in ("search", "vary", "emit", "html", "sequence") if getattr(args, name)]
+    own = ("search", "vary", "emit", "html", *(("sequence", "largest") if args.longest else ()))
+    wrong = [f"--{name}" for name in own if getattr(args, name)]
     if wrong:
-        raise PlanError(f"--longest: got {', '.join(wrong)} beside it; it tries settings and lengths of its own")
+        mine, what = ("--longest", "lengths") if args.longest else ("--largest", "models")
+        raise PlanError(f"{mine}: got {', '.join(wrong)} beside it; it tries settings and {what} of its own")
     maker: Any = _named(args.batch) if args.batch else None
-    found = longest(
-        args.model, _changed(args), world_size=args.gpus, ranks_per_host=args.per_host, machine=_machine(args.machine),
-        batch=maker, recompute=True if args.recompute else None,
-        report=lambda text: sys.stderr.write(f"planning: {text}\n") if sys.stderr.isatty() else None,
-    )  # fmt: skip
+    common: dict[str, Any] = {
+        "world_size": args.gpus, "ranks_per_host": args.per_host, "machine": _machine(args.machine),
+        "recompute": True if args.recompute else None,
+        "report": lambda text: sys.stderr.write(f"planning: {text}\n") if sys.stderr.isatty() else None,
+    }  # fmt: skip
+    if args.longest:
+        found = longest(args.model, _changed(args), batch=maker, **common)
+        text, axis = describe_longest(found), "tokens of a sequence"
+    else:
+        batch = None if maker is None else maker()
+        found = largest(args.model, _changed(args), batch=batch, sequence=args.sequence, **common)
+        text, axis = describe_largest(found), "blocks of the model"
     if args.json != "-":
-        sys.stdout.write(describe_longest(found))
+        sys.stdout.write(text)
     plan = found.best.plan
     if args.json and plan is not None:
         text = plan.to_json(indent=2) + "\n"
         sys.stdout.write(text) if args.json == "-" else Path(args.json).write_text(text, encoding="utf-8")
     if args.picture:
-        Path(args.picture).write_text(memory_picture(found), encoding="utf-8")
+        Path(args.picture).write_text(memory_picture(found, axis), encoding="utf-8")
     return 0
 
 

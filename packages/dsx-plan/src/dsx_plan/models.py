@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import importlib.util
+import inspect
 import json
 import os
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from torch import nn
 
 from .errors import PlanError
 
-__all__ = ["Batch", "cut", "default_batch", "describe", "model_maker", "resized"]
+__all__ = ["Batch", "Deep", "cut", "deep", "default_batch", "describe", "model_maker", "resized"]
 
 Batch = Any
 """A tensor, a sequence of positional arguments, or a dictionary of keyword arguments: one micro-batch."""
@@ -50,6 +51,64 @@ def model_maker(model: Any) -> Callable[[], nn.Module]:
         f"model: got {type(model).__name__}, expected a torch.nn.Module, a function that makes one, file.py:function,"
         " or a folder with a config.json of Hugging Face's format"
     )
+
+
+Deep = Any
+"""A function of the number of blocks that makes a model, `file.py:name` of one, or a Hugging Face folder."""
+
+_DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+
+
+def deep(model: Deep) -> Callable[[int], Callable[[], nn.Module]]:
+    """For a number of blocks, a function that makes the model with so many.
+
+    Raises:
+        PlanError: the model has no number of blocks that can be changed, or cannot be read.
+    """
+    folder = None
+    if isinstance(model, (str, os.PathLike)):
+        path = Path(str(model).removeprefix(HUB))
+        if path.is_dir() or path.suffix == ".json":
+            folder = path
+        elif str(model).startswith(HUB):
+            folder = _from_hub(str(path))
+    if folder is not None:
+        text = _hugging_face_text(folder)
+        names = [name for name in _DEPTHS if name in text]
+        if not names:
+            raise PlanError(
+                f"model: {folder} does not say how many layers it has ({', '.join(_DEPTHS)}); give a function of the"
+                " number of blocks that makes the model"
+            )
+        return lambda blocks: _hugging_face(folder, _with_depth(text, names[0], blocks))
+    make = _named(str(model)) if isinstance(model, (str, os.PathLike)) else model
+    name = describe(model)
+    if isinstance(model, nn.Module) or not callable(make) or not _takes_one(make):
+        raise PlanError(
+            f"model: got {name}, expected a function of the number of blocks that makes the model, as"
+            " def make(blocks): ..., or a folder with a config.json of Hugging Face's format"
+        )
+    return lambda blocks: _checked_maker(lambda: make(blocks), f"{name}({blocks})")  # type: ignore[call-arg]
+
+
+def _takes_one(make: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(make).bind(1)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _with_depth(text: dict[str, Any], name: str, blocks: int) -> dict[str, Any]:
+    """A configuration of Hugging Face's format with other layers. Lists with one entry for each layer go on as they
+    began: a model that alternates two kinds of layers goes on alternating.
+    """
+    before = text[name]
+    found = {
+        key: [value[i % before] for i in range(blocks)] if isinstance(value, list) and len(value) == before else value
+        for key, value in text.items()
+    }
+    return {**found, name: blocks}
 
 
 def describe(model: Any) -> str:
@@ -111,12 +170,17 @@ def _from_hub(name: str) -> Path:
         ) from error
 
 
-def _hugging_face(path: Path) -> Callable[[], nn.Module]:
+def _hugging_face_text(path: Path) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     try:
-        text = json.loads(file.read_text(encoding="utf-8"))
+        return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise PlanError(f"model: {file} cannot be read as a configuration of Hugging Face's format: {error}") from error
+
+
+def _hugging_face(file: Path, text: dict[str, Any] | None = None) -> Callable[[], nn.Module]:
+    """A function that makes the model of a folder or a config.json; with `text` that of another configuration."""
+    text = _hugging_face_text(file) if text is None else text
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
