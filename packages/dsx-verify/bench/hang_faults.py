@@ -439,7 +439,9 @@ def main() -> int:
     if options.json:
         from dsx_testkit.results import Table
 
-        table = Table({"backend": "", "faults": "", "named": "", "slowest": "s", "most CPU time of a rank": "s"})
+        table = Table(
+            {"backend": "", "faults": "", "named": "", "slowest, s": "{:.1f}", "most CPU of a rank, s": "{:.1f}"}
+        )
         table.add("gloo", len(faults), named, round(slowest, 1), round(most, 1))
         table.save(options.json)
     return 0 if named == len(faults) else 1

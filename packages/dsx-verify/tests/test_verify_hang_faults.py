@@ -14,6 +14,7 @@ SAMPLE = [
     "rank 1 calls all_reduce, not barrier",
     "DDP: rank 0 of 2 has one batch less",
     "FSDP2: only rank 1 gathers an object",
+    "a pair inside the world",
 ]
 
 

@@ -49,6 +49,31 @@ def hang(rank, world, fault, folder):
     return told
 
 
+def pair(rank, world, folder):
+    """Rank 0 waits in a group of two of three ranks; nobody has called anything in it before."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    os.environ.pop("TORCH_FR_BUFFER_SIZE", None)
+    seen = watch(limit=0.5)
+    store = dist.FileStore(folder, world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=30))
+    inner = dist.new_group([0, 1])
+    dist.barrier()
+    work = dist.all_reduce(torch.ones(7), group=inner, async_op=True) if rank == 0 else None
+    told = waited_for(seen)
+    seen.close()
+    (work or dist.all_reduce(torch.ones(7), group=inner, async_op=True)).wait() if rank < 2 else None
+    return told
+
+
+def test_a_rank_outside_of_a_group_is_not_missed_in_it(tmp_path):
+    told = run_ranks(pair, 3, str(tmp_path / "store"), backend=None, timeout=60)
+    for kind, ranks, operation, text in told:
+        assert (kind, ranks, operation) == ("missing", (1,), "all_reduce of [[7]]"), text
+
+
 @pytest.mark.parametrize("fault", ["missing", "backward"])
 def test_a_rank_that_does_not_come_is_named(fault, tmp_path):
     told = run_ranks(hang, 2, fault, str(tmp_path / "store"), backend=None, timeout=60)

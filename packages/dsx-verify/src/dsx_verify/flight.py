@@ -127,7 +127,7 @@ def _completed(dump: Mapping[str, Any], calls: Mapping[int, Mapping[str, Any]]) 
         return 0
     ended = [number for number, entry in calls.items() if entry.get("state") == "completed" or entry.get("retired")]
     status = dump.get("pg_status", {}).get(str(next(iter(calls.values())).get("pg_id", "")), {})
-    return max([*ended, int(status.get("last_completed_collective", 0))])
+    return max([0, *ended, int(status.get("last_completed_collective", 0))])  # torch says -1 for none
 
 
 def _of_group(
@@ -139,7 +139,7 @@ def _of_group(
     if not waiting:
         return None
     number = min(done[rank] for rank in waiting) + 1
-    members = _members(name, dumps, set(calls))
+    members = _members(name, dumps, {rank for rank, own in calls.items() if own}, world_size)
     there = {rank: calls[rank][number] for rank in sorted(calls) if number in calls[rank]}
     absent = [rank for rank in members if rank not in there and max(calls.get(rank, {0: {}}), default=0) < number]
     silent = [rank for rank in range(world_size) if rank not in dumps and rank in (members or range(world_size))]
@@ -171,12 +171,15 @@ def _kind(there: Mapping[int, Mapping[str, Any]], absent: list[int]) -> tuple[st
     return ("missing", absent) if absent else ("slow", [])
 
 
-def _members(name: str, dumps: Mapping[int, Mapping[str, Any]], seen: set[int]) -> list[int]:
+def _members(name: str, dumps: Mapping[int, Mapping[str, Any]], seen: set[int], world_size: int) -> list[int]:
+    """Global ranks of a group; where no dump says them, those that have called something in it, and for the whole job
+    all ranks.
+    """
     for dump in dumps.values():
         config = dump.get("pg_config", {}).get(name) or (dump.get("pg_config", {}).get("") if name == "0" else None)
-        if config and config.get("ranks"):
-            return sorted(map(int, re.findall(r"\d+", str(config["ranks"]))))
-    return sorted(seen)
+        if config and (ranks := re.findall(r"\d+", str(config.get("ranks")))):
+            return sorted(map(int, ranks))
+    return sorted({*range(world_size), *dumps} if name == "0" else seen)
 
 
 def _name(entry: Mapping[str, Any]) -> str:

@@ -245,4 +245,16 @@ def _dump(*, stacks: bool, entries: bool = True) -> dict[str, Any]:
     if recorder is None:
         raise AuditError("watch: this build of torch has no flight recorder; torch 2.9 or newer has")
     found = pickle.loads(recorder(entries, stacks, False))  # made by this process a moment ago
-    return {"entries": found.get("entries", []), **{k: found.get(k, {}) for k in ("pg_config", "pg_status")}}
+    # Over gloo the recorder knows the ranks of no group, and a rank outside of a group would be called missing.
+    groups = {name: {"ranks": str(ranks)} for name, ranks in _groups_of_this_rank().items()}
+    config = {**found.get("pg_config", {}), **groups}
+    return {"entries": found.get("entries", []), "pg_config": config, "pg_status": found.get("pg_status", {})}
+
+
+def _groups_of_this_rank() -> dict[str, list[int]]:
+    """Global ranks of each group but the whole job's, by the name that the recorder gives it."""
+    if not dist.is_initialized():
+        return {}
+    world: Any = dist.distributed_c10d._world
+    ranks = {str(name): dist.get_process_group_ranks(group) for group, name in list(world.pg_names.items())}
+    return {name: own for name, own in ranks.items() if len(own) < dist.get_world_size()}
