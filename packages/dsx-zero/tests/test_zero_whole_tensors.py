@@ -1,5 +1,5 @@
 """Optimizers that see whole tensors at stages 1-3: each parameter is owned by one rank, balanced by size, and training
-is that of the plain optimizer.
+is that of the plain optimizer. Muon, which needs whole matrices for a moment only, beside them.
 """
 
 import logging
@@ -125,10 +125,11 @@ def train(rank, world, stage, name, options, store=None, clip=0.5):
     got = {n: (p.full_tensor() if stage == 3 else p).detach() for n, p in model.named_parameters()}
     assert_close_named(got, {n: p.detach() for n, p in plain.named_parameters()}, rtol=1e-3, atol=1e-4)
     owned = sum(t.numel() for g in optimizer.inner.param_groups for t in g["params"]) if world == 1 else None
-    if name == "muon" and (stage or world == 1):  # states go by name into checkpoints, whole on their owner
+    if name == "muon" and (stage or world == 1):  # its rule works on slices, so that nothing is owned whole
         slices = [s for s in optimizer.slices() if s.states]
-        assert all(s.stop - s.start == s.param.numel() == prod(s.shape) for s in slices)
         assert all(s.states["momentum_buffer"].numel() == s.param.numel() for s in slices)
+        matrices = sum(p.numel() for p in plain.parameters() if p.dim() == 2)
+        assert sum(s.stop - s.start for s in slices) <= matrices / world + 64 * len(slices)
     return owned
 
 

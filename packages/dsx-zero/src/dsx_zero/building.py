@@ -67,6 +67,7 @@ from .step.masters import (
     place_masters,
     replace_parameters,
 )
+from .step.matrices import MatrixStep
 from .step.norm import groups_of_norm
 from .step.plan import Pipeline, StepPlan
 from .step.runner import plan_step
@@ -186,6 +187,7 @@ class StepParts:
             undone.
         late_after: steps after which updates are applied late; None: never.
         data_writes: whether `Edits` looks for writes that raise no version counter.
+        matrices: steps the optimizer, if its rule takes whole matrices.
     """
 
     runtime: Runtime
@@ -206,6 +208,7 @@ class StepParts:
     undoable_units: tuple[int, ...] = ()
     late_after: int | None = None
     data_writes: bool | None = None
+    matrices: MatrixStep | None = None
 
 
 @dataclass(frozen=True)
@@ -477,6 +480,7 @@ def assemble(builder: Builder, planned: Planned, runtime: Runtime, inner: Any, k
     masters = make_masters(runtime.units, whole=runtime.stage == 0, most=most, known=kept.masters)
     faces = _faces(recipe.model, runtime)
     shown: list[list[Any]] = [[faces.get(id(p), p) for p in group["params"]] for group in inner.param_groups]
+    numbers = {id(p): number for number, group in enumerate(inner.param_groups) for p in group["params"]}
     place_masters(inner, masters, keep=kept.held)
     stepped = [master for _, pieces in masters for master in pieces]
     unit_of = {id(group): unit.index for unit in runtime.units for group in unit.groups}
@@ -521,6 +525,7 @@ def assemble(builder: Builder, planned: Planned, runtime: Runtime, inner: Any, k
         undoable_units=undoable,
         late_after=late_update_after(recipe.settings),
         data_writes=recipe.settings.notice_data_writes,
+        matrices=MatrixStep.of(inner, runtime, masters, numbers),
     )
 
 

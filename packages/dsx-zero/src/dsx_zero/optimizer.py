@@ -223,6 +223,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             plan=parts.plan,
             apart_plan=parts.apart_plan,
             lane=parts.lane,
+            matrices=parts.matrices,
         )
         self._moved = MovedStates(runtime, parts.states)
         self._edits = Edits(flat, data_writes=parts.data_writes)

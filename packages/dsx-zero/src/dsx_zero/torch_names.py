@@ -9,12 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.optim._muon import _adjust_lr as adjust_lr_of_muon
+from torch.optim._muon import _zeropower_via_newtonschulz as newton_schulz_of_muon
 from torch.optim.optimizer import _global_optimizer_post_hooks as global_optimizer_post_hooks
 from torch.optim.optimizer import _global_optimizer_pre_hooks as global_optimizer_pre_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
     "DisableTorchFunctionSubclass",
+    "adjust_lr_of_muon",
     "amp_foreach_non_finite_check_and_unscale_",
     "current_graph_task_id",
     "foreach_mul_",
@@ -22,6 +25,7 @@ __all__ = [
     "global_optimizer_pre_hooks",
     "has_compatible_shallow_copy_type",
     "make_wrapper_subclass",
+    "newton_schulz_of_muon",
     "parse_to",
     "queue_callback",
     "tree_leaves",

@@ -4,42 +4,74 @@ For a matrix W with gradient g:
 
     m = mu * m + (1 - mu) * g                       momentum
     u = (1 - mu) * g + mu * m  (nesterov), or m
-    W = (1 - lr * wd) * W - lr * sqrt(max(1, rows / columns)) * orthogonal(u)
+    W = (1 - lr * wd) * W - lr * scale * orthogonal(u)
 
-`orthogonal(u)` is U V^T of the singular value decomposition of u, approximated by five Newton-Schulz steps of a quintic
-polynomial with the coefficients (3.4445, -4.7750, 2.0315), which brings the singular values between 0.7 and 1.2 (Jordan
-et al., 2024: "Muon: an optimizer for hidden layers"). Tensors of more dimensions are taken as matrices with the first
-dimension as rows.
+`orthogonal(u)` is U V^T of the singular value decomposition of u (`orthogonal.py`). The published scales:
 
-Which tensors are matrices to it is a setting of the parameter group (`use_muon`); groups without it are divided by
-dimension: two or more are for Muon. Embeddings and heads belong to AdamW: give them a group with `use_muon` False.
+    original         sqrt(max(1, rows / columns))   Jordan et al., 2024
+    match_rms_adamw  0.2 * sqrt(max(rows, columns)) Liu et al., 2025 ("Muon is scalable for LLM training"): AdamW's lr
+    spectral         sqrt(max(rows, columns))       the same without the factor
+    unit_rms_norm    sqrt(rows / columns)           Bernstein, 2025 ("Deriving Muon")
 
-The optimizer needs whole matrices (`needs_whole_tensors`). It leaves out one orthogonalisation per attention head.
+and rules of weight decay: `decoupled`, as above, and `cautious` (Chen et al., 2025): only elements that the update
+makes smaller decay.
+
+*Which tensors.* `use_muon` of a parameter group says it; groups without it are divided by dimension: two or more are
+for Muon. Embeddings and heads belong to AdamW: give them a group with `use_muon` False.
+
+*Which matrices.* A weight may be several matrices in one tensor, whose singular values have nothing to do with each
+other. `stacked`: a tensor of three dimensions is a stack of matrices (packed experts), or one matrix with the first
+dimension as rows (a convolution over one dimension); it has to be said. `split_rows`: parts below each other (queries,
+keys and values; gate and up; one per head), equal ones or of these sizes. `split_columns`: equal parts beside each
+other (heads of an output projection, gate and up of packed experts). Tensors of more dimensions are one matrix with the
+first dimension as rows.
+
+The rule is element-wise but for one function of a whole matrix. The methods `direction`, `of_matrix` and `apply` are
+its three parts, and `step` is one after the other. A sharded optimizer (dsx-zero) calls them itself: `direction` and
+`apply` on the elements that a rank owns, `of_matrix` where the matrix was brought together.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import HyperparameterError, TensorError
+from .orthogonal import COEFFICIENTS, Coefficients, Method, coefficients_of_steps, newton_schulz, newton_schulz_work
 
 __all__ = ["Muon", "orthogonalize"]
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_SCALES: dict[str, Callable[[int, int], float]] = {
+    "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+    "spectral": lambda rows, columns: math.sqrt(max(rows, columns)),
+    "unit_rms_norm": lambda rows, columns: math.sqrt(rows / columns),
+}
+_METHODS, _DECAYS = ("standard", "gram"), ("decoupled", "cautious")
 
 
-def orthogonalize(matrix: Tensor, steps: int = 5, dtype: torch.dtype | None = None) -> Tensor:
+def orthogonalize(
+    matrix: Tensor,
+    steps: int = 5,
+    dtype: torch.dtype | None = None,
+    *,
+    coefficients: Coefficients = COEFFICIENTS,
+    eps: float = 1e-7,
+    method: Method = "standard",
+) -> Tensor:
     """U V^T of a matrix's singular value decomposition, by Newton-Schulz steps.
 
     Args:
-        matrix: (rows, columns); more dimensions are a batch of matrices.
+        matrix: (rows, columns); more dimensions are several matrices.
         steps: of the iteration.
         dtype: it computes in this; None: bfloat16 on CUDA, else float32.
+        coefficients: (a, b, c) of the polynomial, or one such triple per step.
+        eps: least norm that the matrix is divided by.
+        method: "standard", or "gram", which needs fewer operations where one side is much longer than the other.
 
     Returns:
         A new tensor of the same shape and dtype; singular values are between 0.7 and 1.2 after five steps.
@@ -49,16 +81,13 @@ def orthogonalize(matrix: Tensor, steps: int = 5, dtype: torch.dtype | None = No
     """
     if matrix.dim() < 2:
         raise TensorError(f"orthogonalize: got shape {tuple(matrix.shape)}, expected two dimensions or more")
-    a, b, c = COEFFICIENTS
-    x = matrix.to(dtype or (torch.bfloat16 if matrix.is_cuda else torch.float32))
-    tall = matrix.shape[-2] > matrix.shape[-1]
-    if tall:
-        x = x.mT
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(steps):
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x.mT if tall else x).to(matrix.dtype)
+    if not matrix.numel():
+        return matrix.clone()
+    found = [
+        newton_schulz(one, steps, dtype, coefficients=coefficients, eps=eps, method=method)
+        for one in matrix.reshape(-1, *matrix.shape[-2:])
+    ]
+    return torch.stack(found).to(matrix.dtype).view(matrix.shape)
 
 
 class Muon(torch.optim.Optimizer):
@@ -71,15 +100,19 @@ class Muon(torch.optim.Optimizer):
         momentum: of Muon.
         nesterov: look ahead by one step of momentum.
         weight_decay: decoupled, in both rules.
-        ns_steps: Newton-Schulz steps.
+        ns_steps, ns_coefficients, ns_eps: of the Newton-Schulz iteration; torch calls `ns_eps` eps.
+        ns_method: "standard" or "gram".
+        ns_dtype: it computes in this, and matrices of a sharded model travel in it; None: bfloat16 on CUDA, else
+            float32. `torch.optim.Muon` always takes bfloat16.
+        adjust_lr_fn: "original" (also None), "match_rms_adamw", "spectral" or "unit_rms_norm".
+        decay: "decoupled" or "cautious", for the matrices.
+        stacked, split_rows, split_columns: see the module's text.
         betas, eps: of AdamW.
 
     Raises:
         HyperparameterError: a setting is out of its range.
-        TensorError: a group for Muon has a tensor of less than two dimensions.
+        TensorError: a group for Muon has a tensor of less than two dimensions, or one that cannot be split so.
     """
-
-    needs_whole_tensors = True
 
     def __init__(
         self,
@@ -94,28 +127,42 @@ class Muon(torch.optim.Optimizer):
         ns_steps: int = 5,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
+        ns_coefficients: Coefficients = COEFFICIENTS,
+        ns_eps: float = 1e-7,
+        ns_method: Method = "standard",
+        ns_dtype: torch.dtype | str | None = None,
+        adjust_lr_fn: str | None = None,
+        decay: str = "decoupled",
+        stacked: bool | None = None,
+        split_rows: int | Sequence[int] = 1,
+        split_columns: int = 1,
     ) -> None:
-        for name, value, top in (("momentum", momentum, 1), ("betas[0]", betas[0], 1), ("betas[1]", betas[1], 1)):
-            if not 0 <= value < top:
-                raise HyperparameterError(f"{name}: got {value}, expected at least 0 and less than {top}")
-        for name, value in (("lr", lr), ("muon_lr", muon_lr), ("adam_lr", adam_lr), ("weight_decay", weight_decay)):
+        for name, value in (("lr", lr), ("muon_lr", muon_lr), ("adam_lr", adam_lr)):
             if value is not None and not value >= 0:
                 raise HyperparameterError(f"{name}: got {value}, expected at least 0")
-        if isinstance(ns_steps, bool) or not isinstance(ns_steps, int) or ns_steps < 1:
-            raise HyperparameterError(f"ns_steps: got {ns_steps!r}, expected a whole number of at least 1")
         rates = {True: lr if muon_lr is None else muon_lr, False: lr if adam_lr is None else adam_lr}
         defaults = {
             "lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay, "ns_steps": ns_steps,
-            "betas": betas, "eps": eps, "use_muon": True,
+            "betas": betas, "eps": eps, "use_muon": True, "ns_coefficients": ns_coefficients, "ns_eps": ns_eps,
+            "ns_method": ns_method, "ns_dtype": _dtype_of(ns_dtype), "adjust_lr_fn": adjust_lr_fn, "decay": decay,
+            "stacked": stacked, "split_rows": split_rows, "split_columns": split_columns,
         }  # fmt: skip
+        _check_settings(defaults)
         super().__init__([found for group in _groups(params) for found in _divided(group, rates)], defaults)
-        for group in self.param_groups:
-            small = [tuple(p.shape) for p in group["params"] if group["use_muon"] and p.dim() < 2]
-            if small:
-                raise TensorError(
-                    f"Muon: got a tensor of shape {small[0]} in a group with use_muon, expected matrices; give it a"
-                    " group with use_muon=False"
-                )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As any optimizer's. Raises HyperparameterError and TensorError as the constructor does."""
+        if "ns_dtype" in param_group:
+            param_group = {**param_group, "ns_dtype": _dtype_of(param_group["ns_dtype"])}
+        _check_settings({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            for param in group["params"] if group["use_muon"] else ():
+                self.matrices(tuple(param.shape), group)
+        except TensorError:
+            del self.param_groups[-1]
+            raise
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -125,11 +172,115 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            update = _muon if group["use_muon"] else _adamw
             for param in group["params"]:
-                if param.grad is not None:
-                    update(param, param.grad, self.state[param], group)
+                if param.grad is None:
+                    continue
+                shapes = self.matrices(tuple(param.shape), group)
+                if not shapes:
+                    self.element_wise(param, param.grad, group)
+                    continue
+                direction, values, start = self.direction(param, param.grad, group).reshape(-1), param.reshape(-1), 0
+                for rows, columns in shapes:
+                    stop = start + rows * columns
+                    update = self.of_matrix(direction[start:stop].view(rows, columns), group)
+                    self.apply(values[start:stop], update.reshape(-1), (rows, columns), group)
+                    start = stop
+                if not param.is_contiguous():  # `values` is a copy
+                    param.copy_(values.view(param.shape))
         return loss
+
+    # The parts of the rule --------------------------------------------------------------------------------------------
+
+    def matrices(self, shape: Sequence[int], group: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+        """(rows, columns) of the matrices that a tensor consists of, one behind the other in row-major order; none for
+        a tensor that is stepped element by element.
+
+        Raises:
+            TensorError: it does not consist of such matrices.
+        """
+        if not group["use_muon"] or 0 in shape:
+            return ()
+        if len(shape) < 2:
+            raise TensorError(
+                f"Muon: got a tensor of shape {tuple(shape)} in a group with use_muon, expected matrices; give it a"
+                " group with use_muon=False"
+            )
+        if len(shape) == 3 and group["stacked"] is None:
+            raise TensorError(
+                f"Muon: got a tensor of shape {tuple(shape)}; expected to be told what its three dimensions are:"
+                f" stacked=True for {shape[0]} matrices (packed experts), stacked=False for one matrix of {shape[0]}"
+                " rows (a convolution)"
+            )
+        stack = shape[0] if len(shape) == 3 and group["stacked"] else 1
+        rows = shape[1] if stack > 1 or (len(shape) == 3 and group["stacked"]) else shape[0]
+        columns = math.prod(shape) // (stack * rows)
+        sizes, parts = group["split_rows"], group["split_columns"]
+        if isinstance(sizes, int):
+            sizes = (rows // sizes,) * sizes
+        if sum(sizes) != rows or columns % parts:
+            raise TensorError(
+                f"Muon: got split_rows={group['split_rows']} and split_columns={parts} for matrices of {rows} rows and"
+                f" {columns} columns (shape {tuple(shape)}), which these do not divide"
+            )
+        return tuple((size, columns) for size in sizes) * stack
+
+    def message_dtype(self, group: Mapping[str, Any], device: torch.device) -> torch.dtype:
+        """The dtype of directions and updates, where matrices are computed on `device`."""
+        return group["ns_dtype"] or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+    def direction(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> Tensor:
+        """Update the momentum of these elements; what is orthogonalised, in the dtype of `grad`. Not to be written."""
+        state, mu = self.state[param], group["momentum"]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(grad)
+        buffer = state["momentum_buffer"]
+        buffer.lerp_(grad, 1 - mu)
+        return grad.lerp(buffer, mu) if group["nesterov"] else buffer
+
+    def of_matrix(self, matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
+        """The update of a whole matrix (rows, columns) before it is scaled, in the dtype it was computed in."""
+        parts = matrix.chunk(group["split_columns"], dim=1)
+        found = [
+            newton_schulz(
+                part,
+                group["ns_steps"],
+                self.message_dtype(group, matrix.device),
+                coefficients=group["ns_coefficients"],
+                eps=group["ns_eps"],
+                method=group["ns_method"],
+            )
+            for part in parts
+        ]
+        return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+
+    def apply(self, param: Tensor, update: Tensor, matrix: tuple[int, int], group: Mapping[str, Any]) -> None:
+        """Change elements of a matrix of this shape by its update."""
+        lr, decay = group["lr"], group["lr"] * group["weight_decay"]
+        scale = _SCALES[group["adjust_lr_fn"] or "original"](matrix[0], matrix[1] // group["split_columns"])
+        if group["decay"] == "cautious":
+            param.addcmul_(param, (param * update > 0).to(param.dtype), value=-decay)
+        else:
+            param.mul_(1 - decay)
+        param.add_(update, alpha=-lr * scale)
+
+    def work(self, matrix: tuple[int, int], group: Mapping[str, Any]) -> float:
+        """Floating-point operations of `of_matrix`."""
+        parts = group["split_columns"]
+        return parts * newton_schulz_work(matrix[0], matrix[1] // parts, group["ns_steps"], group["ns_method"])
+
+    def element_wise(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
+        """Step elements of a tensor that is not for Muon, by AdamW."""
+        state = self.state[param]
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(grad), torch.zeros_like(grad)
+        state["step"] += 1
+        count, (beta1, beta2) = state["step"].item(), group["betas"]
+        state["exp_avg"].lerp_(grad, 1 - beta1)
+        state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        param.mul_(1 - group["lr"] * group["weight_decay"])
+        denominator = (state["exp_avg_sq"] / (1 - beta2**count)).sqrt_().add_(group["eps"])
+        param.addcdiv_(state["exp_avg"], denominator, value=-group["lr"] / (1 - beta1**count))
 
 
 def _groups(params: Any) -> list[dict[str, Any]]:
@@ -147,26 +298,33 @@ def _divided(group: dict[str, Any], rates: dict[bool, float]) -> list[dict[str, 
     return [{"lr": rates[use], **group, "params": some, "use_muon": use} for use, some in parts.items() if some]
 
 
-def _muon(param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-    if "momentum_buffer" not in state:
-        state["momentum_buffer"] = torch.zeros_like(grad)
-    buffer, mu = state["momentum_buffer"], group["momentum"]
-    buffer.lerp_(grad, 1 - mu)
-    update = grad.lerp(buffer, mu) if group["nesterov"] else buffer
-    rows = update.reshape(update.shape[0], -1)
-    scale = math.sqrt(max(1.0, rows.shape[0] / max(1, rows.shape[1])))
-    param.mul_(1 - group["lr"] * group["weight_decay"])
-    param.add_(orthogonalize(rows, group["ns_steps"]).view_as(param), alpha=-group["lr"] * scale)
+def _dtype_of(dtype: Any) -> torch.dtype | None:
+    """A dtype, given as such or by its name in torch, as configurations do."""
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype is None or (isinstance(found, torch.dtype) and found.is_floating_point):
+        return found
+    raise HyperparameterError(f"ns_dtype: got {dtype!r}, expected a floating-point dtype, such as torch.bfloat16")
 
 
-def _adamw(param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-    if "step" not in state:
-        state["step"] = torch.zeros((), dtype=torch.float32)
-        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(grad), torch.zeros_like(grad)
-    state["step"] += 1
-    count, (beta1, beta2) = state["step"].item(), group["betas"]
-    state["exp_avg"].lerp_(grad, 1 - beta1)
-    state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    param.mul_(1 - group["lr"] * group["weight_decay"])
-    denominator = (state["exp_avg_sq"] / (1 - beta2**count)).sqrt_().add_(group["eps"])
-    param.addcdiv_(state["exp_avg"], denominator, value=-group["lr"] / (1 - beta1**count))
+def _check_settings(group: Mapping[str, Any]) -> None:
+    betas = group["betas"]
+    for name, value in (("momentum", group["momentum"]), ("betas[0]", betas[0]), ("betas[1]", betas[1])):
+        if not 0 <= value < 1:
+            raise HyperparameterError(f"{name}: got {value}, expected at least 0 and less than 1")
+    for name in ("lr", "weight_decay", "eps", "ns_eps"):
+        if not group[name] >= 0:
+            raise HyperparameterError(f"{name}: got {group[name]}, expected at least 0")
+    rows = group["split_rows"]
+    numbers = {"ns_steps": (group["ns_steps"],), "split_columns": (group["split_columns"],)}
+    numbers["split_rows"] = (rows,) if isinstance(rows, int) else tuple(rows)
+    for name, values in numbers.items():
+        if not values or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in values):
+            raise HyperparameterError(f"{name}: got {group[name]!r}, expected a whole number of at least 1")
+    choices = {"ns_method": _METHODS, "decay": _DECAYS, "adjust_lr_fn": (None, *_SCALES)}
+    for name, allowed in choices.items():
+        if group[name] not in allowed:
+            raise HyperparameterError(f"{name}: got {group[name]!r}, expected one of {', '.join(map(str, allowed))}")
+    try:
+        coefficients_of_steps(group["ns_coefficients"], group["ns_steps"])
+    except (TypeError, ValueError) as error:
+        raise HyperparameterError(f"ns_coefficients: got {group['ns_coefficients']!r}, {error}") from error

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..step.masters import Master, needs_whole_tensors
+from ..step.matrix_rules import matrix_rule
 from ..step.sparse import needs_rows
 
 __all__ = ["StateTemplates", "is_single"]
@@ -32,7 +33,7 @@ class StateTemplates:
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self._inner = inner
-        self._known: dict[tuple[int, torch.dtype, torch.device, tuple[int, ...] | None], dict[str, Any]] = {}
+        self._known: dict[tuple[Any, ...], dict[str, Any]] = {}
 
     def of(self, master: Master) -> dict[str, Any]:
         """Names and examples of a master's states. Single states have their own shape, elementwise states two
@@ -40,14 +41,19 @@ class StateTemplates:
         """
         for number, group in enumerate(self._inner.param_groups):
             if any(tensor is master.tensor for tensor in group["params"]):
+                rule, layout = matrix_rule(self._inner), master.group.layout
+                logical = layout.shapes[layout.index(master.name)]
                 whole = tuple(master.shape) if needs_whole_tensors(self._inner) else None
-                key = (number, master.tensor.dtype, master.tensor.device, whole)
+                matrices = rule is not None and bool(rule.matrices(logical, group))
+                key = (number, master.tensor.dtype, master.tensor.device, whole, matrices)
                 if key not in self._known:
-                    self._known[key] = self._learn(group, master.tensor, whole)
+                    self._known[key] = self._learn(group, master.tensor, whole, matrices)
                 return self._known[key]
         return {}
 
-    def _learn(self, group: dict[str, Any], like: torch.Tensor, whole: tuple[int, ...] | None) -> dict[str, Any]:
+    def _learn(
+        self, group: dict[str, Any], like: torch.Tensor, whole: tuple[int, ...] | None, matrices: bool
+    ) -> dict[str, Any]:
         # An optimizer that needs whole tensors keeps states that depend on their shape.
         shape = (_SAMPLE,) if whole is None else whole
         if needs_rows(self._inner):
@@ -66,7 +72,13 @@ class StateTemplates:
             setattr(probe, hooks, OrderedDict())
         if hasattr(probe, "norm_reducer"):
             probe.norm_reducer = None  # type: ignore[attr-defined]
-        type(probe).step(probe)
+        rule = matrix_rule(probe)
+        if rule is None:
+            type(probe).step(probe)
+        elif matrices:
+            rule.direction(sample, sample.grad, group)
+        else:
+            rule.element_wise(sample, sample.grad, group)
         return {key: value for key, value in probe.state[sample].items() if value is not None}
 
 

@@ -1,17 +1,17 @@
 """The user's optimizer as a step uses it: what it can do, what its parameter groups hold, and calls of it.
 
-*Parts.* May some of its parameters be stepped now, and others later in the same step? That is safe if its rule treats
-each parameter alone, and if it keeps no step count outside of the parameters' states. Torch's element-wise optimizers
-and those with `step_flat` are safe; others can say so with `steps_in_parts = True`. The rest take one call.
+*Parts.* May some parameters be stepped now, and others later in the same step? That is safe if the rule treats each
+parameter alone and keeps no step count outside of the parameters' states. Torch's element-wise optimizers and those
+with `step_flat` are safe; others can say so with `steps_in_parts = True`. The rest take one call.
 
-*Groups.* A user finds in `optimizer.param_groups` the model's parameters, and code that walks them treats the same
-tensors in every stage. The optimizer steps masters, of which this rank holds slices: during a step they take the places
-of the parameters (`StepGroups`). States are kept by master; `StateView` gives or refuses the state of a parameter. An
-optimizer that communicates by itself (1-bit) reads its groups between steps too: they hold the masters all the time.
+*Groups.* A user finds the model's parameters in `optimizer.param_groups` at every stage. The optimizer steps masters,
+slices of which this rank holds: during a step they take the places of the parameters (`StepGroups`). States are kept by
+master; `StateView` gives or refuses that of a parameter. The groups of an optimizer that communicates by itself (1-bit)
+hold the masters all the time, because it reads them between steps.
 
-*Calls.* `InnerStep` steps some of the masters, with unscaling and clipping as one factor, which a kernel may take. An
-optimizer with `step_flat` is called for one master after the other; the groups of any other one hold only these masters
-during the call. `twin` makes a second optimizer for another thread, on the same states with a copy of the settings.
+*Calls.* `InnerStep` steps some masters, with unscaling and clipping as one factor, which a kernel may take. `step_flat`
+is called for one master after the other; otherwise the groups hold only these masters during the call. `twin` makes a
+second optimizer for another thread, on the same states with a copy of the settings.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from ..grads.averaging import averages_itself
 from ..params.flat import FlatGroup, Part
 from ..torch_names import foreach_mul_, global_optimizer_post_hooks, global_optimizer_pre_hooks
 from .masters import Master
+from .matrices import MatrixStep
+from .matrix_rules import matrix_rule
 from .sparse import takes_rows
 
 __all__ = [
@@ -65,6 +67,8 @@ def why_at_once(inner: Any) -> str | None:
         return f"{name} communicates by itself"
     if hasattr(inner, "norm_reducer") or getattr(inner, "needs_tensor_norms", False):
         return f"{name} sums the norms of all tensors in one message"
+    if matrix_rule(inner) is not None:
+        return f"{name} brings matrices together for all tensors in the same messages"
     if type(inner).__module__.startswith("torch.optim") and name in _TORCH:
         return None
     if getattr(inner, "steps_in_parts", False) or hasattr(inner, "step_flat"):
@@ -206,9 +210,7 @@ class StateView(MutableMapping[Any, Any]):
 
 
 def checked_state(state: Any, find: Callable[[Any], object | None]) -> Mapping[Any, Any]:
-    """Check what a script assigns to `optimizer.state`; an empty mapping resets the states. Raises ZeroStateError if
-    its keys are parameters of the model.
-    """
+    """Check what a script assigns to `optimizer.state`. Raises ZeroStateError if keys are parameters of the model."""
     if not isinstance(state, MutableMapping) or any(isinstance(k, torch.Tensor) and find(k) is not None for k in state):
         raise ZeroStateError(
             "optimizer.state = ...: got states of whole parameters, expected an empty mapping, which starts them again;"
@@ -225,7 +227,8 @@ class InnerStep:
         groups: exchanges the tensors in its parameter groups; None for a twin, whose groups are simply overwritten.
         numbers: the number of each master's parameter group, by the `id` of its tensor.
         copies: where the optimizer is to write low-precision copies, by master tensor.
-        device: the device of the masters.
+        device: of the masters.
+        matrices: steps the optimizer in the place of its own `step`, if its rule takes whole matrices.
     """
 
     def __init__(
@@ -235,8 +238,9 @@ class InnerStep:
         numbers: Mapping[int, int],
         copies: Mapping[torch.Tensor, torch.Tensor],
         device: torch.device,
+        matrices: MatrixStep | None = None,
     ) -> None:
-        self.inner = inner
+        self.inner, self._matrices = inner, matrices
         self._groups, self._numbers, self._device = groups, numbers, device
         parameters = inspect.signature(inner.step).parameters
         self._takes_scale = "grad_scale" in parameters
@@ -294,8 +298,7 @@ class InnerStep:
         if isinstance(factor, torch.Tensor) or has_reciprocal(factor):
             scale = 1.0 / factor
         else:
-            found = [grad for grad in grads if grad is not None]
-            foreach_mul_(found, factor)
+            foreach_mul_([grad for grad in grads if grad is not None], factor)
         for master, grad in zip(masters, grads):
             if grad is None:
                 continue
@@ -308,6 +311,8 @@ class InnerStep:
 
     def _call(self, factor: float | torch.Tensor, grads: list[torch.Tensor], masters: Sequence[Master]) -> None:
         inner, keywords = self.inner, {}
+        if self._matrices is not None:
+            return self._matrices.step(grads, factor)
         if self.copies:
             keywords["copy_out"] = {m.tensor: self.copies[m.tensor] for m in masters if m.tensor in self.copies}
         if isinstance(factor, float) and factor == 1.0:
@@ -338,19 +343,14 @@ class InnerStep:
 
 
 def has_reciprocal(factor: float) -> bool:
-    """Does `1 / factor` exist, so that gradients can be divided by it? Clipping an infinite norm gives a factor of 0,
-    and a norm of NaN gives NaN.
-    """
+    """Does `1 / factor` exist? Clipping an infinite norm gives a factor of 0, and a norm of NaN gives NaN."""
     return factor != 0.0 and math.isfinite(factor) and math.isfinite(1.0 / factor)
 
 
 def settings_of(inner: Any) -> Settings:
     """A copy of the settings in the parameter groups (all entries but their parameters)."""
-    return [{key: _copied(value) for key, value in group.items() if key != "params"} for group in inner.param_groups]
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
+    groups = ({key: value for key, value in group.items() if key != "params"} for group in inner.param_groups)
+    return [{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items()} for group in groups]
 
 
 def same_settings(some: Settings, others: Settings) -> bool:
@@ -361,9 +361,8 @@ def same_settings(some: Settings, others: Settings) -> bool:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
-    return a is b or bool(a == b)
+    tensors = isinstance(a, torch.Tensor), isinstance(b, torch.Tensor)
+    return all(tensors) and torch.equal(a, b) if any(tensors) else a is b or bool(a == b)
 
 
 def twin(inner: Any, settings: Settings) -> Any:

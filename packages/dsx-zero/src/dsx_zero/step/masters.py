@@ -1,8 +1,9 @@
 """What the inner optimizer sees: one tensor per parameter with this rank's slice of its master values.
 
 At stage 0 every rank steps all elements, so the tensors keep their logical shapes and any optimizer works. From stage 1
-on they are 1-D slices, or whole tensors where the optimizer needs those (`needs_whole_tensors`). Parameters of which
-this rank owns no element are left out of the optimizer's groups.
+on they are 1-D slices, also for rules with a function of whole matrices (`matrices.py`), or whole tensors where the
+optimizer needs those (`needs_whole_tensors`). Parameters of which this rank owns no element are left out of the
+optimizer's groups.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ..homes.home import Home, read, write
 from ..params.flat import FlatGroup, Unit
 from ..plan.layout import LocalSlice, pieces
 from ..plan.units import UnitPlan
+from .matrix_rules import matrix_rule
 from .plan import cut
 
 __all__ = [
@@ -91,8 +93,10 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *, stage: int) -> None:
 
 def needs_whole_tensors(optimizer: Any) -> bool:
     """Must one rank own all elements of a parameter? True for the known optimizers of this kind, and where the
-    attribute `optimizer.needs_whole_tensors` is true.
+    attribute `optimizer.needs_whole_tensors` is true; not where only a function of its rule takes whole matrices.
     """
+    if matrix_rule(optimizer) is not None:
+        return False
     said = getattr(optimizer, "needs_whole_tensors", None)
     if said is not None:
         return bool(said)
@@ -100,7 +104,7 @@ def needs_whole_tensors(optimizer: Any) -> bool:
 
 
 def check_whole_tensors(optimizer: Any, plans: Sequence[UnitPlan], names: Mapping[int, str]) -> None:
-    """Refuse an optimizer that needs whole tensors where tensor parallelism gives this rank a slice of them.
+    """Refuse an optimizer that needs whole tensors or matrices where tensor parallelism gives this rank slices of them.
 
     Args:
         names: of the model's parameters, by `id`.
@@ -108,7 +112,7 @@ def check_whole_tensors(optimizer: Any, plans: Sequence[UnitPlan], names: Mappin
     Raises:
         ZeroOptimizerError: names the parameter. Groups with `use_muon=False` are stepped element by element.
     """
-    if not needs_whole_tensors(optimizer):
+    if not needs_whole_tensors(optimizer) and matrix_rule(optimizer) is None:
         return
     held = {
         names.get(id(p), "") for group in optimizer.param_groups if group.get("use_muon", True) for p in group["params"]

@@ -21,6 +21,7 @@ from .failures import StepFailure
 from .host_thread import ApartSteps
 from .inner import InnerStep, StepGroups, gradients_of, has_step_hooks, runs_of, why_at_once
 from .masters import Master, copy_targets
+from .matrices import MatrixStep
 from .model_check import Frozen
 from .plan import Action, Kind, Pipeline, StepPlan, make_plan
 from .states import OptimizerStates
@@ -40,6 +41,7 @@ class StepRunner:
         apart_plan: the plan of a step of which sub-groups are stepped beforehand; None: `plan` too.
         failure: collects what fails in the step.
         lane: fetches and stores masters and states.
+        matrices: steps the optimizer, if its rule takes whole matrices.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class StepRunner:
         plan: StepPlan,
         apart_plan: StepPlan | None = None,
         lane: Lane | None = None,
+        matrices: MatrixStep | None = None,
     ) -> None:
         self.plan = plan
         """The plan of every step in which nothing is stepped beforehand. While the optimizer has hooks, all masters are
@@ -68,7 +71,7 @@ class StepRunner:
         device = masters[0].tensor.device if masters else torch.device("cpu")
         self._devices = {master.tensor.device for master in masters} or {device}
         self._unit_of = {id(group): unit.index for unit in self._units.values() for group in unit.trainable}
-        self.inner_step = InnerStep(inner, groups, groups.numbers(), copy_targets(masters), device)
+        self.inner_step = InnerStep(inner, groups, groups.numbers(), copy_targets(masters), device, matrices)
         """Calls the optimizer. `InnerStep.for_twin` makes one for another thread from it."""
         self._has_flat_step = hasattr(inner, "step_flat")
         self._whole_plan = plan
