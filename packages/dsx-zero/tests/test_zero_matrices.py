@@ -5,11 +5,12 @@ Gradients here are small whole numbers, so that their sums, their means and the 
 order.
 """
 
-import dsx_ops
 import pytest
 import torch
 from dsx_testkit import run_ranks
 from torch import nn
+
+dsx_ops = pytest.importorskip("dsx_ops")
 
 
 class Model(nn.Module):
@@ -121,3 +122,156 @@ def test_training_has_the_bits_of_the_plain_optimizer(make, world, stage, accumu
 @pytest.mark.parametrize("make", MAKERS)
 def test_everywhere(make, stage, world, accumulation, clip):
     same_bits(make, world, stage, accumulation, clip)
+
+
+# - messages -----------------------------------------------------------------------------------------------------------
+
+
+def counted(rank, world, stage, make):
+    import dsx_comm
+    import dsx_zero
+
+    sent, plain_all_to_all = [], dsx_comm.all_to_all_single
+
+    def all_to_all(output, source, receive, send, **options):
+        sent.append((source.nbytes, source.numel(), sum(n for r, n in enumerate(send) if r != rank)))
+        return plain_all_to_all(output, source, receive, send, **options)
+
+    dsx_comm.all_to_all_single = all_to_all
+    try:
+        model = Model()
+        config = {"stage": stage, "stage3_param_persistence_threshold": 0}
+        model, optimizer = dsx_zero.shard(model, MAKERS[make](model), config=config)
+        model([1, 2]).backward()
+        optimizer.step()
+    finally:
+        dsx_comm.all_to_all_single = plain_all_to_all
+    states = {s.name: s.states for s in optimizer.slices()}
+    momentum = sum(found["momentum_buffer"].numel() for found in states.values() if "momentum_buffer" in found)
+    return sent, momentum
+
+
+@pytest.mark.parametrize(("make", "itemsize"), [("torch", 2), ("ours", 4), ("ours in bf16", 2)])
+def test_each_element_travels_once_in_each_direction(make, itemsize):
+    found = run_ranks(counted, 3, 3, make)
+    elements = sum(p.numel() for name, p in Model().named_parameters() if p.dim() > 1)
+    if make == "torch":
+        elements = sum(p.numel() for p in Model().parameters() if p.dim() == 2)
+    assert sum(momentum for _, momentum in found) == elements
+    for sent, momentum in found:
+        assert sum(numel for _, numel, _ in sent) <= 2 * elements  # what it owns comes back from it
+        assert all(nbytes == itemsize * numel for nbytes, numel, _ in sent)
+    assert sum(numel for sent, _ in found for _, numel, _ in sent) == 2 * elements
+    assert sum(away for sent, _ in found for _, _, away in sent) < 2 * elements  # its own pieces do not leave a rank
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 3), (2, 0)])
+def test_nothing_is_sent_where_a_rank_has_whole_matrices(world, stage):
+    assert all(not sent for sent, _ in run_ranks(counted, world, stage, "ours"))
+
+
+# - states, settings, hooks, frozen parameters -------------------------------------------------------------------------
+
+
+def first_steps(rank, world, make, stage):
+    import dsx_zero
+
+    model = Model()
+    model, optimizer = dsx_zero.shard(
+        model, MAKERS[make](model), config={"stage": stage, "stage3_param_persistence_threshold": 0}
+    )
+    for step in range(2):
+        model([2 * step, 100]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = {n: (p.full_tensor() if stage == 3 else p).detach().clone() for n, p in model.named_parameters()}
+    return weights, dsx_zero.full_state_dict(optimizer)
+
+
+def go_on(rank, world, make, stage, weights, states):
+    import dsx_zero
+
+    model = Model()
+    made = MAKERS[make](model)
+    model.load_state_dict(weights)
+    model, optimizer = dsx_zero.shard(model, made, config={"stage": stage, "stage3_param_persistence_threshold": 0})
+    dsx_zero.load_full_state_dict(optimizer, states)
+    model([4, 100]).backward()
+    optimizer.step()
+    return {n: (p.full_tensor() if stage == 3 else p).detach().clone() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("make", "before", "after"), [("torch", (2, 3), (3, 1)), ("ours", (3, 2), (1, 3))])
+def test_states_go_on_with_another_number_of_ranks(make, before, after):
+    weights, states = run_ranks(first_steps, before[0], make, before[1])[0]
+    wanted = plain(make, 1, None)
+    for found in run_ranks(go_on, after[0], make, after[1], weights, states):
+        for name, value in wanted.items():
+            assert torch.equal(found[name], value), name
+
+
+def around_a_step(rank, world):
+    import dsx_zero
+
+    model = Model()
+    inner = ours(model)
+    calls = []
+    inner.register_step_pre_hook(lambda *_: calls.append("before"))
+    inner.register_step_post_hook(lambda *_: calls.append("after"))
+    model, optimizer = dsx_zero.shard(model, inner, stage=2)
+    model([1, 2]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert calls == ["before", "after"]
+
+    before = model.experts.detach().clone(), model.tall.detach().clone()
+    model.experts.requires_grad_(False)  # its matrices drop out of the plan, on all ranks
+    model([3, 4]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert torch.equal(model.experts, before[0]) and not torch.equal(model.tall, before[1])
+    model.experts.requires_grad_(True)
+    model([3, 4]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert not torch.equal(model.experts, before[0])
+
+    model([5, 6]).backward()
+    optimizer.param_groups[0]["split_rows"] = 1
+    with pytest.raises(dsx_zero.ZeroOptimizerError, match=r"param_groups\[0\] of Muon was changed.*3 of \(8, 9\)"):
+        optimizer.step()
+    optimizer.param_groups[0]["split_rows"] = [8, 6, 6]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    now = model.tall.detach().clone()
+    optimizer.step()
+    assert torch.equal(model.tall, now)
+
+
+def test_hooks_frozen_parameters_and_changed_settings():
+    run_ranks(around_a_step, 2)
+
+
+class WithOwnStep(torch.optim.Muon):
+    """Its step is not the one that dsx knows."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.called = True
+
+
+def of_a_subclass(rank, world):
+    import dsx_zero
+
+    model = nn.Sequential(nn.Linear(6, 4, bias=False), nn.Linear(4, 5, bias=False))
+    inner = WithOwnStep(model.parameters(), lr=0.1)
+    model, optimizer = dsx_zero.shard(model, inner, stage=2)
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    assert inner.called
+    assert all(tuple(s.shape) for s in optimizer.slices())
+    assert [s.stop - s.start for s in optimizer.slices() if s.stop > s.start] in ([24], [20])  # whole tensors
+
+
+def test_a_subclass_with_a_step_of_its_own_gets_whole_tensors():
+    run_ranks(of_a_subclass, 2)

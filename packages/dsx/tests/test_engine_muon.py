@@ -38,6 +38,68 @@ def test_matrices_of_hidden_layers_are_for_muon():
     assert found[True] == {"layers.1.weight", "lm_head.weight"}
 
 
+class Fused(nn.Module):
+    """A fused projection, packed experts, a convolution over one dimension and an embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(5, 8)
+        self.qkv_proj = nn.Linear(8, 16, bias=False)
+        self.conv = nn.Conv1d(16, 16, 3, padding=1, bias=False)
+        self.gate_up = nn.Parameter(torch.randn(3, 16, 6))
+
+    def forward(self, x):
+        x = self.conv(self.qkv_proj(self.embed_tokens(x)).mT).mT
+        return torch.einsum("bsi,eio->bseo", x, self.gate_up).square().mean()
+
+
+def test_fused_weights_are_split_by_name():
+    net = Fused()
+    split = {"qkv_proj": {"rows": [8, 4, 4]}, "gate_up": {"columns": 2}}
+    optimizer = choose_optimizer("Muon", {"lr": 0.1, "split": split, "ns_method": "gram"}).build(
+        net.parameters(), model=net
+    )
+    found = {tuple(p.shape): optimizer.matrices(p.shape, g) for g in optimizer.param_groups for p in g["params"]}
+    assert found == {
+        (5, 8): (), (16, 8): ((8, 8), (4, 8), (4, 8)), (16, 16, 3): ((16, 48),), (3, 16, 6): ((16, 6),) * 3
+    }  # fmt: skip
+    of_experts = next(g for g in optimizer.param_groups if g["params"][0] is net.gate_up)
+    matrix = torch.randn(16, 6)
+    halves = [optimizer.of_matrix(half, {**of_experts, "split_columns": 1}) for half in matrix.split(3, dim=1)]
+    assert torch.equal(optimizer.of_matrix(matrix, of_experts), torch.cat(halves, dim=1))
+    with pytest.raises(DsxConfigError, match="qkv_projection"):
+        choose_optimizer("Muon", {"split": {"qkv_projection": {"rows": 2}}}).build(net.parameters(), model=net)
+
+
+def train_fused(rank, world, stage):
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {
+            "type": "Muon",
+            "params": {"lr": 0.02, "split": {"qkv_proj": {"rows": [8, 4, 4]}}, "adjust_lr_fn": "match_rms_adamw",
+                       "ns_dtype": "float32", "ns_coefficients": [3.4445, -4.775, 2.0315], "decay": "cautious"},
+        },
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }  # fmt: skip
+    engine, *_ = dsx.initialize(model=Fused(), config=config)
+    found = []
+    for step in range(3):
+        x = torch.randint(0, 5, (2, 5), generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = engine(x)
+        engine.backward(loss)
+        engine.step()
+        found.append(loss.item())
+    engine.destroy()
+    return found
+
+
+def test_fused_weights_train_alike_at_all_stages():
+    plain = run_ranks(train_fused, 2, 0)
+    for stage in (2, 3):
+        assert run_ranks(train_fused, 2, stage) == [pytest.approx(of_rank, rel=1e-5) for of_rank in plain]
+
+
 def train(rank, world, stage, folder):
     torch.manual_seed(0)
     config = {
@@ -113,6 +175,10 @@ def test_optimizers_of_mup(monkeypatch):
 
 
 def test_mistakes_are_named():
-    for params, match in (({"ns_method": "gram"}, "ns_method"), ({"muon_rate": 1}, "muon_rate")):
+    for params, match in (
+        ({"split": {"qkv": 3}}, r"params\.split"),
+        ({"split": {"qkv": {"heads": 3}}}, r"params\.split"),
+        ({"muon_rate": 1}, "muon_rate.*split"),
+    ):
         with pytest.raises(DsxConfigError, match=match):
             choose_optimizer("Muon", params)

@@ -165,53 +165,90 @@ def _muon(type_name: str, arguments: dict[str, Any], wide: str) -> OptimizerChoi
     cls, missing = _ops_class("Muon")
     if cls is None:
         raise _problem("type", f'optimizer "{type_name}" is one of dsx-ops: {missing}', kind="not-available")
-    method = arguments.pop("ns_method", "standard")
-    if method != "standard":
-        raise _problem(
-            "params.ns_method", "there is one Newton-Schulz iteration", got=repr(method), expected="standard"
-        )
-    _check_arguments(cls, arguments, type_name)
+    split = arguments.pop("split", None) or {}
+    _check_arguments(cls, arguments, type_name, more=("split",))
+    _check_split(split)
 
     def build(parameters: Any, *, model: nn.Module) -> torch.optim.Optimizer:
-        return cls(groups_for_muon(parameters, model), **arguments)
+        return cls(groups_for_muon(parameters, model, split), **arguments)
 
     return OptimizerChoice(
         type_name, build, "dsx_ops.Muon for matrices, AdamW for embeddings, heads and vectors", reads_model=True
     )
 
 
+def _check_split(split: Any) -> None:
+    """Raises DsxConfigError if `optimizer.params.split` is not {part of a name: {"rows": ..., "columns": ...}}."""
+    wanted = '{"qkv_proj": {"rows": [4096, 1024, 1024]}, "gate_up_proj": {"columns": 2}}'
+    form = isinstance(split, dict) and all(isinstance(v, dict) and v.keys() <= {"rows", "columns"} and v
+                                           for v in split.values())  # fmt: skip
+    if not form:
+        raise _problem("params.split", "it says which weights are several matrices", got=repr(split), expected=wanted)
+
+
 _NOT_FOR_MUON = ("embed", "lm_head")
 """Parts of the names of embeddings and output layers. Muon is only for matrices of hidden layers."""
 
 
-def groups_for_muon(parameters: Any, model: nn.Module) -> list[dict[str, Any]]:
+def groups_for_muon(
+    parameters: Any, model: nn.Module, split: Mapping[str, Mapping[str, Any]] | None = None
+) -> list[dict[str, Any]]:
     """Parameters, or groups of them, as groups with the entry `use_muon`.
 
     A parameter's attribute `use_muon` decides. Without it, tensors of two or more dimensions are for Muon, except
-    weights of embeddings and parameters whose names contain "embed" or "lm_head".
+    weights of embeddings and parameters whose names contain "embed" or "lm_head". Tensors of three dimensions are
+    stacks of matrices (packed experts), except weights of convolutions.
+
+    Args:
+        split: which weights are several matrices: for a part of the dotted name, "rows" (equal parts below each other,
+            or their sizes) and "columns" (equal parts beside each other).
+
+    Raises:
+        DsxConfigError: a key of `split` is no part of the name of a parameter for Muon.
     """
+    one_matrix = {id(p) for m in model.modules() if isinstance(m, _CONVOLUTIONS) for p in m.parameters(recurse=False)}
     embedded = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+    parts: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        parts.setdefault(id(parameter), set()).update(name.split("."))
         if any(word in name.lower() for word in _NOT_FOR_MUON):
             embedded.add(id(parameter))
+    split, used = split or {}, set[str]()
 
-    def suits(parameter: torch.Tensor) -> bool:
+    def settings(parameter: torch.Tensor) -> dict[str, Any]:
         said = getattr(parameter, "use_muon", None)
-        return parameter.dim() >= 2 and id(parameter) not in embedded if said is None else bool(said)
+        if not (parameter.dim() >= 2 and id(parameter) not in embedded if said is None else bool(said)):
+            return {"use_muon": False}
+        found: dict[str, Any] = {"use_muon": True}
+        if parameter.dim() == 3:
+            found["stacked"] = id(parameter) not in one_matrix
+        for key in split.keys() & parts.get(id(parameter), ()):
+            used.add(key)
+            found |= {f"split_{side}": value for side, value in split[key].items()}
+        return found
 
-    found: list[dict[str, Any]] = []
+    groups: list[dict[str, Any]] = []
     listed = list(parameters)
     for group in listed if listed and isinstance(listed[0], dict) else [{"params": listed}]:
         if "use_muon" in group:
-            found.append(group)
+            groups.append(group)
             continue
         params = group["params"]
-        members: list[torch.Tensor] = [params] if isinstance(params, torch.Tensor) else list(params)
-        for use in (True, False):
-            some = [p for p in members if suits(p) == use]
-            if some:
-                found.append({**group, "params": some, "use_muon": use})
-    return found
+        by_settings: dict[str, tuple[dict[str, Any], list[torch.Tensor]]] = {}
+        for parameter in [params] if isinstance(params, torch.Tensor) else params:
+            own = settings(parameter)
+            by_settings.setdefault(repr(own), (own, []))[1].append(parameter)
+        for own, members in sorted(by_settings.values(), key=lambda pair: not pair[0]["use_muon"]):
+            groups.append({**group, **own, "params": members})
+    if unused := split.keys() - used:
+        raise _problem(
+            "params.split", "no parameter for Muon has this part in its name", got=", ".join(sorted(unused)),
+            expected='a part between the dots, such as "qkv_proj" of "layers.0.attention.qkv_proj.weight"',
+        )  # fmt: skip
+    return groups
+
+
+_CONVOLUTIONS = (nn.Conv1d, nn.ConvTranspose1d)
 
 
 def _mup(type_name: str, name: str, arguments: dict[str, Any], wide: str) -> OptimizerChoice:
@@ -312,8 +349,8 @@ def torch_optimizers() -> dict[str, type[torch.optim.Optimizer]]:
     return found
 
 
-def _check_arguments(cls: Any, arguments: Mapping[str, Any], type_name: str) -> set[str]:
-    accepted = set(list(inspect.signature(cls.__init__).parameters)[2:])
+def _check_arguments(cls: Any, arguments: Mapping[str, Any], type_name: str, more: Iterable[str] = ()) -> set[str]:
+    accepted = {*list(inspect.signature(cls.__init__).parameters)[2:], *more}
     for name in arguments:
         if name not in accepted:
             raise _problem(

@@ -73,12 +73,13 @@ class StateTemplates:
         if hasattr(probe, "norm_reducer"):
             probe.norm_reducer = None  # type: ignore[attr-defined]
         rule = matrix_rule(probe)
-        if rule is None:
-            type(probe).step(probe)
-        elif matrices:
-            rule.direction(sample, sample.grad, group)
-        else:
-            rule.element_wise(sample, sample.grad, group)
+        with torch.no_grad():  # as the step of an optimizer does itself
+            if rule is None:
+                type(probe).step(probe)
+            elif matrices:
+                rule.direction(sample, sample.grad, options)
+            else:
+                rule.element_wise(sample, sample.grad, options)
         return {key: value for key, value in probe.state[sample].items() if value is not None}
 
 

@@ -41,7 +41,7 @@ OPTIMIZER_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "Adagrad": ("lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value", "amsgrad",
                 "fp32_optimizer_states", *_TORCH_SWITCHES),
     "Muon": ("lr", "muon_lr", "adam_lr", "momentum", "nesterov", "weight_decay", "ns_steps", "ns_method", "betas",
-             "eps"),
+             "eps", "ns_coefficients", "ns_eps", "ns_dtype", "adjust_lr_fn", "decay", "split"),
     "MuAdam": ("lr", "betas", "eps", "weight_decay", "amsgrad", *_TORCH_SWITCHES),
     "MuAdamW": ("lr", "betas", "eps", "weight_decay", "amsgrad", *_TORCH_SWITCHES),
     "MuSGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov", *_TORCH_SWITCHES),
@@ -55,7 +55,7 @@ _SWITCHES = frozenset(
 )  # fmt: skip
 _NUMBERS = frozenset(
     {"lr", "muon_lr", "adam_lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value", "momentum",
-     "max_coeff", "min_coeff", "coeff_beta", "factor_max", "factor_min", "factor_threshold", "variance_floor"}
+     "max_coeff", "min_coeff", "ns_eps", "coeff_beta", "factor_max", "factor_min", "factor_threshold", "variance_floor"}
 )  # fmt: skip
 _COUNTS = {"ns_steps": 1, "freeze_step": 1, "var_freeze_step": 1, "var_update_scaler": 1, "local_step_scaler": 1,
            "local_step_clipper": 1, "variance_window": 0}  # fmt: skip
@@ -64,6 +64,10 @@ _CHOICES = {
     "comm_backend_name": ("nccl", "mpi", "hccl", "compressed", "gloo", "dsx"),
     "compression": ("on", "off"),
     "scale": ("rms", "mean"),
+    "ns_method": ("standard", "gram"),
+    "ns_dtype": (None, "bfloat16", "float16", "float32", "float64"),
+    "adjust_lr_fn": (None, "original", "match_rms_adamw", "spectral", "unit_rms_norm"),
+    "decay": ("decoupled", "cautious"),
 }
 
 
