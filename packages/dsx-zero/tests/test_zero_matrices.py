@@ -275,3 +275,90 @@ def of_a_subclass(rank, world):
 
 def test_a_subclass_with_a_step_of_its_own_gets_whole_tensors():
     run_ranks(of_a_subclass, 2)
+
+
+# - slices of tensors --------------------------------------------------------------------------------------------------
+
+
+class Cut(nn.Module):
+    """Matrices cut by rows, by columns, by rows in three fused parts, a stack cut by columns, and whole tensors."""
+
+    DIMS = {"up": (0, 1), "down": (1, 1), "fused": (0, 3), "experts": (2, 1)}
+
+    def __init__(self, rank=0, size=1):
+        super().__init__()
+        torch.manual_seed(0)
+        shapes = {
+            "up": (12, 10),
+            "down": (10, 12),
+            "fused": (24, 5),
+            "experts": (3, 4, 8),
+            "plain": (9, 7),
+            "bias": (9,),
+        }
+        for name, shape in shapes.items():
+            parameter = nn.Parameter(self.own(name, torch.randn(shape), rank, size).contiguous())
+            if size > 1 and name in self.DIMS:
+                parameter.tensor_model_parallel = True
+                parameter.partition_dim, parameter.partition_stride = self.DIMS[name]
+            setattr(self, name, parameter)
+        self.rank, self.size = rank, size
+
+    @classmethod
+    def own(cls, name, whole, rank, size):
+        if name not in cls.DIMS:
+            return whole
+        dim, parts = cls.DIMS[name]
+        return torch.cat([part.chunk(size, dim)[rank] for part in whole.chunk(parts, dim)], dim)
+
+    def forward(self, seed):
+        generator, total = torch.Generator().manual_seed(seed), 0.0
+        whole = {
+            "up": (12, 10),
+            "down": (10, 12),
+            "fused": (24, 5),
+            "experts": (3, 4, 8),
+            "plain": (9, 7),
+            "bias": (9,),
+        }
+        for name, parameter in self.named_parameters():
+            numbers = torch.randint(-2, 3, whole[name], generator=generator).float()
+            total = total + (parameter * self.own(name, numbers, self.rank, self.size)).sum()
+        return total
+
+
+def muon_of(model):
+    fused = {"params": [model.fused], "split_rows": 3, "stacked": None}
+    rest = {"params": [p for p in model.parameters() if p is not model.fused], "stacked": True}
+    return dsx_ops.Muon([fused, rest], lr=0.05, weight_decay=0.25, momentum=0.75)
+
+
+def train_cut(rank, world, stage):
+    import dsx_comm
+    import dsx_zero
+
+    registry = dsx_comm.GroupRegistry(dsx_comm.ProcessTopology(("data", "model"), (world // 2, 2)))
+    dsx_comm.parallel_groups.use(registry)
+    part = registry.axis("model").rank
+    model = Cut(part, 2)
+    model, optimizer = dsx_zero.shard(
+        model, muon_of(model), config={"stage": stage, "stage3_param_persistence_threshold": 0}
+    )
+    for step in range(2):
+        model(step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return part, {n: (p.full_tensor() if stage == 3 else p).detach().clone() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("world", "stage"), [(2, 0), (4, 0), (4, 1), (4, 3)])
+def test_slices_are_joined_to_whole_matrices(world, stage):
+    model = Cut()
+    optimizer = muon_of(model)
+    for step in range(2):
+        model(step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for part, found in run_ranks(train_cut, world, stage):
+        for name, value in model.named_parameters():
+            assert torch.equal(found[name], Cut.own(name, value.detach(), part, 2)), name

@@ -141,7 +141,7 @@ class Recipe:
             undivided=needs_whole_tensors(inner),
         )
         check_rank_sets(plans, self.data)
-        check_whole_tensors(inner, plans, {id(p): name for name, p in self.model.named_parameters()})
+        check_whole_tensors(inner, plans, self.model)
         check_room(self.placement, {str(p): _shard_numel(p) for p in plans if not p.resident})
         plain, stage, rank = is_plain(plans, self.data), settings.stage, self.data.rank
         averaging = averaging_of(inner, self.reduction, stage=stage, rank=rank, plain=plain)

@@ -22,6 +22,7 @@ from ..plan.layout import LocalSlice, pieces
 from ..plan.units import UnitPlan
 from .matrix_rules import matrix_rule
 from .plan import cut
+from .sliced_matrices import cut_dimension
 
 __all__ = [
     "Master",
@@ -103,16 +104,16 @@ def needs_whole_tensors(optimizer: Any) -> bool:
     return any(kind.__name__ in _WHOLE for kind in type(optimizer).__mro__)
 
 
-def check_whole_tensors(optimizer: Any, plans: Sequence[UnitPlan], names: Mapping[int, str]) -> None:
-    """Refuse an optimizer that needs whole tensors or matrices where tensor parallelism gives this rank slices of them.
-
-    Args:
-        names: of the model's parameters, by `id`.
+def check_whole_tensors(optimizer: Any, plans: Sequence[UnitPlan], model: nn.Module) -> None:
+    """Refuse an optimizer that needs whole tensors where tensor parallelism gives this rank slices of them, and one
+    that needs whole matrices where slices do not say how they are joined (`partition_dim`).
 
     Raises:
         ZeroOptimizerError: names the parameter. Groups with `use_muon=False` are stepped element by element.
     """
-    if not needs_whole_tensors(optimizer) and matrix_rule(optimizer) is None:
+    names = {id(p): name for name, p in model.named_parameters()}
+    joins = matrix_rule(optimizer) is not None
+    if not joins and not needs_whole_tensors(optimizer):
         return
     held = {
         names.get(id(p), "") for group in optimizer.param_groups if group.get("use_muon", True) for p in group["params"]
@@ -123,15 +124,16 @@ def check_whole_tensors(optimizer: Any, plans: Sequence[UnitPlan], names: Mappin
         for group in plan.groups
         if group.key.trainable and group.key.ranks.tensor_groups
         for name in group.layout.names
-        if name in held
+        if name in held and not (joins and cut_dimension(model.get_parameter(name)) is not None)
     ]
     if sliced:
         more = f" and {len(sliced) - _MAX_NAMED} more" if len(sliced) > _MAX_NAMED else ""
         raise ZeroOptimizerError(
             f"{type(optimizer).__name__} needs whole tensors, and tensor parallelism gives each rank a slice of"
             f" {', '.join(sliced[:_MAX_NAMED])}{more}: the update of a slice is not the slice of the update. Train"
-            " without tensor slices, use an element-wise optimizer (AdamW), or put these parameters into groups with"
-            " use_muon=False where the optimizer has such groups"
+            " without tensor slices, use an element-wise optimizer (AdamW), put these parameters into groups with"
+            " use_muon=False where the optimizer has such groups, or mark them with partition_dim where it is Muon,"
+            " which joins slices"
         )
 
 

@@ -6,7 +6,8 @@ all-to-all brings the pieces of the results back, and every rank applies them to
 once in each direction, the states stay divided like Adam's, and a matrix is computed by one rank, with the same bits
 whatever the number of ranks. While one round is computed, the messages of its neighbours are under way.
 
-One rank alone sends nothing. At stage 0 all ranks have all elements, and the optimizer's own step is called.
+One rank alone sends nothing. At stage 0 all ranks have all elements, and the optimizer's own step is called, unless
+these are slices of tensors (`sliced_matrices.py`).
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from dsx_comm import RankSet
 
 from ..errors import ZeroOptimizerError
 from ..params.flat import FlatGroup
+from ..plan.layout import FlatLayout
 from ..plan.matrices import Matrix, Piece, Round, rounds_of
 from ..runtime import Runtime
 from ..torch_names import foreach_mul_
 from .masters import Master, Masters
 from .matrix_rules import MatrixRule, matrix_rule
+from .sliced_matrices import Cut, compute_sliced
 
 __all__ = ["MatrixStep"]
 
@@ -38,6 +41,7 @@ class _Tensor:
     group: FlatGroup
     number: int
     master: Master | None
+    cut: Cut | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -74,13 +78,16 @@ class MatrixStep:
                 self._known.setdefault(number, (shape, self._facts(number, shape, group.key.device)))
                 settings = inner.param_groups[number]
                 if rule.matrices(shape, settings):
-                    own = mine[id(parameter)]
-                    tensor = _Tensor(name, group, number, own[0] if own else None)
+                    own, cut = mine[id(parameter)], None
+                    if group.ranks.tensor_groups:
+                        size = dsx_comm.get_world_size(group.ranks.tensor_groups[0])
+                        cut = Cut.of(name, runtime.model.get_parameter(name), shape, rule, settings, size)
+                    tensor = _Tensor(name, group, number, own[0] if own else None, cut)
                     dtype = rule.message_dtype(settings, group.key.device)
                     found.setdefault((group.ranks, group.key.device, dtype), []).append(tensor)
         self._devices = {number: group.key.device for number, group in _groups_of(found)}
         for (ranks, device, dtype), tensors in found.items():
-            self._exchanges.append(_Exchange(inner, rule, ranks, tensors, device, dtype))
+            self._exchanges.append(_Exchange(inner, rule, ranks, tensors, device, dtype, runtime.stage == 0))
         self._of_matrices = {
             id(tensor.master.tensor) for tensors in found.values() for tensor in tensors if tensor.master is not None
         }
@@ -89,7 +96,9 @@ class MatrixStep:
     @classmethod
     def of(cls, inner: Any, runtime: Runtime, masters: Masters, numbers: Mapping[int, int]) -> MatrixStep | None:
         """The step of this optimizer; None where its own `step` is called."""
-        rule = None if runtime.stage == 0 else matrix_rule(inner)
+        sets = {group.ranks for unit in runtime.trainable_units() for group in unit.trainable}
+        divided = runtime.stage > 0 or any(ranks.tensor_groups for ranks in sets)
+        rule = matrix_rule(inner) if divided else None
         return None if rule is None else cls(inner, rule, runtime, masters, numbers)
 
     def step(self, grads: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
@@ -191,9 +200,13 @@ class _Exchange:
         tensors: Sequence[_Tensor],
         device: torch.device,
         dtype: torch.dtype,
+        whole: bool,
     ) -> None:
         self._inner, self._rule, self._ranks, self._tensors = inner, rule, ranks, tuple(tensors)
-        self._device, self._dtype = device, dtype
+        self._device, self._dtype, self._whole = device, dtype, whole
+        self._alone = whole or ranks.size == 1
+        if sizes := {tensor.name: tensor.shape for tensor in tensors if tensor.cut is not None}:
+            _check_alike(sizes, ranks.tensor_groups[0])
         self._planned: tuple[tuple[bool, ...], _Plan] | None = None
 
     def run(self) -> None:
@@ -227,14 +240,22 @@ class _Exchange:
                 if train
                 for matrix in self._matrices(place, tensor)
             ]
-            layouts = [(tensor.group.layout, tensor.name) for tensor in self._tensors]
-            self._planned = trains, _Plan.of(matrices, rounds_of(matrices, layouts, self._ranks.rank))
+            layouts = [(self._layout(tensor), tensor.name) for tensor in self._tensors]
+            rank = 0 if self._alone else self._ranks.rank
+            self._planned = trains, _Plan.of(matrices, rounds_of(matrices, layouts, rank))
         return self._planned[1]
 
+    def _layout(self, tensor: _Tensor) -> FlatLayout:
+        """Where the masters of a tensor lie: at stage 0 every rank has them all."""
+        if not self._whole:
+            return tensor.group.layout
+        return FlatLayout.build([(tensor.name, tensor.shape)], world_size=1, itemsize=1)
+
     def _matrices(self, place: int, tensor: _Tensor) -> Iterator[Matrix]:
-        settings, start = self._inner.param_groups[tensor.number], 0
-        for rows, columns in self._rule.matrices(tensor.shape, settings):
-            yield Matrix(place, start, rows, columns, self._rule.work((rows, columns), settings))
+        settings, start, cut = self._inner.param_groups[tensor.number], 0, tensor.cut
+        for rows, columns in self._rule.matrices(tensor.shape, settings) if cut is None else cut.tiles:
+            work = self._rule.work((rows, columns), settings) if cut is None else cut.work
+            yield Matrix(place, start, rows, columns, work)
             start += rows * columns
 
     def _buffer(self, numel: int) -> torch.Tensor:
@@ -254,7 +275,7 @@ class _Exchange:
 
     def _send(self, around: Round, message: _Message, *, back: bool) -> None:
         """Start the all-to-all of a round, to the owners or `back`."""
-        if self._ranks.size == 1:
+        if self._alone:
             (message.there if back else message.here).copy_(message.here if back else message.there)
             return
         source, target = (message.here, message.there) if back else (message.there, message.here)
@@ -263,14 +284,26 @@ class _Exchange:
 
     def _compute(self, plan: _Plan, number: int, buffer: torch.Tensor) -> None:
         """Replace the pieces of the owned matrices by those of their updates."""
+        sliced: list[tuple[list[torch.Tensor], torch.Tensor, _Tensor]] = []
         for index, places in plan.received[number].items():
             matrix = plan.matrices[index]
             pieces = [buffer[offset : offset + numel] for offset, numel in places]
-            whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-            settings = self._inner.param_groups[self._tensors[matrix.place].number]
-            update = self._rule.of_matrix(whole.view(matrix.rows, matrix.columns), settings).reshape(-1)
-            for piece, part in zip(pieces, update.split([piece.numel() for piece in pieces])):
-                piece.copy_(part)
+            whole = (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(matrix.rows, matrix.columns)
+            tensor = self._tensors[matrix.place]
+            if tensor.cut is not None:
+                sliced.append((pieces, whole, tensor))
+                continue
+            _write(pieces, self._rule.of_matrix(whole, self._inner.param_groups[tensor.number]))
+        cuts = [tensor.cut for _, _, tensor in sliced if tensor.cut is not None]
+
+        def of_whole(place: int, whole: torch.Tensor) -> torch.Tensor:
+            settings, parts = self._inner.param_groups[sliced[place][2].number], whole.split(cuts[place].matrix[0])
+            return torch.cat([self._rule.of_matrix(part, settings) for part in parts])
+
+        slices = [one for _, one, _ in sliced]
+        updates = compute_sliced(slices, cuts, of_whole, self._ranks.tensor_groups[0]) if slices else []
+        for (pieces, _, _), update in zip(sliced, updates):
+            _write(pieces, update)
 
     def _apply(self, plan: _Plan, messages: Sequence[_Message]) -> None:
         """Apply the updates to this rank's masters."""
@@ -281,5 +314,23 @@ class _Exchange:
             settings, values = self._inner.param_groups[tensor.number], master.tensor.detach().view(-1)
             for number, offset, piece in plan.sent.get(place, ()):
                 matrix, start = plan.matrices[piece.matrix], piece.start - master.slice.start
+                shape = (matrix.rows, matrix.columns) if tensor.cut is None else tensor.cut.matrix
                 update = messages[number].there[offset : offset + piece.numel].to(values.device)
-                self._rule.apply(values[start : start + piece.numel], update, (matrix.rows, matrix.columns), settings)
+                self._rule.apply(values[start : start + piece.numel], update, shape, settings)
+
+
+def _write(pieces: Sequence[torch.Tensor], update: torch.Tensor) -> None:
+    for piece, part in zip(pieces, update.reshape(-1).split([piece.numel() for piece in pieces])):
+        piece.copy_(part)
+
+
+def _check_alike(shapes: Mapping[str, tuple[int, ...]], group: Any) -> None:
+    """Raises ZeroOptimizerError if the slices of a tensor have other shapes on other ranks (collective)."""
+    everyone: list[dict[str, tuple[int, ...]]] = [{}] * dsx_comm.get_world_size(group)
+    dsx_comm.all_gather_object(everyone, dict(shapes), group=group)
+    for name in dict.fromkeys(name for found in everyone for name in found):
+        if len({found.get(name) for found in everyone}) > 1:
+            raise ZeroOptimizerError(
+                f"{name}: got slices of the shapes {[found.get(name) for found in everyone]} on the tensor-parallel"
+                " ranks, expected one shape, in groups for Muon on all of them"
+            )
