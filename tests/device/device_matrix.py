@@ -95,6 +95,8 @@ SMALL_BUCKETS = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 500, "o
 ZERO_1 = {"zero_optimization": {"stage": 1}}
 ON_HOST = {"stage": 3, **WHOLE, **OFFLOADS["parameters-host"]}
 SPECULATED = {"stage": 2, "reduce_bucket_size": 20000, "offload_optimizer": PINNED}
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3, "ns_dtype": "float32"}}}
+"""In bfloat16, the default on a device, it would not be the CPU's."""
 NEVER_CLIPPED = {"gradient_clipping": 1e3, "gradient_accumulation_steps": 4}
 VARIANTS = [
     variant("persistent", {"stage": 3}),
@@ -165,6 +167,11 @@ VARIANTS = [
     variant("activations-on-host", {"stage": 3, **WHOLE}, body="activations_on_host", sample=(2,)),
     variant("activations-on-host-offloaded", ON_HOST, body="activations_on_host"),
     variant("activations-on-host-stage-2", {"stage": 2}, "activations_on_host", PRECISIONS["fp16"], tolerance=3e-2),
+    variant("muon", {"stage": 2}, rest=MUON, sample=(2,)),
+    variant("muon-at-stage-3", {"stage": 3, **WHOLE}, rest={**MUON, "gradient_clipping": 0.1}, worlds=(1, 2, 4)),
+    variant("muon-on-host", ON_HOST, rest=MUON, sample=(2,)),
+    variant("muon-on-disk", {"stage": 3, **WHOLE, **OFFLOADS["disk"]}, rest=MUON),
+    variant("muon-in-bf16", {"stage": 3, **WHOLE}, rest={**MUON, **PRECISIONS["bf16"]}, tolerance=3e-2),
     variant(
         "one-bit-adam",
         {"stage": 0},

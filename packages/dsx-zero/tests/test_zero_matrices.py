@@ -124,6 +124,40 @@ def test_everywhere(make, stage, world, accumulation, clip):
     same_bits(make, world, stage, accumulation, clip)
 
 
+# - what went wrong elsewhere, silently --------------------------------------------------------------------------------
+
+
+def test_states_on_the_host_have_the_same_bits():
+    same_bits("ours", 2, 2, clip=2.0, config={"offload_optimizer": {"device": "cpu"}})
+
+
+def clipped_by_hand(rank, world, stage):
+    """Parameters made inside of `Init`, several micro-batches, and clipping by torch's function before the step."""
+    import dsx_zero
+
+    config = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    with dsx_zero.Init():
+        model = Model()
+    model, optimizer = dsx_zero.shard(model, ours(model), config=config)
+    for step in range(STEPS):
+        for micro in range(2):
+            (model([2 * step + micro, 100 + micro]) / 2).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 2.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    fired = sum("momentum_buffer" in s.states for s in optimizer.slices())
+    assert fired, "no matrix has momentum: they were stepped by another rule"
+    return {n: (p.full_tensor() if stage == 3 else p).detach().clone() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_init_accumulation_and_clipping_by_hand(stage):
+    wanted = plain("ours", 2, 2.0)
+    for found in run_ranks(clipped_by_hand, 2, stage):
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6)
+
+
 # - messages -----------------------------------------------------------------------------------------------------------
 
 

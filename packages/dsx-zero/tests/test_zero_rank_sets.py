@@ -141,6 +141,21 @@ def train_experts(rank, world, make=adamw):
     return found, place["rank"]
 
 
+def muon(parameters):
+    import dsx_ops
+
+    return dsx_ops.Muon(parameters, lr=0.02)
+
+
+@pytest.mark.parametrize(("ranks", "backend"), [(2, "gloo"), (4, "dsx")])
+def test_experts_whose_matrices_are_brought_together(ranks, backend):
+    """Those of a group of experts among its ranks only; with two ranks one rank alone has each expert."""
+    pytest.importorskip("dsx_ops")
+    import dsx_comm  # noqa: F401  knows the backend "dsx"
+
+    compare_experts(ranks, muon, backend)
+
+
 @pytest.mark.parametrize("backend", ["gloo", "dsx"])
 def test_experts_in_a_data_parallel_group_of_their_own(backend):
     import dsx_comm  # noqa: F401  knows the backend "dsx"

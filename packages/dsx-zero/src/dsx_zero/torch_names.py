@@ -20,6 +20,7 @@ __all__ = [
     "adjust_lr_of_muon",
     "amp_foreach_non_finite_check_and_unscale_",
     "current_graph_task_id",
+    "foreach_copy_",
     "foreach_mul_",
     "global_optimizer_post_hooks",
     "global_optimizer_pre_hooks",
@@ -47,6 +48,8 @@ make_wrapper_subclass = _torch.Tensor._make_wrapper_subclass
 """Makes a tensor subclass without memory, with a shape, dtype and device."""
 parse_to = _torch._C._nn._parse_to
 """The device and dtype that the arguments of `Tensor.to` mean."""
+foreach_copy_ = _torch._foreach_copy_
+"""Copies several tensors into others, in few kernels."""
 foreach_mul_ = _torch._foreach_mul_
 """Multiplies several tensors in place, in few kernels."""
 amp_foreach_non_finite_check_and_unscale_ = _torch._amp_foreach_non_finite_check_and_unscale_

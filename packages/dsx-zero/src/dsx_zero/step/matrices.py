@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import dsx_comm
@@ -25,7 +26,7 @@ from ..params.flat import FlatGroup
 from ..plan.layout import FlatLayout
 from ..plan.matrices import Matrix, Piece, Round, rounds_of
 from ..runtime import Runtime
-from ..torch_names import foreach_mul_
+from ..torch_names import foreach_copy_, foreach_mul_
 from .masters import Master, Masters
 from .matrix_rules import MatrixRule, matrix_rule
 from .sliced_matrices import Cut, compute_sliced
@@ -269,9 +270,8 @@ class _Exchange:
                 continue
             settings = self._inner.param_groups[tensor.number]
             direction = self._rule.direction(master.tensor, master.tensor.grad, settings).reshape(-1)
-            for number, offset, piece in plan.sent.get(place, ()):
-                start = piece.start - master.slice.start
-                messages[number].there[offset : offset + piece.numel].copy_(direction[start : start + piece.numel])
+            parts = [part for _, part in _in_order(plan, place, messages)]
+            foreach_copy_(parts, direction.split([part.numel() for part in parts]))
 
     def _send(self, around: Round, message: _Message, *, back: bool) -> None:
         """Start the all-to-all of a round, to the owners or `back`."""
@@ -312,16 +312,30 @@ class _Exchange:
             if master is None or master.tensor.grad is None:
                 continue
             settings, values = self._inner.param_groups[tensor.number], master.tensor.detach().view(-1)
-            for number, offset, piece in plan.sent.get(place, ()):
-                matrix, start = plan.matrices[piece.matrix], piece.start - master.slice.start
-                shape = (matrix.rows, matrix.columns) if tensor.cut is None else tensor.cut.matrix
-                update = messages[number].there[offset : offset + piece.numel].to(values.device)
-                self._rule.apply(values[start : start + piece.numel], update, shape, settings)
+            found = _in_order(plan, place, messages)
+            update = torch.cat([part for _, part in found]).to(values.device)
+            start = 0
+            for shape, same in groupby(found, key=lambda pair: pair[0] if tensor.cut is None else tensor.cut.matrix):
+                stop = start + sum(part.numel() for _, part in same)
+                self._rule.apply(values[start:stop], update[start:stop], shape, settings)
+                start = stop
+
+
+def _in_order(plan: _Plan, place: int, messages: Sequence[_Message]) -> list[tuple[tuple[int, int], torch.Tensor]]:
+    """The pieces of this rank's master of a tensor, as they follow each other there: (rows, columns) of the matrix,
+    and the place in what is sent.
+    """
+    pieces = sorted(plan.sent.get(place, ()), key=lambda found: found[2].start)
+    matrices = plan.matrices
+    return [
+        ((matrices[piece.matrix].rows, matrices[piece.matrix].columns),
+         messages[number].there[offset : offset + piece.numel])
+        for number, offset, piece in pieces
+    ]  # fmt: skip
 
 
 def _write(pieces: Sequence[torch.Tensor], update: torch.Tensor) -> None:
-    for piece, part in zip(pieces, update.reshape(-1).split([piece.numel() for piece in pieces])):
-        piece.copy_(part)
+    foreach_copy_(pieces, update.reshape(-1).split([piece.numel() for piece in pieces]))
 
 
 def _check_alike(shapes: Mapping[str, tuple[int, ...]], group: Any) -> None:
