@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from dsx_comm.lanes import Ticket
 
-from ..homes.home import Home
+from ..homes.home import DeviceHome, Home, HostHome
 from ..homes.stored import StoredHome
 from ..params.flat import FlatGroup
 
@@ -44,9 +44,11 @@ class SteppedGroup:
 
 
 def _version(home: Home | None) -> int:
-    view = None if home is None else home.view()
-    if view is not None:
-        return view._version
+    """Grows with each write. A view would make the host wait for values that are under way, in the middle of backward;
+    a store of them was counted when it was launched.
+    """
+    if isinstance(home, (DeviceHome, HostHome)):
+        return home.memory._version
     return home.writes if isinstance(home, StoredHome) else 0  # units with other tiers are not stepped early
 
 
