@@ -1,4 +1,4 @@
-"""What a save costs, by the number of ranks: counted in one process with the real code of rank 0. The page
+"""What a save and a load cost, by the number of ranks: counted in one process with the real code of rank 0. The page
 docs/guides/scale.md shows this table, and `test_checkpoint_scale.py` fails where a count or its law changes.
 
 The model has 4 of the 80 blocks of a Llama of 70 billion parameters (39 tensors), in training with AdamW at stage 3.
@@ -20,6 +20,18 @@ BUDGET = {
     "files": ("sets of writers", (6, 6, 6)),
     "most opens and flushes of a rank": ("constant", (5, 5, 6)),
     "opens and flushes of all ranks": ("ranks", (268, 4208, 16812)),
+    "load: most bytes sent and received by a rank above 0": ("tensors x log(ranks)", (3193, 5481, 6318)),
+    "load: bytes received by rank 0": ("tensors x log(ranks)", (3436, 5700, 6518)),
+    "load: regions that rank 0 compares": ("constant", (156, 156, 156)),
+    "snapshot, a node is new: most bytes sent and received by a rank above 0": (
+        "ranks + chunks",
+        (222894, 374828, 885670),
+    ),
+    "snapshot, a node is new: bytes received by rank 0": ("ranks", (3694, 15922, 39787)),
+    "snapshot, a node is new: bytes sent by rank 0": ("ranks + chunks", (110266, 189550, 449310)),
+    "snapshot, 8 ranks less: most bytes sent and received by a rank above 0": ("ranks", (24360, 31204, 72306)),
+    "snapshot, 8 ranks less: bytes received by rank 0": ("ranks", (4271, 21378, 58872)),
+    "snapshot, 8 ranks less: bytes sent by rank 0": ("bytes that travel / 16 MiB + ranks", (24523, 10453, 28820)),
 }
 
 

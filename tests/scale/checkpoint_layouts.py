@@ -7,15 +7,25 @@ import pickle
 from array import array
 from bisect import bisect_right
 from collections import Counter
-from dataclasses import dataclass, field
-from itertools import accumulate
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, product
 from random import Random
+from typing import Any
 
+from dsx.elasticity.peers import whole_snapshots
 from dsx_checkpoint.agreeing import First, Hello
-from dsx_checkpoint.announcing import Catalogue, ClientTensor, Holding, Known
-from dsx_checkpoint.format import CHUNK_BYTES, TensorSpec
+from dsx_checkpoint.announcing import Catalogue, ClientTensor, Holding, Known, stored_name
+from dsx_checkpoint.boxes import Box, Region
+from dsx_checkpoint.crc import Chunks, crc_of
+from dsx_checkpoint.format import CHUNK_BYTES, CLIENT, Entry, Placed, TensorSpec
+from dsx_checkpoint.nodes.topology import Nodes
+from dsx_checkpoint.nodes.transfers import by_rank, planned_transfers
 from dsx_checkpoint.plan import MAX_FILE_BYTES
+from dsx_checkpoint.planning import WritePlan
+from dsx_checkpoint.reads import Reads
 from dsx_checkpoint.registers import Registers
+from dsx_checkpoint.spans import Range, Spans, spans_of_region
 from dsx_comm.object_tree import children_of, packed, parent_of
 
 STATES = (("", ""), ("master", "F32"), ("exp_avg", "F32"), ("exp_avg_sq", "F32"))
@@ -70,6 +80,7 @@ class Job:
         self.ends = [
             (first, list(accumulate(numel(shape) for _, shape in unit))) for first, unit in zip(numbers, self.units)
         ]
+        self.names = list(self.catalogue.known)
         self.digest = self.catalogue.digest()
         self.holdings = [self._holding(rank) for rank in range(self.ranks)]
         self.kinds = [(self.digest, holding.digest()) for holding in self.holdings]
@@ -103,8 +114,8 @@ class Job:
         if not self.counts_bytes:
             return
         frames = [pickle.dumps((value, None)) for value in values]
-        for rank in reversed(range(1, self.ranks)):  # those below it come first
-            below = [(rank, rank + 1), *children_of(rank, self.ranks)]
+        for rank in reversed(range(1, len(values))):  # those below it come first
+            below = [(rank, rank + 1), *children_of(rank, len(values))]
             end = below[-1][1]
             known: dict[bytes, bytes] = {}
             self._count(rank, parent_of(rank), [known.setdefault(part, part) for part in frames[rank:end]])
@@ -119,8 +130,8 @@ class Job:
         if not self.counts_bytes:
             return
         frames = [pickle.dumps((value, None)) for value in values]
-        for rank in range(self.ranks):
-            for child, end in children_of(rank, self.ranks):
+        for rank in range(len(values)):
+            for child, end in children_of(rank, len(values)):
                 self._count(rank, child, frames[child:end])
 
     # - A save
@@ -157,14 +168,7 @@ class Job:
 
     def registers(self) -> Registers:
         """Phase 4: what the ranks send of what they wrote, put together."""
-        held: dict[int, Registers] = {}
-        for rank in reversed(range(self.ranks)):
-            held[rank] = self._registers(rank)
-            for child, _ in children_of(rank, self.ranks):
-                held[rank] = Registers.joined(held[rank], held.pop(child))
-            if rank:
-                self._count(rank, parent_of(rank), (held[rank], None))
-        return held[0]
+        return self._join([self._registers(rank) for rank in range(self.ranks)], Registers.joined)
 
     def _registers(self, rank: int) -> Registers:
         """Random registers of the chunks that a rank has parts of."""
@@ -181,6 +185,102 @@ class Job:
             found[next(firsts)] = 1 + rank
         return Registers.of(found)
 
+    # - A load
+
+    def reads(self) -> Reads:
+        """What the ranks of a load tell of what they have read, put together; the hashes of the index fit to it."""
+        numbers = {(name, key): n for n, (name, (key, _)) in enumerate(product(self.catalogue.known, STATES))}
+        specs = {(name, key): TensorSpec(name, dtype or "BF16", known.spec.shape)
+                 for name, known in self.catalogue.known.items() for key, dtype in STATES}  # fmt: skip
+        whole: dict[int, dict[int, int]] = {}
+        everyone = []
+        for rank, holding in enumerate(self.holdings):
+            random, found = Random(rank), Reads()
+            for row, (key, _) in product(holding.each_row(), STATES):
+                name = self.names[row.tensor]
+                spec, number = specs[name, key], numbers[name, key]
+                first, last = (edge * spec.itemsize for edge in (row.start, row.stop))
+                registers = {}
+                for chunk in range(first // CHUNK_BYTES, -(-last // CHUNK_BYTES)):
+                    end = min((chunk + 1) * CHUNK_BYTES, spec.nbytes)
+                    if first <= chunk * CHUNK_BYTES and end <= last:
+                        continue  # compared by the rank itself
+                    registers[chunk] = random.getrandbits(32)
+                    sums = whole.setdefault(number, {})
+                    sums[chunk] = sums.get(chunk, 0) ^ registers[chunk]
+                found.add(number, Region(Box.whole(spec.shape), row.start, row.stop), registers)
+            everyone.append(found)
+        entries = [
+            _entry(specs[name, key], whole.get(numbers[name, key], {}))
+            for name, (key, _) in product(self.catalogue.known, STATES)
+        ]
+        found = self._join(everyone, lambda one, other: Reads.joined(one, other, entries.__getitem__))
+        assert found.judge(entries.__getitem__) == [] and found.wrong is None
+        return found
+
+    def _join(self, values: list, joining: Callable) -> Any:
+        """Count values that are put together on their way to rank 0."""
+        for rank in reversed(range(self.ranks)):
+            for child, _ in children_of(rank, self.ranks):
+                values[rank] = joining(values[rank], values[child])
+                values[child] = None
+            if rank:
+                self._count(rank, parent_of(rank), (values[rank], None))
+        return values[0]
+
+    # - Snapshots in the nodes' memories
+
+    def restore(self, plan: WritePlan, index: str, lost: int, ranks: int) -> tuple[int, int]:
+        """Restore a snapshot of this plan on `ranks` ranks of a job of which a node was lost.
+
+        Returns:
+            The bytes that travel, and the number of messages.
+        """
+        before = Nodes.labelled([str(rank // RANKS_PER_HOST) for rank in range(self.ranks)])
+        wrote = [Spans.of([*self._slices(plan, rank), *self._own(plan, rank)]) for rank in range(self.ranks)]
+        held = []
+        for node in range(before.count):
+            kept = [*before.ranks_of(node), *before.ranks_of((node - 1) % before.count)]
+            held.append(Spans.of(item for rank in kept for item in wrote[rank]))
+        if ranks < self.ranks:
+            del held[lost]
+        now = Job(ranks, self.units) if ranks != self.ranks else self
+        nodes = Nodes.labelled([str(rank // RANKS_PER_HOST) for rank in range(ranks)])
+        bodies = Spans.of((file.name, file.header_bytes, file.size) for file in plan.files)
+        lacks = [nodes.leads(rank) and ranks == self.ranks and node == lost for rank, node in enumerate(nodes.of_rank)]
+        told = [
+            [("step7", held[node], bodies)] if nodes.leads(rank) and not lacks[rank] else []
+            for rank, node in enumerate(nodes.of_rank)
+        ]
+        self._up(told)
+        (snapshot,) = whole_snapshots(nodes, told)
+        self._down([[replace(snapshot, holders=None)]] * ranks)
+        if not snapshot.everywhere:
+            texts = (index, [file.start for file in plan.files])
+            self._up([(texts if rank == snapshot.teller else None, lacks[rank]) for rank in range(ranks)])
+            self._down([texts if lacking else None for lacking in lacks])
+        missing = [
+            Spans.of(now._slices(plan, rank)) - (Spans() if lacks[nodes.ranks_of(node)[0]] else held[node])
+            for rank, node in enumerate(nodes.of_rank)
+        ]
+        self._up(missing)
+        transfers = planned_transfers(nodes, missing, snapshot.holders, "step7")
+        self._down(by_rank(nodes, transfers))
+        return sum(transfer.nbytes for transfer in transfers), len(transfers)
+
+    def _own(self, plan: WritePlan, rank: int) -> Iterator[Range]:
+        """The bytes of what a rank alone knows."""
+        for client in self.holdings[rank].client:
+            yield from spans_of_region(plan.placed[CLIENT][client.name], Region.whole(client.shape))
+
+    def _slices(self, plan: WritePlan, rank: int) -> Iterator[Range]:
+        """The bytes of a rank's parameters and states in the files of a plan."""
+        holding = self.holdings[rank]
+        for row, (key, _) in product(holding.each_row(), STATES):
+            family, name = stored_name(key, self.names[row.tensor])
+            placed = plan.placed[family][name]
+            yield from spans_of_region(placed, Region(Box.whole(placed.spec.shape), row.start, row.stop))
+
     # - Files
 
     def opened_and_flushed(self) -> list[int]:
@@ -189,6 +289,14 @@ class Job:
             len(set(_written_files(share))) + len(share.files if share.flushes is None else share.flushes)
             for share in self.shares
         ]
+
+
+def _entry(spec: TensorSpec, registers: dict[int, int]) -> Entry:
+    """A tensor of which these chunks have these registers."""
+    spans = Chunks.grid(spec.nbytes, CHUNK_BYTES, ())
+    sizes = (stop - start for start, stop in map(spans.span, range(len(spans))))
+    crcs = [crc_of(registers.get(number, 0), size) for number, size in enumerate(sizes)]
+    return Entry(Placed(spec, "f", 0), Chunks.grid(spec.nbytes, CHUNK_BYTES, crcs))
 
 
 def _rank_state(rank: int) -> dict:

@@ -61,6 +61,17 @@ def counted(ranks: int) -> dict[str, int]:
     opened = job.opened_and_flushed()
     found["most opens and flushes of a rank"] = max(opened)
     found["opens and flushes of all ranks"] = sum(opened)
+    job.clear()
+    compared = job.reads()
+    found["load: most bytes sent and received by a rank above 0"] = busiest()
+    found["load: bytes received by rank 0"] = job.received[0]
+    found["load: regions that rank 0 compares"] = sum(map(len, compared.by_box.values()))
+    for name, left in (("a node is new", ranks), ("8 ranks less", ranks - 8)):
+        job.clear()
+        job.restore(again.whole.plan, index.to_json(), lost=5, ranks=left)
+        found[f"snapshot, {name}: most bytes sent and received by a rank above 0"] = busiest()
+        found[f"snapshot, {name}: bytes received by rank 0"] = job.received[0]
+        found[f"snapshot, {name}: bytes sent by rank 0"] = job.sent[0]
     return found
 
 

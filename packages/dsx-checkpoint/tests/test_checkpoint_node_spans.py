@@ -8,9 +8,8 @@ from dsx_checkpoint import CheckpointCorruptError
 from dsx_checkpoint.boxes import Box, Region
 from dsx_checkpoint.format import Placed, TensorSpec
 from dsx_checkpoint.node_part import NodePart, read_part
-from dsx_checkpoint.nodes.loading import planned_transfers
 from dsx_checkpoint.nodes.topology import Nodes
-from dsx_checkpoint.nodes.transfers import in_rounds, transfers_between
+from dsx_checkpoint.nodes.transfers import Holders, by_rank, in_rounds, planned_transfers, transfers_between
 from dsx_checkpoint.spans import Spans, spans_of_region
 
 
@@ -70,7 +69,7 @@ def test_what_a_node_has_is_kept_and_damage_is_named(tmp_path):
 
 def walk(nodes, transfers, have):
     """Carry the messages out as ranks do, each in its own order; what the nodes have then."""
-    queues = {rank: [t for t in transfers if rank in (t.source, t.target)] for rank in range(len(nodes.of_rank))}
+    queues = dict(enumerate(by_rank(nodes, transfers)))
     have, done = list(have), 0
     while any(queues.values()):
         ready = [q[0] for q in queues.values() if q and queues[q[0].source][:1] == queues[q[0].target][:1] == q[:1]]
@@ -93,7 +92,8 @@ def test_every_wish_is_brought_once_and_nobody_waits_for_ever():
         have = [Spans.of(random_ranges(chosen, 12)) for _ in range(nodes.count)]
         everywhere = Spans.of(item for spans in have for item in spans)
         wishes = [Spans.of(random_ranges(chosen, 5)) & everywhere for _ in labels]
-        transfers = planned_transfers(nodes, wishes, have, "ckpt")
+        missing = [wish - have[node] for wish, node in zip(wishes, nodes.of_rank)]
+        transfers = planned_transfers(nodes, missing, Holders.of(dict(enumerate(have))), "ckpt")
         after, sent = walk(nodes, transfers, have)
         wished = [Spans.of(i for r in nodes.ranks_of(node) for i in wishes[r]) for node in range(nodes.count)]
         assert all(not wish - got for wish, got in zip(wished, after))
@@ -102,8 +102,8 @@ def test_every_wish_is_brought_once_and_nobody_waits_for_ever():
 
 def test_what_lies_nowhere_is_named():
     nodes = Nodes.labelled(["a", "b"])
-    with pytest.raises(CheckpointCorruptError, match="3 bytes that node 1 needs lie on no disk"):
-        planned_transfers(nodes, [Spans(), Spans.of([("f", 0, 5)])], [Spans.of([("f", 0, 2)]), Spans()], "ckpt")
+    with pytest.raises(CheckpointCorruptError, match="ckpt: 3 bytes that node 1 needs lie on no node"):
+        planned_transfers(nodes, [Spans(), Spans.of([("f", 0, 5)])], Holders.of({0: Spans.of([("f", 0, 2)])}), "ckpt")
 
 
 def test_large_spans_are_cut_and_small_ones_travel_together():

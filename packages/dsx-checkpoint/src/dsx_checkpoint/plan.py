@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .format import MODEL, Placed, TensorSpec
 
@@ -18,14 +19,34 @@ STEADY_BYTES = 16 << 20  # frozen parameters of fewer bytes get no file of their
 _HEADER_BYTES = 64  # a header is filled up to a multiple of this
 
 
-@dataclass(frozen=True)
-class FilePlan:
-    """One safetensors file: its header and the tensors behind it.
+class FileStart(NamedTuple):
+    """A file without its tensors: what a rank needs to make it.
 
     Attributes:
         text: the header without the spaces that it ends in, which are up to 1 MiB in each of many files.
         header_bytes: its length with them.
+        size: of the file.
     """
+
+    name: str
+    text: bytes
+    header_bytes: int
+    size: int
+
+    @staticmethod
+    def of(name: str, header: bytes, size: int) -> FileStart:
+        """From a file's first bytes."""
+        return FileStart(name, header.rstrip(b" "), len(header), size)
+
+    @property
+    def header(self) -> bytes:
+        """The bytes in front of the tensors."""
+        return self.text.ljust(self.header_bytes)
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """One safetensors file: its header (see `FileStart`) and the tensors behind it."""
 
     name: str
     text: bytes
@@ -34,9 +55,14 @@ class FilePlan:
     size: int
 
     @property
+    def start(self) -> FileStart:
+        """The file without its tensors."""
+        return FileStart(self.name, self.text, self.header_bytes, self.size)
+
+    @property
     def header(self) -> bytes:
         """The bytes in front of the tensors."""
-        return self.text.ljust(self.header_bytes)
+        return self.start.header
 
 
 def plan_files(

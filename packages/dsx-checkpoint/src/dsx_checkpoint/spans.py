@@ -8,14 +8,17 @@ Pure arithmetic.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from . import columns
 from .boxes import Region
 from .format import Placed
 
-__all__ = ["Range", "Spans", "spans_of_region"]
+__all__ = ["PackedRanges", "Range", "Spans", "pack_ranges", "spans_of_region", "unpack_ranges"]
 
 Range = tuple[str, int, int]
 """File, first byte, and the byte behind the last."""
@@ -49,6 +52,9 @@ class Spans:
         """Number of bytes."""
         return sum(end - begin for _, begin, end in self)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, pack_ranges(self)
+
     def __or__(self, other: Spans) -> Spans:
         return Spans.of([*self, *other])
 
@@ -77,6 +83,34 @@ class Spans:
         for file, begin, end in self:
             for at in range(begin, end, most):
                 yield file, at, min(end, at + most)
+
+
+PackedRanges = tuple[tuple[str, ...], bytes]
+"""Ranges as they are sent: the names of files, and columns of numbers (`columns`)."""
+
+_WIDTH = 3
+
+
+def pack_ranges(ranges: Iterable[Range]) -> PackedRanges:
+    """Ranges as a few bytes, in the given order."""
+    numbers: dict[str, int] = {}
+    rows = array("q")
+    for file, begin, end in ranges:
+        rows.extend((numbers.setdefault(file, len(numbers)), begin, end))
+    return tuple(numbers), columns.to_bytes(rows, _WIDTH)
+
+
+def unpack_ranges(files: Sequence[str], data: bytes) -> list[Range]:
+    """The ranges."""
+    numbers = iter(columns.from_bytes(data, _WIDTH))
+    return [(files[file], begin, end) for file, begin, end in zip(numbers, numbers, numbers)]
+
+
+def _restored(files: Sequence[str], data: bytes) -> Spans:
+    found: dict[str, list[tuple[int, int]]] = {}
+    for file, begin, end in unpack_ranges(files, data):
+        found.setdefault(file, []).append((begin, end))
+    return Spans({file: tuple(items) for file, items in found.items()})
 
 
 def spans_of_region(placed: Placed, region: Region) -> Iterator[Range]:

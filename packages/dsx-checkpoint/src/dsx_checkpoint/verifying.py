@@ -2,29 +2,29 @@
 
 There are two separate checks: of sizes and headers of files (`check_files`, cheap, at every load), and of the bytes of
 tensors. The bytes that a load reads are hashed while they are read (`Verification`), so that nothing is read twice: if
-several ranks read parts of one chunk, rank 0 combines their registers (`crc.py`), instead of each rank reading the
-whole chunk. `verify_all` reads everything, on several threads.
+several ranks read parts of one chunk, their registers are put together on the way to rank 0 (`reads.py`), instead of
+each rank reading the whole chunk. `verify_all` reads everything, on several threads.
 """
 
 from __future__ import annotations
 
 import os
 import zlib
-from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from .boxes import Box, Region, why_not_a_tiling
+from .boxes import Region
 from .crc import Sums
 from .errors import CheckpointCorruptError, shown
 from .files import opened, register_of_chunk
 from .folder import foreign_files
 from .format import FAMILIES, INDEX_NAME, NODE_NAME, Entry, Index
 from .ranks import Ranks
+from .reads import Reads
 from .spans import Spans
 from .version1 import own_files
 
@@ -203,7 +203,7 @@ class Verification:
         good = self._good.setdefault(key, set())
         good |= complete
         if region.numel != entry.spec.numel:
-            parts = {number: register for number, register in registers.items() if number not in good}
+            parts = {number: register for number, register in registers.items() if number not in complete}
             self._open.setdefault(key, {})[region] = parts
 
     def settle_alone(self) -> None:
@@ -222,82 +222,29 @@ class Verification:
 
         Only where the ranks' regions do not make up the whole tensor does a rank read a chunk for itself.
         """
+        keys = [(family, name) for family in FAMILIES for name in self._index.tensors[family]]  # the same on all ranks
+        entries = [self._entry(key) for key in keys]
         doing = f"verifying {self._folder}"
-        any_alone, mine = ranks.through_first(doing, self._packed, self._judge)
-        if any_alone:
-            keys = self._keys()
-            ranks.keep(doing, lambda: [self._settle_alone(keys[number]) for number in mine])
+
+        def answer(found: Reads) -> list[list[int]]:
+            alone = found.judge(entries.__getitem__)
+            if found.wrong is not None:
+                _report(self._folder, entries[found.wrong[0]], found.wrong[1])
+            return [alone] * ranks.world_size
+
+        alone = ranks.joined_first(
+            doing, lambda: self._read(keys), lambda one, other: Reads.joined(one, other, entries.__getitem__), answer
+        )
+        if alone:
+            mine = [keys[number] for number in alone if keys[number] in self._open]
+            ranks.keep(doing, lambda: [self._settle_alone(key) for key in mine])
         self._open.clear()
 
-    def _keys(self) -> list[Key]:
-        """All tensors of the index; they are the same on all ranks."""
-        return [(family, name) for family in FAMILIES for name in self._index.tensors[family]]
-
-    def _packed(self) -> _Read:
-        """What this rank has read of chunks that it has not read wholly, for rank 0."""
-        read = _Read()
-        number_of = {key: number for number, key in enumerate(self._keys())} if self._open else {}
-        boxes: dict[Box, int] = {}
+    def _read(self, keys: Sequence[Key]) -> Reads:
+        """What this rank has read of tensors of which it has not read the whole."""
+        numbers = {key: number for number, key in enumerate(keys)} if self._open else {}
+        found = Reads()
         for key, regions in self._open.items():
             for region, parts in regions.items():
-                box = boxes.setdefault(region.box, len(boxes))
-                read.rows.extend((number_of[key], box, region.start, region.stop, len(parts)))
-                for number, register in parts.items():
-                    read.registers.extend((number, register))
-        read.boxes.extend(boxes)
-        return read
-
-    def _judge(self, everyone: Sequence[_Read]) -> list[tuple[bool, list[int]]]:
-        """On rank 0: whether some ranks have to read chunks for themselves, and for each rank the tensors of which it
-        has to.
-        """
-        keys = self._keys()
-        merged: dict[int, Parts] = {}
-        contradiction = None
-        for read in everyone:
-            for number, region, parts in read.each():
-                if merged.setdefault(number, {}).setdefault(region, parts) != parts:
-                    contradiction = contradiction or (keys[number], min(parts, default=0))
-        if contradiction is not None:  # two ranks have read one region, and not the same bytes
-            _report(self._folder, self._entry(contradiction[0]), contradiction[1])
-        order = sorted(merged, key=keys.__getitem__)
-        alone = {number for number in order if not self._compare(keys[number], merged[number])}
-        return [(bool(alone), sorted(alone.intersection(read.rows[::5]))) for read in everyone]
-
-    def _compare(self, key: Key, regions: Mapping[Region, Mapping[int, int]]) -> bool:
-        """Compare what all ranks have read of a tensor; False if that is not the whole tensor, once."""
-        entry = self._entry(key)
-        if why_not_a_tiling(entry.spec.shape, regions):
-            return False
-        registers: dict[int, int] = {}
-        for parts in regions.values():
-            for number, register in parts.items():
-                registers[number] = registers.get(number, 0) ^ register
-        for number, register in registers.items():
-            if register != entry.chunks.expected(number):
-                _report(self._folder, entry, number)
-        return True
-
-
-@dataclass
-class _Read:
-    """Regions that a rank has read, and the registers of chunks that they have parts of.
-
-    Attributes:
-        rows: five numbers per region: its tensor, its box, its start and stop, and how many registers it has.
-        boxes: the boxes.
-        registers: number and register of chunks, of one region after the other.
-    """
-
-    rows: array[int] = field(default_factory=lambda: array("q"))
-    boxes: list[Box] = field(default_factory=list)
-    registers: array[int] = field(default_factory=lambda: array("I"))
-
-    def each(self) -> Iterator[tuple[int, Region, dict[int, int]]]:
-        """Number of the tensor, region, and registers."""
-        at, numbers = 0, iter(self.rows)
-        for tensor, box, start, stop, count in zip(numbers, numbers, numbers, numbers, numbers):
-            end = at + 2 * count
-            parts = dict(zip(self.registers[at:end:2], self.registers[at + 1 : end : 2]))
-            yield tensor, Region(self.boxes[box], start, stop), parts
-            at = end
+                found.add(numbers[key], region, parts)
+        return found

@@ -69,10 +69,7 @@ def saves_of(by_node: Mapping[int, Sequence[Found]]) -> list[dict[int, Found]]:
 
 def check_complete(held: Mapping[int, Found], index: Index, folder: Path) -> None:
     """Raise `CheckpointCorruptError` where bytes lie on no disk."""
-    everywhere = Spans()
-    for one in held.values():
-        everywhere |= one.part.spans
-    lost = all_of(index) - everywhere
+    lost = all_of(index) - Spans.of(item for one in held.values() for item in one.part.spans)
     if lost:
         nodes = max(one.part.nodes for one in held.values())
         there = sorted(one.part.node for one in held.values())

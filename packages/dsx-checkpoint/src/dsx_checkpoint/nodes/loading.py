@@ -25,29 +25,30 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from dsx_core import replace_text, sync_folder
 
-from ..boxes import Region, why_not_a_tiling
+from ..boxes import Region
 from ..errors import CheckpointCorruptError, CheckpointError
 from ..files import read_text
 from ..folder import carry_over, check_tag, check_target, refuse_foreign, temporary_name
-from ..format import DTYPES, INDEX_NAME, LATEST_NAME, Index
+from ..format import DTYPES, FAMILIES, INDEX_NAME, LATEST_NAME, Index
 from ..loading import LoadRequest
 from ..node_part import NodePart, all_of, digest_of_index, read_part
 from ..parsing import parse_index
 from ..ranks import Ranks
 from ..reading import Reader
-from ..spans import Spans, spans_of_region
+from ..reads import Reads
+from ..spans import Range, Spans, spans_of_region
 from .finding import Found, check_complete, look_into, saves_of
 from .repairing import mend
 from .saving import create_sparse
 from .topology import Nodes
-from .transfers import Transfer, in_rounds, run_transfers, transfers_between
+from .transfers import Holders, Transfer, by_rank, planned_transfers, run_transfers
 
 logger = logging.getLogger("dsx.checkpoint")
 
@@ -120,26 +121,33 @@ class _Wishes(Reader):
 
 def _wished(request: LoadRequest, folder: Path, index: Index, ranks: Ranks) -> Spans:
     """The bytes that this rank is going to read. Collective."""
+    keys = [(family, name) for family in FAMILIES for name in index.tensors[family]]  # the same on all ranks
+    entries = [index.tensors[family][name] for family, name in keys]
+    numbers = {key: number for number, key in enumerate(keys)}
+    wishes: list[tuple[Key, Region]] = []
 
-    def note() -> list[tuple[Key, Region]]:
-        wishes = _Wishes(folder, index, **request.options)
-        request.compare(wishes)
-        request.read(wishes, ranks)
-        return wishes.regions
-
-    everyone = ranks.run(f"listing what is needed of {folder.name}", note)
-    parts: dict[Key, set[Region]] = {}  # regions that are not whole tensors, of all ranks
-    for regions in everyone:
-        for key, region in regions:
+    def note() -> Reads:
+        reader = _Wishes(folder, index, **request.options)
+        request.compare(reader)
+        request.read(reader, ranks)
+        wishes.extend(reader.regions)
+        found = Reads()
+        for key, region in wishes:
             if region.numel != index.tensors[key[0]][key[1]].spec.numel:
-                parts.setdefault(key, set()).add(region)
-    alone = {
-        key for key, regions in parts.items() if why_not_a_tiling(index.tensors[key[0]][key[1]].spec.shape, regions)
-    }
+                found.add(numbers[key], region, {})
+        return found
+
+    alone = ranks.joined_first(
+        f"listing what is needed of {folder.name}",
+        note,
+        lambda one, other: Reads.joined(one, other, entries.__getitem__),
+        lambda found: [found.judge(entries.__getitem__)] * ranks.world_size,
+    )
+    cut = {keys[number] for number in alone}
     return Spans.of(
         (file, begin, end)
-        for key, region in everyone[ranks.rank]
-        for file, begin, end in _bytes_of(index, key, region, whole_chunks=request.verify and key in alone)
+        for key, region in wishes
+        for file, begin, end in _bytes_of(index, key, region, whole_chunks=request.verify and key in cut)
     )
 
 
@@ -169,41 +177,43 @@ def bring(nodes: Nodes, root: Path, tag: str, request: LoadRequest, ranks: Ranks
         CheckpointError: what is there does not fit the model, or a disk is full.
     """
     me, leads = nodes.of_rank[ranks.rank], nodes.leads(ranks.rank)
-    held, text = _chosen(_parts_of(tag, nodes, root, ranks), root, tag, nodes, ranks)
-    index = parse_index(text, str(root / tag / INDEX_NAME))
-    save = next(iter(held.values())).part
+    chosen = _chosen(nodes, root, tag, ranks)
+    index, empty = chosen.index, replace(chosen.part, node=me, nodes=nodes.count, spans=Spans())
+    ranks.keep(
+        f"making {tag} ready", lambda: _settle(root, tag, chosen.here, chosen.text, index, empty) if leads else None
+    )
+    needed = _wished(request, root / tag, index, ranks) | (_headers(index) if leads else Spans())
 
-    def settle() -> None:
-        if leads:
-            _settle(root, tag, held.get(me), text, index, replace(save, node=me, nodes=nodes.count, spans=Spans()))
+    def lacking() -> Spans:
+        part = read_part(root / tag)
+        return needed - (all_of(index) if part is None else part.spans & all_of(index))
 
-    ranks.keep(f"making {tag} ready", settle)
-    have = [held[node].part.spans & all_of(index) if node in held else Spans() for node in range(nodes.count)]
-    wishes = ranks.gather(_wished(request, root / tag, index, ranks) | (_headers(index) if leads else Spans()))
-    transfers = planned_transfers(nodes, wishes, have, tag)
-    if not transfers:
+    def deal_out(missing: Sequence[Spans]) -> list[tuple[bool, list[Transfer], Spans]]:
+        transfers = planned_transfers(nodes, missing, chosen.holders(), tag)
+        if transfers:
+            logger.warning(
+                "load_checkpoint: %s: %.1f MB travel between nodes, because they are needed where they do not lie",
+                root / tag, sum(transfer.nbytes for transfer in transfers) / 1e6,
+            )  # fmt: skip
+        came: list[list[Range]] = [[] for _ in range(nodes.count)]
+        for transfer in transfers:
+            came[nodes.of_rank[transfer.target]] += transfer.ranges
+        return [
+            (bool(transfers), mine, Spans.of(came[node]) if nodes.leads(rank) else Spans())
+            for (rank, node), mine in zip(enumerate(nodes.of_rank), by_rank(nodes, transfers))
+        ]
+
+    any_travels, transfers, came = ranks.through_first(f"listing what is missing of {tag}", lacking, deal_out)
+    if not any_travels:
         return
-    if ranks.rank == 0:
-        logger.warning(
-            "load_checkpoint: %s: %.1f MB travel between nodes, because they are needed where they do not lie",
-            root / tag, sum(transfer.nbytes for transfer in transfers) / 1e6,
-        )  # fmt: skip
     ranks.keep(f"bringing bytes of {tag}", lambda: run_transfers(ranks, transfers, root / tag))
-    got = Spans.of(item for t in transfers if nodes.of_rank[t.target] == me for item in t.ranges)
 
     def note() -> None:
-        part = read_part(root / tag) if leads and got else None
+        part = read_part(root / tag) if came else None
         if part is not None:
-            part.extended(got).write(root / tag)
+            part.extended(came).write(root / tag)
 
     ranks.keep(f"noting what came of {tag}", note)
-
-
-def _parts_of(tag: str, nodes: Nodes, root: Path, ranks: Ranks) -> dict[int, list[Found]]:
-    """Node -> what its disk has of a tag. Collective."""
-    leads = nodes.leads(ranks.rank)
-    mine = ranks.run("finding a checkpoint", lambda: [f for f in look_into(root) if f.tag == tag] if leads else [])
-    return {nodes.of_rank[rank]: found for rank, found in enumerate(mine) if nodes.leads(rank)}
 
 
 def mend_copies(nodes: Nodes, root: Path, tag: str, ranks: Ranks) -> bool:
@@ -213,11 +223,12 @@ def mend_copies(nodes: Nodes, root: Path, tag: str, ranks: Ranks) -> bool:
         Whether anything was repaired. False: no node has the right bytes, or the damage is elsewhere.
     """
     try:
-        held, text = _chosen(_parts_of(tag, nodes, root, ranks), root, tag, nodes, ranks)
-        index = parse_index(text, str(root / tag / INDEX_NAME))
-        folders = {node: root / one.name for node, one in held.items()}
-        have = [held[node].part.spans & all_of(index) if node in held else Spans() for node in range(nodes.count)]
-        damage = mend(nodes, folders, index, have, ranks)
+        chosen = _chosen(nodes, root, tag, ranks)
+        whole = all_of(chosen.index)
+        parts = ranks.gather(Spans() if chosen.here is None else chosen.here.part.spans & whole)
+        have = [parts[members[0]] for members in nodes.members]
+        folders = {node: root / name for node, name in chosen.names.items()}
+        damage = mend(nodes, folders, chosen.index, have, ranks)
     except CheckpointError as error:  # the same on all ranks
         logger.debug("nothing is mended: %s", error)
         return False
@@ -236,30 +247,90 @@ def mend_copies(nodes: Nodes, root: Path, tag: str, ranks: Ranks) -> bool:
     return bool(damage.nodes) and not damage.lost
 
 
-def _chosen(
-    by_node: Mapping[int, Sequence[Found]], root: Path, tag: str, nodes: Nodes, ranks: Ranks
-) -> tuple[dict[int, Found], str]:
-    """Of the saves under this tag the newest of which every byte is somewhere: node -> its folder, and the index."""
+@dataclass(frozen=True)
+class _Save:
+    """One save under a tag, of which the nodes have parts.
+
+    Attributes:
+        part: of any node, without its bytes.
+        names: node -> the name of its folder.
+    """
+
+    part: NodePart
+    names: Mapping[int, str]
+
+
+@dataclass(frozen=True)
+class _Chosen(_Save):
+    """The save that is loaded.
+
+    Attributes:
+        text, index: its index.
+        here: on the lowest rank of each node, what this node has of it.
+        held: on rank 0, node -> what it has.
+    """
+
+    text: str
+    index: Index
+    here: Found | None
+    held: Mapping[int, Found]
+
+    def holders(self) -> Holders:
+        """Which nodes hold which bytes; on rank 0."""
+        whole = all_of(self.index)
+        return Holders.of({node: found.part.spans & whole for node, found in self.held.items()})
+
+
+def _chosen(nodes: Nodes, root: Path, tag: str, ranks: Ranks) -> _Chosen:
+    """Of the saves under this tag the newest of which every byte is somewhere. Collective. Rank 0 alone learns which
+    bytes the nodes have.
+    """
+    mine: list[Found] = []
+    known: list[dict[int, Found]] = []
+
+    def look() -> list[Found]:
+        mine.extend(found for found in look_into(root) if found.tag == tag and nodes.leads(ranks.rank))
+        return mine
+
+    def order(everyone: Sequence[list[Found]]) -> list[list[_Save]]:
+        known.extend(saves_of({nodes.of_rank[rank]: found for rank, found in enumerate(everyone) if found}))
+        saves = [
+            _Save(
+                replace(next(iter(held.values())).part, spans=Spans()),
+                {node: found.name for node, found in held.items()},
+            )
+            for held in known
+        ]
+        return [saves] * ranks.world_size
+
     problem: CheckpointError = CheckpointCorruptError(f"{tag}: no node has a part of it that can be read")
-    for held in saves_of(by_node):
+    for number, save in enumerate(ranks.through_first("finding a checkpoint", look, order)):
+        name = save.names.get(nodes.of_rank[ranks.rank])
+        here = next((found for found in mine if found.name == name), None)
+        held = known[number] if ranks.rank == 0 else {}
         try:
-            text, index = _index_of(held, root, nodes, ranks)
-            check_complete(held, index, Path(tag))
+            text, index = _index_of(save, tag, root, nodes, ranks)
+            ranks.through_first("", lambda: None, functools.partial(_complete, held, index, tag, ranks))
         except CheckpointCorruptError as error:
             problem = error
             continue
-        return held, text
+        return _Chosen(save.part, save.names, text, index, here, held)
     raise problem
 
 
-def _index_of(held: Mapping[int, Found], root: Path, nodes: Nodes, ranks: Ranks) -> tuple[str, Index]:
+def _complete(held: Mapping[int, Found], index: Index, tag: str, ranks: Ranks, _: object) -> list[None]:
+    check_complete(held, index, Path(tag))
+    return [None] * ranks.world_size
+
+
+def _index_of(save: _Save, tag: str, root: Path, nodes: Nodes, ranks: Ranks) -> tuple[str, Index]:
     """The text of the index from the first node on which it is whole. Collective."""
     problem = None
-    for node, found in sorted(held.items()):
-        source, path = nodes.ranks_of(node)[0], root / found.name / INDEX_NAME
-        read = functools.partial(_read_index, path, found.part) if source == ranks.rank else str
+    for node, name in sorted(save.names.items()):
+        source, path = nodes.ranks_of(node)[0], root / name / INDEX_NAME
+        read = functools.partial(_read_index, path, save.part) if source == ranks.rank else str
         try:
-            text = ranks.run(f"opening the index of {found.tag} on node {node}", read)[source]
+            text = ranks.run(f"opening the index of {tag} on node {node}", read)[source]
             return text, parse_index(text, str(path))
         except CheckpointError as error:
             problem = error
@@ -303,21 +374,3 @@ def _settle(root: Path, tag: str, found: Found | None, text: str, index: Index, 
         os.rename(target, root / temporary_name(tag, uuid.uuid4().hex[:12]))
     os.rename(source, target)
     sync_folder(root)
-
-
-def planned_transfers(nodes: Nodes, wishes: Sequence[Spans], have: Sequence[Spans], folder: str) -> list[Transfer]:
-    """The messages that bring every rank's wishes to its node. Pure.
-
-    Raises:
-        CheckpointCorruptError: something that is wished for lies nowhere.
-    """
-    found: list[Transfer] = []
-    for node in range(nodes.count):
-        missing = Spans.of(item for rank in nodes.ranks_of(node) for item in wishes[rank]) - have[node]
-        for source in nodes.after(node):  # the copy of what a node has saved lies on the next one
-            taken = missing & have[source]
-            found += transfers_between(nodes, source, node, taken)
-            missing = missing - taken
-        if missing:
-            raise CheckpointCorruptError(f"{folder}: {missing.nbytes} bytes that node {node} needs lie on no disk")
-    return in_rounds(nodes, found)

@@ -38,6 +38,7 @@ from ..format import INDEX_NAME, WEIGHT_MAP_NAME, Placed
 from ..indexing import build_index
 from ..node_part import NodePart, digest_of_index
 from ..parsing import parse_index
+from ..plan import FileStart
 from ..planning import Part, WritePlan
 from ..ranks import Ranks
 from ..registers import Registers, collect_registers
@@ -47,7 +48,7 @@ from ..writers import Spot
 from ..writing import PlannedSave, write_pieces
 from .copies import ChunkRegisters, Layout
 from .topology import Nodes
-from .transfers import Transfer, in_rounds, run_transfers, transfers_between
+from .transfers import Transfer, by_rank, in_rounds, run_transfers, transfers_between
 
 __all__ = ["NodePlan", "NodeSave", "NodeShare"]
 
@@ -63,14 +64,14 @@ class NodeShare:
         writes: of each of its pieces 1 if it writes it, and 2 if the next node gets a copy of that.
         transfers: the messages that bring copies to the next node, of which it sends or receives.
         placed: the tensors of which it receives copies, with their family and the number of their first chunk.
-        files, map_text: to the lowest rank of each node: name, header and size of all files; see `WritePlan`.
+        files, map_text: to the lowest rank of each node: all files; see `WritePlan`.
         spans: to the lowest rank of each node: what its node will hold.
     """
 
     writes: bytes
     transfers: tuple[Transfer, ...]
     placed: tuple[tuple[str, Placed, int], ...]
-    files: tuple[tuple[str, bytes, int], ...] = ()
+    files: tuple[FileStart, ...] = ()
     map_text: bytes = b""
     spans: Spans = field(default_factory=Spans)
 
@@ -130,15 +131,14 @@ class NodePlan:
     def shares(self) -> list[NodeShare]:
         """The part of each rank."""
         nodes, plan, layout = self.nodes, self.plan, Layout.of_plan(self.plan)
-        transfers: list[list[Transfer]] = [[] for _ in nodes.of_rank]
+        every_transfer = self.transfers()
+        transfers = by_rank(nodes, every_transfer)
         placed: list[dict[tuple[str, str], Placed]] = [{} for _ in nodes.of_rank]
-        for transfer in self.transfers():
-            for rank in (transfer.source, transfer.target):
-                transfers[rank].append(transfer)
+        for transfer in every_transfer:
             for item in transfer.ranges:
                 for (family, name, _), *_ in layout.parts(*item):
                     placed[transfer.target][family, name] = plan.placed[family][name]
-        files = tuple((file.name, file.header, file.size) for file in plan.files)
+        files = tuple(file.start for file in plan.files)
         found = []
         for rank, node in enumerate(nodes.of_rank):
             writes = bytes(self._how_written(rank, part) for part in plan.parts(rank))
@@ -326,8 +326,9 @@ class NodeLeader:
         self._lock.enter_context(saving(save.target.parent, save.target.name))
         check_target(save.target, latest=save.latest)
         save.temporary.mkdir()
-        for name, header, size in share.files:
-            create_sparse(save.temporary / name, header, size, share.spans.by_file.get(name, ()))
+        for file in share.files:
+            room = share.spans.by_file.get(file.name, ())
+            create_sparse(save.temporary / file.name, file.header, file.size, room)
         if share.map_text:
             size = len(share.map_text)
             create_sparse(save.temporary / WEIGHT_MAP_NAME, share.map_text, size, ((0, size),))

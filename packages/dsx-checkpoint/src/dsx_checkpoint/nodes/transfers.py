@@ -1,14 +1,16 @@
 """Bytes of files from node to node: ranks read them on one disk, send them, and ranks of another node write them.
 
-All ranks know the same list of transfers and walk through it in the same order; each does those in which it takes part.
-So no two ranks can wait for each other: of all transfers that are not over, the first in the list has both its ranks.
-The order lets pairs of ranks work side by side (`in_rounds`).
+Transfers are planned as one list, from what the ranks miss and from what the nodes hold (`Holders`). Each rank does
+those in which it takes part, in the order of the list, and needs to know no others. So no two ranks can wait for each
+other: of all transfers that are not over, the first in the list has both its ranks. The order lets pairs of ranks work
+side by side (`in_rounds`).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +22,19 @@ from ..errors import CheckpointCorruptError, CheckpointError
 from ..files import PIECE_BYTES, opened, write_all
 from ..ranks import Ranks
 from ..regions import raw_bytes
-from ..spans import Range, Spans
+from ..spans import PackedRanges, Range, Spans, pack_ranges, unpack_ranges
 from .topology import Nodes
 
-__all__ = ["Transfer", "in_rounds", "packs", "run_transfers", "transfers_between"]
+__all__ = [
+    "Holders",
+    "Transfer",
+    "by_rank",
+    "in_rounds",
+    "packs",
+    "planned_transfers",
+    "run_transfers",
+    "transfers_between",
+]
 
 
 @dataclass(frozen=True)
@@ -38,6 +49,100 @@ class Transfer:
     def nbytes(self) -> int:
         """Number of bytes."""
         return sum(end - begin for _, begin, end in self.ranges)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _transfer, (self.source, self.target, pack_ranges(self.ranges))
+
+
+def _transfer(source: int, target: int, ranges: PackedRanges) -> Transfer:
+    return Transfer(source, target, tuple(unpack_ranges(*ranges)))
+
+
+@dataclass(frozen=True)
+class Holders:
+    """Which nodes hold which bytes. Nodes are bits of a number, so that a range costs the same however many hold it.
+
+    Attributes:
+        by_file: file -> where its ranges begin, and the ranges `(begin, end, nodes)`, of which none overlap.
+    """
+
+    by_file: Mapping[str, tuple[Sequence[int], Sequence[tuple[int, int, int]]]]
+
+    @staticmethod
+    def of(held: Mapping[int, Spans]) -> Holders:
+        """From what each node holds."""
+        edges: dict[str, list[tuple[int, int]]] = {}  # where a node begins or ceases to hold a file
+        for node, spans in held.items():
+            for file, begin, end in spans:
+                edges.setdefault(file, []).extend(((begin, node), (end, node)))
+        found = {}
+        for file, changes in edges.items():
+            ranges: list[tuple[int, int, int]] = []
+            nodes, before = 0, 0
+            for at, node in sorted(changes):
+                if nodes and before < at:
+                    ranges.append((before, at, nodes))
+                nodes ^= 1 << node
+                before = at
+            found[file] = ([begin for begin, *_ in ranges], ranges)
+        return Holders(found)
+
+    @property
+    def spans(self) -> Spans:
+        """The bytes that any node holds."""
+        return Spans.of((file, begin, end) for file, (_, ranges) in self.by_file.items() for begin, end, _ in ranges)
+
+    def nearest(self, wanted: Spans, here: int) -> dict[int, Spans]:
+        """Who sends which of the wanted bytes to the node `here`: the node itself where it holds them, else the first
+        node after it that does. Bytes that no node holds are left out.
+        """
+        found: dict[int, list[Range]] = {}
+        for file, begin, end in wanted:
+            starts, ranges = self.by_file.get(file, ((), ()))
+            number = max(0, bisect_right(starts, begin) - 1)
+            while number < len(ranges) and ranges[number][0] < end:
+                first, last, nodes = ranges[number]
+                if max(first, begin) < min(last, end):
+                    following = nodes >> here
+                    source = here + _lowest(following) if following else _lowest(nodes)
+                    found.setdefault(source, []).append((file, max(first, begin), min(last, end)))
+                number += 1
+        return {source: Spans.of(ranges) for source, ranges in found.items()}
+
+
+def _lowest(nodes: int) -> int:
+    return (nodes & -nodes).bit_length() - 1
+
+
+def planned_transfers(nodes: Nodes, missing: Sequence[Spans], holders: Holders, name: str) -> list[Transfer]:
+    """The messages that bring to every node what its ranks miss. Pure.
+
+    Args:
+        missing: of each rank.
+        name: of the checkpoint, for the error.
+
+    Raises:
+        CheckpointCorruptError: something lies nowhere.
+    """
+    found: list[Transfer] = []
+    for node, members in enumerate(nodes.members):
+        wanted = Spans.of(item for rank in members for item in missing[rank])
+        sources = holders.nearest(wanted, node) if wanted else {}
+        lost = wanted.nbytes - sum(spans.nbytes for spans in sources.values())
+        if lost:
+            raise CheckpointCorruptError(f"{name}: {lost} bytes that node {node} needs lie on no node")
+        for source, spans in sources.items():
+            found += transfers_between(nodes, source, node, spans)
+    return in_rounds(nodes, found)
+
+
+def by_rank(nodes: Nodes, transfers: Iterable[Transfer]) -> list[list[Transfer]]:
+    """Of each rank the transfers in which it takes part, in their order."""
+    found: list[list[Transfer]] = [[] for _ in nodes.of_rank]
+    for transfer in transfers:
+        for rank in {transfer.source, transfer.target}:
+            found[rank].append(transfer)
+    return found
 
 
 def transfers_between(nodes: Nodes, source: int, target: int, spans: Spans) -> list[Transfer]:
@@ -82,7 +187,8 @@ def run_transfers(
     came: Callable[[Range, memoryview], None] = lambda item, data: None,
     read: Callable[[Iterable[Range], memoryview], None] | None = None,
 ) -> None:
-    """Do the transfers of this rank: read from files in `folder`, or write to them and flush. Every rank calls it.
+    """Do the transfers of this rank, those of others left out: read from files in `folder`, or write to them and flush.
+    Every rank calls it.
 
     Args:
         came: called with each range that is written here, and its bytes.

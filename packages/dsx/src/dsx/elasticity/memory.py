@@ -24,7 +24,7 @@ import socket
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ import psutil
 from dsx_checkpoint.errors import CheckpointError
 from dsx_checkpoint.files import opened, write_all
 from dsx_checkpoint.format import INDEX_NAME
+from dsx_checkpoint.plan import FileStart
 from dsx_checkpoint.spans import Spans
 from dsx_core.holding import HOLD_NAME, Hold, free, hold, note_in, remove_if_free
 
@@ -153,21 +154,21 @@ class NodeMemory:
             if folder != self.path and _is_left(folder):
                 yield folder
 
-    def make(self, name: str, files: Mapping[str, tuple[int, bytes]]) -> Path:
-        """A new folder of this name with sparse files: name -> (size, the bytes at its start)."""
+    def make(self, name: str, files: Iterable[FileStart]) -> Path:
+        """A new folder of this name with sparse files."""
         folder = self.path / f"{_UNFINISHED}{name}-{uuid.uuid4().hex[:8]}"
         folder.mkdir()
-        for file, (size, header) in files.items():
-            with opened(folder / file, os.O_CREAT | os.O_EXCL | os.O_WRONLY) as fd:
-                os.ftruncate(fd, size)
-                write_all(fd, memoryview(header), 0)
+        for file in files:
+            with opened(folder / file.name, os.O_CREAT | os.O_EXCL | os.O_WRONLY) as fd:
+                os.ftruncate(fd, file.size)
+                write_all(fd, memoryview(file.header), 0)
         return folder
 
     def finish(self, folder: Path, name: str, index: str) -> Path:
         """Give a folder its name: from here on it is a part of a snapshot, with the bytes that ranks have noted."""
-        held = Spans()
-        for note in sorted(folder.glob(f"{_NOTE}*")):
-            held |= _spans_in(note)
+        notes = sorted(folder.glob(f"{_NOTE}*"))
+        held = Spans.of(item for note in notes for item in _spans_in(note))
+        for note in notes:
             note.unlink()
         (folder / HELD_NAME).write_text(json.dumps(held.by_file))
         (folder / INDEX_NAME).write_text(index)

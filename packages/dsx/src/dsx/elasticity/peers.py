@@ -6,9 +6,10 @@ next node, which writes them there. So any one node can be lost, and any number 
 
     node 0: a b | copies of e f        node 1: c d | copies of a b        node 2: e f | copies of c d
 
-To restore one, all ranks say what their nodes hold and which bytes they need. What a node lacks is sent by the first
-node after it that has it. Then the files on every node have at least the bytes that its ranks read, and the ordinary
-load does the rest, hashes included.
+To restore one, rank 0 is told what the nodes hold, and which bytes their ranks lack. It tells each rank what to send
+and receive: what a node lacks comes from the first node after it that has it. A node without a part gets the index and
+the starts of the files. So no other rank hears of more than its own bytes, whatever the number of ranks. Then the files
+on every node have at least the bytes that its ranks read, and the ordinary load does the rest, hashes included.
 
 Left out: choosing between snapshots and disk, and when to take one (`runtime.py`).
 """
@@ -19,8 +20,8 @@ import dataclasses
 import functools
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,9 @@ from dsx_checkpoint.format import DTYPES, INDEX_NAME, WEIGHT_MAP_NAME, Index
 from dsx_checkpoint.indexing import build_index
 from dsx_checkpoint.loading import OneDisk
 from dsx_checkpoint.nodes.topology import Nodes
-from dsx_checkpoint.nodes.transfers import Transfer, packs, run_transfers
+from dsx_checkpoint.nodes.transfers import Holders, Transfer, by_rank, packs, planned_transfers, run_transfers
 from dsx_checkpoint.parsing import parse_index
+from dsx_checkpoint.plan import FileStart
 from dsx_checkpoint.ranks import Ranks as Processes
 from dsx_checkpoint.reading import Reader
 from dsx_checkpoint.registers import Registers, collect_registers
@@ -77,7 +79,7 @@ class PeerSave(PlannedSave):
         """
         memory, plan, name, nodes, rank = self.memory, self.plan, self.name, self.nodes, ranks.rank
         leads, doing = nodes.leads(rank), "making a snapshot in memory"
-        files: _Files = ranks.through_first(doing, lambda: None, lambda everyone: self._for_leaders(self._files()))
+        files = ranks.through_first(doing, lambda: None, lambda everyone: self._for_leaders(self._files()))
         folder = Path(
             ranks.through_first(
                 doing,
@@ -111,13 +113,16 @@ class PeerSave(PlannedSave):
         """The value for the first rank of each node, which makes the files there."""
         return [value if self.nodes.leads(rank) else None for rank in range(len(self.nodes.of_rank))]
 
-    def _files(self) -> _Files:
-        """On rank 0: size and first bytes of each file."""
+    def _files(self) -> list[FileStart]:
+        """On rank 0: all files."""
         if self.whole is None:
             raise CheckpointError("rank 0 has no plan of the snapshot")
         plan = self.whole.plan
-        texts = {WEIGHT_MAP_NAME: (len(plan.map_text), plan.map_text)} if plan.map_text else {}
-        return {**{file.name: (file.size, file.header) for file in plan.files}, **texts}
+        text = plan.map_text
+        return [
+            *(file.start for file in plan.files),
+            *([FileStart.of(WEIGHT_MAP_NAME, text, len(text))] if text else []),
+        ]
 
     def _index(self, written: Registers) -> str:
         """On rank 0: the text of the index."""
@@ -134,18 +139,14 @@ class PeerSave(PlannedSave):
         came, transfers = Spans(), []
         for source in _in_turns(nodes, rank):
             if source == rank and keeper is not None:
-                ranks.send_object(own.by_file, keeper)
+                ranks.send_object(own, keeper)
                 transfers += [Transfer(rank, keeper, ranges) for ranges in packs(own)]
             elif source != rank:
-                spans = Spans(ranks.receive_object(source))
+                spans: Spans = ranks.receive_object(source)
                 transfers += [Transfer(source, rank, ranges) for ranges in packs(spans)]
                 came |= spans
         run_transfers(ranks, transfers, folder)
         note_held(folder, rank, own | came)
-
-
-_Files = dict[str, tuple[int, bytes]]
-"""Name of a file -> its size, and the bytes at its start."""
 
 
 def _in_turns(nodes: Nodes, rank: int) -> list[int]:
@@ -175,11 +176,15 @@ class Snapshot:
 
     Attributes:
         name: see `Part`.
-        held: number of a node -> what it holds.
+        teller: a rank of a node that has a part of it.
+        everywhere: whether all nodes have a part.
+        holders: on rank 0, which nodes hold which bytes.
     """
 
     name: str
-    held: Mapping[int, Spans]
+    teller: int
+    everywhere: bool
+    holders: Holders | None = None
 
     @property
     def step(self) -> int:
@@ -187,26 +192,41 @@ class Snapshot:
         return step_of(self.name) or 0
 
 
+Told = Sequence[tuple[str, Spans, Spans]]
+"""Of a node's parts of snapshots: name, the bytes that are there, and the bytes that all nodes together should have."""
+
+
 def find_snapshots(ranks: Processes, memory: NodeMemory | None, nodes: Nodes) -> list[Snapshot]:
     """The whole snapshots that all nodes together hold, the newest first. Collective."""
-    leads = memory is not None and nodes.leads(ranks.rank)
+    leads, found = memory is not None and nodes.leads(ranks.rank), []
 
-    def look() -> list[tuple[str, Spans, Spans]]:
+    def look() -> Told:
         parts = memory.parts() if memory is not None and leads else []
         return [(part.name, part.held, _bodies(part)) for part in parts]
 
-    holders: dict[str, dict[int, Spans]] = {}
+    def answer(everyone: Sequence[Told]) -> list[list[Snapshot]]:
+        found.extend(whole_snapshots(nodes, everyone))
+        return [[replace(snapshot, holders=None) for snapshot in found]] * ranks.world_size
+
+    snapshots: list[Snapshot] = ranks.through_first("looking for snapshots in memory", look, answer)
+    return found or snapshots
+
+
+def whole_snapshots(nodes: Nodes, everyone: Sequence[Told]) -> list[Snapshot]:
+    """Of what each rank tells of its node, the snapshots of which nothing is missing, the newest first. Pure."""
+    held: dict[str, dict[int, Spans]] = {}
     needed: dict[str, Spans] = {}
-    for rank, parts in enumerate(ranks.run("looking for snapshots in memory", look)):
-        for name, held, bodies in parts:
-            holders.setdefault(name, {})[nodes.of_rank[rank]] = held
+    for rank, parts in enumerate(everyone):
+        for name, spans, bodies in parts:
+            held.setdefault(name, {})[nodes.of_rank[rank]] = spans
             needed[name] = bodies
-    found = [Snapshot(name, held) for name, held in holders.items() if not needed[name] - _together(held.values())]
+    found = []
+    for name, by_node in held.items():
+        holders = Holders.of(by_node)
+        if not needed[name] - holders.spans:
+            teller = nodes.ranks_of(min(by_node))[0]
+            found.append(Snapshot(name, teller, len(by_node) == nodes.count, holders))
     return sorted(found, key=lambda snapshot: (snapshot.step, snapshot.name), reverse=True)
-
-
-def _together(sets: Iterable[Spans]) -> Spans:
-    return Spans.of(item for spans in sets for item in spans)
 
 
 def _bodies(part: Part) -> Spans:
@@ -226,42 +246,58 @@ def fetch(
     Raises:
         CheckpointError: the same on all ranks.
     """
-    here, leads = nodes.of_rank[ranks.rank], nodes.leads(ranks.rank)
-    name = snapshot.name
+    here, name = nodes.of_rank[ranks.rank], snapshot.name
+    folder = memory.path / name
     part = next((part for part in memory.parts() if part.name == name), None)
-    teller = nodes.ranks_of(min(snapshot.held))[0]
-    mine = ranks.rank == teller
-    texts = ranks.run("reading the index of a snapshot", lambda: _texts(part) if part and mine else None)
-    index_text, headers = texts[teller] or ("", {})
-    index = parse_index(index_text, f"the snapshot {name}")
+    _make_folders(ranks, snapshot, memory, part if nodes.leads(ranks.rank) else None, leads=nodes.leads(ranks.rank))
 
-    def prepare() -> None:
-        if leads and not (memory.path / name).exists():
-            files = {file: (entry.nbytes, headers[file]) for file, entry in index.files.items()}
-            memory.finish(memory.make(name, files), name, index_text)
+    def look() -> Spans:
+        index = parse_index(read_text(folder / INDEX_NAME), str(folder))
+        places_of = part.places if part is not None else ()
+        own = next((held for place, held in places_of if place == folder), Spans())
+        return _wanted(folder, index, ranks, module, optimizer, places) - own
 
-    ranks.keep("making room for a snapshot", prepare)
-    own = Spans()
-    for folder, held in part.places if part is not None else ():
-        own = held if folder.parent == memory.path else own
-    wanted = ranks.keep(
-        "listing what to read", lambda: _wanted(memory.path / name, index, ranks, module, optimizer, places)
-    )
-    missing: list[Spans] = ranks.gather(wanted - own)
-    transfers = [
-        Transfer(source, target, ranges)
-        for target, spans in enumerate(missing)
-        for source, taken in _servers(spans, target, snapshot, nodes)
-        for ranges in packs(taken)
-    ]
-    mine = [transfer for transfer in transfers if ranks.rank in (transfer.source, transfer.target)]
-    source = part or Part(name, ((memory.path / name, Spans()),))
+    def answer(missing: Sequence[Spans]) -> list[list[Transfer]]:
+        if snapshot.holders is None:
+            raise CheckpointError(f"rank 0 does not know what the nodes hold of {name}")
+        return by_rank(nodes, planned_transfers(nodes, missing, snapshot.holders, f"snapshot {name}"))
+
+    mine: list[Transfer] = ranks.through_first("listing what to read", look, answer)
+    source = part or Part(name, ((folder, Spans()),))
     ranks.keep(
         "fetching a snapshot from other nodes",
-        lambda: run_transfers(ranks, mine, memory.path / name, read=functools.partial(_read_ranges, source)),
+        lambda: run_transfers(ranks, mine, folder, read=functools.partial(_read_ranges, source)),
     )
     came = sum(t.nbytes for t in mine if t.target == ranks.rank and nodes.of_rank[t.source] != here)
-    return memory.path / name, came
+    return folder, came
+
+
+def _make_folders(ranks: Processes, snapshot: Snapshot, memory: NodeMemory, part: Part | None, *, leads: bool) -> None:
+    """Let every node have a folder of a snapshot with the index and the starts of all files. Collective.
+
+    Args:
+        part: to the rank that leads a node, what the node has.
+    """
+    name, teller = snapshot.name, snapshot.teller
+    texts = None
+    if not snapshot.everywhere:
+
+        def tell() -> tuple[_Texts | None, bool]:
+            return _texts(part) if part is not None and ranks.rank == teller else None, leads and part is None
+
+        def answer(everyone: Sequence[tuple[_Texts | None, bool]]) -> list[_Texts | None]:
+            return [everyone[teller][0] if lacks else None for _, lacks in everyone]
+
+        texts = ranks.through_first("reading the index of a snapshot", tell, answer)
+
+    def make() -> None:
+        if leads and not (memory.path / name).exists():
+            told = texts if part is None else _texts(part)
+            if told is None:
+                raise CheckpointError(f"rank {teller} has no index of {name} any more")
+            memory.finish(memory.make(name, told[1]), name, told[0])
+
+    ranks.keep("making room for a snapshot", make)
 
 
 def _read_ranges(part: Part, ranges: Iterable[Range], into: memoryview) -> None:
@@ -270,30 +306,17 @@ def _read_ranges(part: Part, ranges: Iterable[Range], into: memoryview) -> None:
         into = into[stop - start :]
 
 
-def _texts(part: Part) -> tuple[str, dict[str, bytes]]:
-    """The index, and the start of each file."""
+_Texts = tuple[str, list[FileStart]]
+"""The index, and the start of each file."""
+
+
+def _texts(part: Part) -> _Texts:
     text = read_text(part.folder / INDEX_NAME)
-    headers = {}
+    starts = []
     for name, file in parse_index(text, str(part.folder)).files.items():
         with opened(part.folder / name, os.O_RDONLY) as fd:
-            headers[name] = os.pread(fd, file.header_bytes, 0)
-    return text, headers
-
-
-def _servers(missing: Spans, target: int, snapshot: Snapshot, nodes: Nodes) -> Iterator[tuple[int, Spans]]:
-    """Who sends what to a rank that misses `missing`. A rank sends itself what its node has in another folder."""
-    if not missing:
-        return
-    here = nodes.of_rank[target]
-    for node in (here, *nodes.after(here)):  # its own node may hold it in the folder of an agent that has died
-        found = missing & snapshot.held.get(node, Spans())
-        members = nodes.ranks_of(node)
-        source = members[target % len(members)]
-        if found:
-            yield source, found
-        missing = missing - found
-    if missing:
-        raise CheckpointError(f"snapshot {snapshot.name}: {missing.nbytes} bytes are on no node")
+            starts.append(FileStart.of(name, os.pread(fd, file.header_bytes, 0), file.nbytes))
+    return text, starts
 
 
 @dataclass(frozen=True)
