@@ -100,7 +100,7 @@ class SparseAttentionConfig(BaseModel):
         return sorted(k for k in self.model_fields_set - read if getattr(self, k) != fields[k].default)
 
     def notice(self) -> str:
-        """What a user should be warned of: `unread` keys, with the code of the warning; "" if there are none."""
+        """The text of a warning about `unread` keys, with its code; "" if there are none."""
         unread = self.unread()
         if not unread:
             return ""

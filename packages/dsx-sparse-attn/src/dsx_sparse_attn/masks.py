@@ -65,7 +65,7 @@ def check_mask(name: str, mask: Tensor, mode: str) -> None:
 
 
 class _Facts(NamedTuple):
-    """What the values of a mask say about its meaning."""
+    """Properties of the values of a mask, from which its meaning is judged."""
 
     negative: bool
     zeros_and_ones: bool

@@ -34,7 +34,7 @@ def warn_slow(work: float) -> None:
 
 
 def native_status() -> dict[str, Any]:
-    """What was built, and what runs on this machine.
+    """A report on the native module that was built and what of it runs on this machine.
 
     Keys: `native` (bool), `reason` (why not, or ""), `isa` in use, `isas` that this CPU can run, `threads` (backend and
     count), `sanitizer`, `triton` (installed), `torch`.

@@ -31,7 +31,7 @@ def unavailable() -> str:
 
 
 def refusals(call: AttentionCall) -> list[str]:
-    """Why FlexAttention cannot do this call; empty when it can."""
+    """The reasons why FlexAttention cannot do this call; empty when it can."""
     why, device = [], call.q.device.type
     if call.seed is not None:
         why.append("it has no dropout")

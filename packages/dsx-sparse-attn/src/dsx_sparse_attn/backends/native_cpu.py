@@ -20,12 +20,12 @@ MAX_DIM = 256
 
 
 def unavailable() -> str:
-    """Why the kernels cannot run on this machine; empty if they can."""
+    """The reason that the kernels cannot run on this machine; empty if they can."""
     return native.missing()
 
 
 def refusals(call: AttentionCall) -> list[str]:
-    """Why the kernels cannot do this call; empty if they can."""
+    """The reasons why the kernels cannot do this call; empty if they can."""
     why = []
     if call.q.device.type != "cpu":
         why.append(f"tensors are on {call.q.device.type}, it works on cpu")

@@ -35,14 +35,14 @@ _PROGRAMS_PER_PROCESSOR = 4  # with fewer, query heads that share keys get separ
 
 
 def unavailable() -> str:
-    """Why the kernels cannot run on this machine; empty if they can. It asks for CUDA devices."""
+    """The reason that the kernels cannot run on this machine; empty if they can. It asks for CUDA devices."""
     if not _INSTALLED:
         return _NOT_INSTALLED
     return "" if _interpreted() or torch.cuda.is_available() else "there is no CUDA device"
 
 
 def refusals(call: AttentionCall) -> list[str]:
-    """Why the kernels cannot do this call; empty if they can."""
+    """The reasons why the kernels cannot do this call; empty if they can."""
     why, dim = [], call.q.shape[-1]
     if not _INSTALLED:
         why.append(_NOT_INSTALLED)

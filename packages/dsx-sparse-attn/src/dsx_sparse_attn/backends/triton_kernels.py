@@ -41,7 +41,7 @@ def _mix(x):
 
 @triton.jit
 def _kept(seed, bh, i, j, drop_below):
-    """Which weights of a tile are kept; i and j broadcast against each other."""
+    """The mask of the weights of a tile that dropout keeps; i and j broadcast against each other."""
     head = _mix(seed ^ bh.to(tl.uint32))
     rows = _mix(head + i.to(tl.uint32))
     cols = _mix((head ^ 0xFFFFFFFF) + j.to(tl.uint32))  # not ~: the interpreter of some versions fails on it
