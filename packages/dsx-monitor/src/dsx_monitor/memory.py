@@ -1,4 +1,4 @@
-"""How much memory this process and its device use, as the operating system counts it.
+"""The memory that this process and its device use, as the operating system counts it.
 
 RSS counts shared pages (libraries, shared-memory transports) in every process that maps them. PSS divides such pages
 among these processes, so the PSS of all ranks add up to the memory that the machine really uses. For PSS the kernel

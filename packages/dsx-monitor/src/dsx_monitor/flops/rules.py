@@ -1,4 +1,4 @@
-"""How many operations a dispatched operator takes, from the shapes of its arguments and results. Pure arithmetic.
+"""The number of operations of a dispatched operator, from the shapes of its arguments and results. Pure arithmetic.
 
 A rule returns `(flops, macs)`. A multiply-accumulate is two flops.
 
@@ -341,7 +341,7 @@ are to be decomposed.
 
 
 def rule_for(func: Any) -> FullRule | str | None:
-    """How to count an operator; in-place forms cost the same.
+    """The rule that counts an operator; in-place forms cost the same.
 
     Args:
         func: a `torch._ops.OpOverload`.
