@@ -327,7 +327,7 @@ def _outputs(method: str) -> Callable[..., list[Callable[[], None]]]:
 
 
 def check_consumer(model: nn.Module, producer: str, name: str, outputs: int) -> str:
-    """Which part of a related module is removed together with outputs of the producer.
+    """The part of a related module that is removed together with outputs of the producer.
 
     Args:
         outputs: number of outputs of the producer.

@@ -409,7 +409,7 @@ class QuantizeBits(_Section):
 
 
 class QuantizeSchedule(_Section):
-    """When a bit is taken away."""
+    """The schedule by which quantization removes bits."""
 
     quantize_period: _Count = Field(
         1000,

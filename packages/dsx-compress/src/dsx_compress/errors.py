@@ -32,6 +32,6 @@ def near(name: str, known: Iterable[str], count: int = 3) -> str:
 
 
 def _parts(name: str, length: int) -> Iterator[str]:
-    """What stands in a dotted name in `length` places in a row."""
+    """All runs of `length` consecutive components of a dotted name."""
     words = name.split(".")
     return (".".join(words[at : at + length]) for at in range(len(words) - length + 1))
