@@ -144,7 +144,7 @@ class LtdScheduleConfig(_Section):
 
 
 class LtdSchedule(_Section):
-    """How many tokens pass the selected layers."""
+    """Schedule of the number of tokens that the selected layers process."""
 
     min_value: _Count | None = Field(None, description="kept tokens of a sequence at the start")
     max_value: _Count | None = Field(None, description="kept tokens at the end, which is the sequence length")

@@ -36,7 +36,7 @@ class SequenceLength:
 
 
 class VocabularyCounts:
-    """How often each token occurs in the dataset; a metric of type `accumulate_value_over_samples`.
+    """Number of occurrences of each token in the dataset; a metric of type `accumulate_value_over_samples`.
 
     Args:
         vocabulary_size: number of different tokens.
@@ -52,14 +52,14 @@ class VocabularyCounts:
         self.vocabulary_size, self.pad_token_id = vocabulary_size, pad_token_id
 
     def __call__(self, batch: Any) -> torch.Tensor:
-        """How often each token occurs in a batch: [vocabulary_size], int64."""
+        """The number of occurrences of each token in a batch: [vocabulary_size], int64."""
         _, tokens = _flat(batch, self.pad_token_id)
         _check_tokens(tokens, self.vocabulary_size)
         return torch.from_numpy(np.bincount(tokens, minlength=self.vocabulary_size))
 
 
 class VocabularyRarity:
-    """How rare the tokens of each sample are: the sum of -ln(frequency) over them, rounded.
+    """Rarity of the tokens of each sample: the sum of -ln(frequency) over them, rounded.
 
     Args:
         counts: how often each token occurs in the dataset, [vocabulary_size]; what `VocabularyCounts` gives.

@@ -28,7 +28,7 @@ def map_and_reduce(run_map: Callable[[], None], run_reduce: Callable[[], None], 
 
 
 def _nothing() -> None:
-    """What the other ranks do while rank 0 reduces."""
+    """Do nothing: the other ranks' part while rank 0 reduces."""
 
 
 def _run_and_exchange_failure(work: Callable[[], None], group: Any) -> None:

@@ -63,7 +63,7 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """How many tokens a micro-batch may hold, and which samples it takes.
+    """A limit on the tokens of a micro-batch, and the choice of its samples.
 
     Args:
         lengths: tokens of each sample.

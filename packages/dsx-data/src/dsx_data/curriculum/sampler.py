@@ -191,7 +191,7 @@ class CurriculumSampler:
     # - State
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next draws depend on. It does not depend on the number of ranks."""
+        """The state that the next draws depend on. It does not depend on the number of ranks."""
         return {
             "step": self.step,
             "batch_size": self.batch_size,

@@ -108,7 +108,7 @@ class SharedStream:
 
 @dataclass(frozen=True)
 class StreamShare:
-    """Which part of each global micro-batch of a stream a rank takes.
+    """The part of each global micro-batch of a stream that a rank takes.
 
     Attributes:
         rank, world_size: this rank and the number of data-parallel ranks.

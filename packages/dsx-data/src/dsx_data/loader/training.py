@@ -43,7 +43,7 @@ logger = logging.getLogger("dsx_data")
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """How a loader reads.
+    """Options of a loader.
 
     Attributes:
         micro_batch_size: samples per rank and batch.
