@@ -112,7 +112,7 @@ def _declare(library: ctypes.CDLL, name: str, result: type | None, arguments: li
 
 
 def candidates() -> Iterator[str]:
-    """Where the library may be, best first."""
+    """Yield the paths and names under which the library may be found, best first."""
     if os.environ.get(LIBRARY_VARIABLE):
         yield os.environ[LIBRARY_VARIABLE]
         return

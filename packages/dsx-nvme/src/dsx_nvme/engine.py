@@ -274,7 +274,7 @@ class Engine:
             return {kind: engine.statistics() for kind, engine in self._state.engines.items()}
 
     def explain(self, path: str | os.PathLike) -> str:
-        """Which engine serves a file or folder, and why."""
+        """A text that says which engine serves a file or folder, and why."""
         return files.explain(path, engine=self.options.engine)
 
     def start(

@@ -77,8 +77,8 @@ class OpenFile:
         return self.handles[key]
 
     def end_before(self, where: int) -> int:
-        """Where the file ended when a read found no more bytes: its size, or `where` if that is smaller or the file is
-        a device.
+        """The end of the file, for a read that found no more bytes at `where`: the file's size, or `where` if that is
+        smaller or the file is a device.
         """
         info = os.fstat(self.plain_fd)
         return min(where, info.st_size) if stat.S_ISREG(info.st_mode) else where
@@ -319,7 +319,10 @@ def _give_back(file: OpenFile, start: int, end: int, length: int | None) -> None
 
 
 def access(path: str | os.PathLike, *, engine: str = "auto") -> Access:
-    """How a file, or a file in a folder, would be accessed. Opens the file, or a nameless one; changes nothing."""
+    """The kind of access that a file, or a file in a folder, would get.
+
+    Opens the file, or a temporary one; changes nothing.
+    """
     import tempfile  # lazy import: only this question needs it
 
     if os.path.isdir(path):

@@ -52,7 +52,7 @@ class gds_handle(aio_handle):
 
     @property
     def mode(self) -> str:
-        """How device tensors are transferred: "cufile" or "bounce"."""
+        """The transfer path of device tensors: "cufile" or "bounce"."""
         return "bounce" if self._cufile is None else "cufile"
 
     def close(self) -> None:

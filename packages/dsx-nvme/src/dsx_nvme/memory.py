@@ -25,7 +25,7 @@ HUGE = 2 << 20
 
 @dataclass(frozen=True)
 class Locked:
-    """How memory is locked: by "cuda", by "mlock", or not ("none"), and then why not."""
+    """The way memory is page-locked: by "cuda", by "mlock", or not ("none"), and then why not."""
 
     by: str
     reason: str = ""

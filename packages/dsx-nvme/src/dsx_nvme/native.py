@@ -23,7 +23,7 @@ reason = _loader.why_not
 
 
 def refusal(engine: str) -> str:
-    """Why `engine` cannot run on this machine; empty when it can."""
+    """The reason that `engine` cannot run on this machine; empty when it can."""
     found = module()
     if found is None:
         return reason()
@@ -33,7 +33,7 @@ def refusal(engine: str) -> str:
 
 
 def native_status() -> dict[str, Any]:
-    """What was built, and what runs on this machine.
+    """A report on the native module that was built and what of it runs on this machine.
 
     Keys: `native` (bool), `reason` (why not, or ""), `engines` (name -> "" or why the kernel refuses it),
     `sanitizer`.

@@ -73,7 +73,7 @@ class BufferPool:
 
     @property
     def locked(self) -> memory.Locked:
-        """How the arena is page-locked, or why not."""
+        """The way the arena is page-locked, or why it is not."""
         return self._memory.locked
 
     def acquire(self, nbytes: int, *, timeout: float | None = None) -> Buffer:
