@@ -263,7 +263,7 @@ def unequal(rank, world):
     pipe = Pipeline(layers[rank], "1f1b", micro_batches=4, loss_fn=nn.functional.mse_loss)
     x, y = data(rows=10)
     pieces = list(zip(x.tensor_split(4), y.tensor_split(4)))
-    with pytest.raises(dsx_pipe.StageError, match="micro-batch 2 has 2 rows of .*, expected 3 .*dynamic_shape=True"):
+    with pytest.raises(dsx_pipe.StageError, match=r"micro-batch 2 has 2 rows of .*, expected 3 .*dynamic_shape=True"):
         pipe.train_batch(iter(pieces))
     assert pipe.eval_batch(iter(pieces)) > 0  # an evaluation may read what it wants
     layers[rank].zero_grad()

@@ -18,7 +18,7 @@ recompute = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
 
 @dataclass(frozen=True)
 class Recomputation:
-    """Which layers are recomputed.
+    """The choice of the layers that are recomputed.
 
     Attributes:
         interval: number of layers that form one recomputed block; 0: nothing is recomputed.

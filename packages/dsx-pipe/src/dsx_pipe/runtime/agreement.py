@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline tell each other around a step: before it that they are about to do the same, at its end
+"""Messages between the ranks of a pipeline around a step: before it that they are about to do the same, at its end
 the losses or what failed, and behind it whether each of them could do its part of an update.
 """
 
@@ -163,7 +163,7 @@ class Agreement:
         return table.tolist()
 
     def _gather_objects(self, mine: Any) -> list[Any]:
-        """What each rank says, by rank."""
+        """The object that each rank passed, by rank."""
         return dsx_comm.together(self._groups.host).gather(mine)
 
     @staticmethod

@@ -27,7 +27,7 @@ Grads = Sequence["torch.Tensor | None"]
 
 
 class DeferredWeights:
-    """What the weight part needs: for each junction the gradients that reached it and the edges into its branches.
+    """Inputs of the weight part of backward: per junction its incoming gradients and the edges into its branches.
 
     If the whole backward was deferred, `whole` has the outputs and their gradients.
     """

@@ -13,7 +13,7 @@ from ..errors import StageError
 
 @dataclass(frozen=True)
 class Failure:
-    """Where something failed and why.
+    """The place and the reason of a failure.
 
     Attributes:
         stage: index of the stage; None if it is not known.

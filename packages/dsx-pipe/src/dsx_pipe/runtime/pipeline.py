@@ -185,8 +185,8 @@ class Pipeline:
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """As `step`, with an iterator over micro-batches, each a pair (inputs, labels).
 
-        Each micro-batch has the same weight in the loss and the gradients. So their numbers of rows must be equal, unless
-        `dynamic_shape` says that they may differ and have the same weight nevertheless.
+        Each micro-batch has the same weight in the loss and the gradients. So their numbers of rows must be equal,
+        unless `dynamic_shape` says that they may differ and have the same weight nevertheless.
 
         Only ranks with the first or the last stage read from it, one item per micro-batch. Without an iterator the one
         of `set_dataiterator` is used.

@@ -60,7 +60,7 @@ class NonFiniteGradient(PipelineError):
 
 @dataclass
 class _Kept:
-    """What is kept of a micro-batch between forward and backward."""
+    """The state of a micro-batch between its forward and its backward."""
 
     value: Any  # the input, whose tensors are leaves of autograd's graph
     leaves: list[torch.Tensor]

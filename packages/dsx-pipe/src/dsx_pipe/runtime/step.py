@@ -28,7 +28,7 @@ _MISSING = object()  # stands for a value that was not computed or received, bec
 
 @dataclass(frozen=True)
 class Mode:
-    """How a step runs.
+    """Options of one step.
 
     Attributes:
         train: compute gradients.

@@ -20,7 +20,7 @@ Structure = tuple[Any, ...]
 
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
-    """What a receiver must know about a tensor before it arrives."""
+    """The properties of a tensor that its receiver must know before it arrives."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

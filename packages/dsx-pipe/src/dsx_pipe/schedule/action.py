@@ -14,7 +14,7 @@ from ..errors import ScheduleError
 
 
 class Kind(str, Enum):
-    """What an action does. The value is its text form."""
+    """The kind of work that an action does. The value is its text form."""
 
     FORWARD = "F"  # compute the stage's output
     BACKWARD = "B"  # compute the gradients of the stage's input and of its parameters

@@ -134,7 +134,7 @@ def _ready_at(schedule: Schedule, action: Action, done: dict[Action, float], del
 
 
 def requirements(schedule: Schedule, action: Action) -> list[tuple[Action, ...]]:
-    """What must be done before `action`. Of each tuple one action is enough."""
+    """The actions that must be done before `action`. Of each tuple one action is enough."""
     stage, kind, m = action.stage, action.kind, action.micro_batch
     produced_grad = (Action(stage, Kind.BACKWARD, m), Action(stage, Kind.INPUT, m))
     if kind is Kind.SEND_F:

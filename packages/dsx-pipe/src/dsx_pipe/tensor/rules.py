@@ -29,7 +29,7 @@ from .vocabulary import VocabParallelEmbedding
 
 @dataclass(frozen=True)
 class LayerRule:
-    """How the layers whose names match are cut.
+    """A rule that says how the layers whose names match are split.
 
     Attributes:
         patterns: regular expressions, matched at the end of a module's (or its weight's) name.

@@ -1,4 +1,4 @@
-"""Which part of a tensor each rank has: pure arithmetic, and Megatron's attributes of sliced parameters.
+"""The slice of a tensor that each rank holds: pure arithmetic, and Megatron's attributes of sliced parameters.
 
 A tensor is cut along one dimension into as many pieces as the group has ranks; sizes differ by one at most. A fused
 tensor (query, key and value in one weight) is first cut into its `parts`, so that each rank gets a piece of every part.
