@@ -27,7 +27,7 @@ def visible_tokens(value: str | None) -> Slots | None:
 
 
 def device_count(environ: Mapping[str, str]) -> int:
-    """How many devices this process may use; 0, without importing torch, if ``CUDA_VISIBLE_DEVICES`` allows none."""
+    """The number of devices of this process; 0, without importing torch, if ``CUDA_VISIBLE_DEVICES`` allows none."""
     if visible_tokens(environ.get("CUDA_VISIBLE_DEVICES")) == ():
         return 0
     import torch  # lazy import: costs seconds, and `--help` and remote launches do not need it

@@ -84,7 +84,7 @@ class ElasticHostAgent(HostAgent):
 
     @property
     def memory(self) -> Path | None:
-        """Where this host's snapshots are; None where there are none."""
+        """The folder of this host's snapshots; None if there are none."""
         text = read_note(self._notes, MEMORY)
         return Path(text) if text and Path(text).is_dir() else None
 

@@ -22,7 +22,7 @@ WATCHED = 8
 
 
 class Beats:
-    """What one host gives and sees of the signs of life.
+    """The heartbeats that one host sends, and those of other hosts that it sees.
 
     Args:
         store: where all hosts of the job look.
@@ -45,8 +45,8 @@ class Beats:
         self._store.add(self._key(node), 1)
 
     def heard(self, nodes: Iterable[_NodeDesc]) -> dict[_NodeDesc, datetime]:
-        """When each of the hosts was heard of, in the time of this machine. Hosts that this one does not look after
-        count as heard of now.
+        """The time of the last heartbeat of each host, by this machine's clock. Hosts that this one does not watch
+        count as heard now.
         """
         all_nodes = list(nodes)
         now, moment = self._clock(), datetime.now(timezone.utc)

@@ -1,4 +1,4 @@
-"""Where the time goes from a loss to the next update: seconds per phase, in the launcher's log.
+"""The time from a loss of ranks to the next update: seconds per phase, in the launcher's log.
 
     node-0: update 13 is done 4.1 s after the change was noticed: stopping 0.3, rendezvous 0.0, starting processes 0.0,
     the program up to join 0.6, building the engine 1.9, loading from memory 0.4, first update 0.9

@@ -93,7 +93,7 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         self._op_executor = self._rounds = _WithoutLastCall(self._op_executor)
 
     def num_nodes_waiting(self) -> int:
-        """How many hosts wait for a new round; none before `elasticity.min_time` is over."""
+        """The number of hosts that wait for a new round; 0 before `elasticity.min_time` is over."""
         waiting = super().num_nodes_waiting()
         return waiting if time.monotonic() - self._began >= self.least_time() else 0
 
@@ -141,7 +141,7 @@ def meet(job: HostJob, elastic: Elastic) -> ElasticRendezvous:
 
 
 def _state_store(job: HostJob) -> Store:
-    """Where the agents meet; without a port no other agent comes, and nothing listens."""
+    """The store in which the agents meet. Without a port no other agent joins, and nothing listens."""
     if not job.master_port:
         return HashStore()
     timeout = timedelta(seconds=STORE_S)

@@ -17,7 +17,7 @@ DEFAULT_RESTARTS = 3
 
 @dataclass(frozen=True)
 class Elastic:
-    """How many hosts a job may have, and how often it may fail without getting on.
+    """Bounds on the hosts of a job, and on the number of failures in a row without progress.
 
     Attributes:
         min_nodes, max_nodes: bounds of the number of hosts.

@@ -45,7 +45,7 @@ NEWS_WAIT_S = 1.5  # how long a failed host waits for failures of other hosts, o
 
 @dataclass(frozen=True)
 class Program:
-    """What every rank runs: ``kind`` is "script", "module" (python -m) or "program" (any executable)."""
+    """The program that every rank runs: ``kind`` is "script", "module" (python -m) or "program" (any executable)."""
 
     target: str
     args: tuple[str, ...] = ()

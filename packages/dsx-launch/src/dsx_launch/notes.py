@@ -1,4 +1,4 @@
-"""What the ranks of a host and their agent tell each other: small files in a folder that the agent makes and removes,
+"""Notes between the ranks of a host and their agent: small files in a folder that the agent makes and removes,
 and variables.
 
 The agent of `dsx launch --elastic_training` names the folder in the environment; under torchrun there is none. Both
@@ -44,7 +44,7 @@ def tell_agent(name: str, text: str) -> None:
 
 
 def read_note(folder: Path | None, name: str) -> str:
-    """What the ranks have said; empty where they have not."""
+    """The text of a note that the ranks have written; empty if there is none."""
     if folder is None:
         return ""
     try:

@@ -377,7 +377,7 @@ class _Parser(CommandParser):
     """Also knows the names that other launchers give to our options."""
 
     def meant(self, word: str) -> str:
-        """What to use instead of an unknown option; empty if nothing is like it."""
+        """The name to use instead of an unknown option; empty if nothing is like it."""
         return _NAMES_ELSEWHERE.get(word[2:].partition("=")[0].replace("_", "-"), "") or super().meant(word)
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of a host print, on its way to the terminal: whose line it is, and how many lines.
+"""The output of the ranks of a host on its way to the terminal: prefixes that name the rank, and a limit on lines.
 
 Without such an option the ranks write to the terminal themselves. With one they write into pipes, which a thread of
 their agent reads. It shows whole lines that begin with the rank, no more of a rank in a second than asked for, and
@@ -29,7 +29,7 @@ _LOOK_S = 0.2
 
 @dataclass(frozen=True)
 class Output:
-    """What is shown of the ranks.
+    """Options for the ranks' output.
 
     Attributes:
         local_ranks: those of each host of which something is shown; None: all.
@@ -67,7 +67,7 @@ class Output:
 
 
 def output_of(options: LaunchOptions, procs: int) -> Output:
-    """What the options say of the output, for hosts with at most ``procs`` ranks each.
+    """The output options of a launch, for hosts with at most ``procs`` ranks each.
 
     Raises:
         ResourceError: no host has such a local rank.
@@ -97,7 +97,7 @@ class _Stream:
         self._rest, self._after_return = b"", False
 
     def read(self) -> bytes:
-        """What is there; empty if nothing is."""
+        """The bytes that are ready now; empty if there are none."""
         try:
             return os.read(self.descriptor, _LONGEST)
         except BlockingIOError:

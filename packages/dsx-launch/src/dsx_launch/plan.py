@@ -112,7 +112,7 @@ def _chosen(options: LaunchOptions, pool: Pool) -> Pool:
 
 
 def program_of(options: LaunchOptions) -> Program:
-    """What every rank runs."""
+    """The program that every rank runs."""
     pass_rank = not options.no_local_rank
     return Program(options.script, options.script_args, kind=options.kind, pass_local_rank=pass_rank)
 
