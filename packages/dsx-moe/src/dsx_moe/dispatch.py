@@ -33,7 +33,7 @@ class LocalExperts(Protocol):
 
 
 class RankReport:
-    """What the ranks of a group tell each other before they exchange rows."""
+    """The counts and errors that the ranks of a group report to each other before they exchange rows."""
 
     def __init__(self, gathered: torch.Tensor) -> None:
         self.counts = gathered[:, :-2].contiguous()

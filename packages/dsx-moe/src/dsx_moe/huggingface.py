@@ -352,7 +352,7 @@ def _probe(module: nn.Module, rule: RouterRule, name: str) -> None:
 def _packed_reference(
     module: nn.Module, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, *, feed_forward: bool
 ) -> torch.Tensor:
-    """What the expert-parallel form computes: each token's sum of weight times the output of the single expert."""
+    """The result that the expert-parallel form must have: each token's sum of weight times the output of the expert."""
     out = torch.zeros_like(tokens, dtype=torch.float32)
     for column in range(chosen.shape[1]):
         index = chosen[:, column : column + 1]

@@ -25,7 +25,7 @@ _ROUTERS = ("gate", "router")
 
 @dataclass(frozen=True)
 class RouterRule:
-    """How the logits of a linear router become experts and weights (for listed experts only).
+    """A rule by which the logits of a linear router become experts and weights (for listed experts only).
 
     Attributes:
         top_k: experts per token; None: the block's `top_k` or `num_experts_per_tok`.

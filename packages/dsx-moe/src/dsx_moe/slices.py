@@ -15,7 +15,7 @@ from .errors import ExpertStateError, MoEConfigError
 
 
 class ExpertSlices:
-    """How the weights of experts are cut over a group.
+    """The split of the weights of experts over a group.
 
     Copies of a module share this object, because a process group cannot be copied.
 
