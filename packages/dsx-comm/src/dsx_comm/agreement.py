@@ -48,7 +48,7 @@ _EVEN = frozenset(
 
 
 class Agreement:
-    """How many calls of each group were compared, and how many are to be."""
+    """Counters of the calls of each group: those that were compared, and those to compare."""
 
     def __init__(self) -> None:
         self.calls: int | None = None  # None: by the number of ranks
@@ -84,7 +84,7 @@ class Agreement:
         return self._seen.get(group, 0) >= most
 
     def _most(self, group: Any) -> int:
-        """How many calls of the group are compared."""
+        """The number of calls of the group that are compared."""
         if self.calls is not None:
             return self.calls
         return CHECKED if group.size() < MANY_RANKS else CHECKED_OF_MANY

@@ -43,11 +43,11 @@ class Ranges:
 
     @property
     def end(self) -> int:
-        """Where the last taken range ends."""
+        """The end of the last taken range."""
         return self.free[-1][0] if self.free and self.free[-1][1] == self._size else self._size
 
     def take(self, length: int) -> int | None:
-        """Where a new range of `length` begins; None if there is no room."""
+        """Take a range of `length` and return its begin; None if there is no room."""
         for place, (begin, end) in enumerate(self.free):
             if end - begin >= length:
                 self.free[place : place + 1] = [(begin + length, end)] if end - begin > length else []
@@ -97,7 +97,7 @@ class SymmetricArena:
 
     @staticmethod
     def space(nbytes: int) -> int:
-        """What a tensor of `nbytes` takes of an arena: whole pages."""
+        """The bytes that a tensor of `nbytes` takes of an arena: whole pages."""
         return -(-nbytes // _PAGE) * _PAGE
 
     def take(self, *size: Any, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -95,7 +95,7 @@ def bus_factor(op: str, ranks: int) -> float:
 
 @dataclass
 class Tensors:
-    """What the operations work on: `whole` has N parts, `part` one."""
+    """Tensors that the operations work on: `whole` has N parts, `part` one."""
 
     whole: torch.Tensor
     other: torch.Tensor

@@ -74,7 +74,7 @@ class TimeAxis:
         return cls(low, max(high, low + 1))
 
     def share(self, ms: float) -> float:
-        """How far up the axis a time lies, 0 to 1."""
+        """The height of a time on the axis, 0 to 1."""
         return min(1.0, max(0.0, (log10(max(ms, 1e-6)) - self.low) / (self.high - self.low)))
 
     def ticks(self) -> list[float]:

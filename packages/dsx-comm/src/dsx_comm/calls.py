@@ -36,7 +36,7 @@ class Labels(TypedDict, total=False):
 
 
 class Call(NamedTuple):
-    """What one call does: operation, group and the sizes in bytes on this rank.
+    """A call of a collective: operation, group and the sizes in bytes on this rank.
 
     `sent` is in units of 1/`per` bytes: the volume of an all-reduce need not be a whole number.
     """

@@ -53,7 +53,7 @@ def _kind_of(number: int, dtype: torch.dtype, name: str) -> Any:
 
 
 def described(dtype: torch.dtype, kind: Any = None, root: int | None = None) -> str:
-    """What beside operation and size must agree between ranks, as a `Call` says it."""
+    """Text of the properties that must agree between ranks besides operation and size, as a `Call` carries it."""
     return _described(dtype, None if kind is None else getattr(kind, "op", kind).value, root)
 
 

@@ -16,7 +16,7 @@ from .errors import CommConfigError
 
 @dataclass(frozen=True)
 class CommsLoggerConfig:
-    """What the communication log records."""
+    """Settings of the communication log."""
 
     BETTER: ClassVar[dict[str, str]] = {"": "bytes are counted exactly, on every transport"}
     DIFFERS: ClassVar[dict[str, str]] = {"enabled": "false is off; DeepSpeed logs as soon as the block exists"}

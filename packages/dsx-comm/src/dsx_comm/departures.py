@@ -1,5 +1,5 @@
-"""Why a rank has left the job: it writes that to the store before it ends, so that the others can name it and its
-error.
+"""The reasons for which ranks left a job. A rank that fails writes its reason to the store before it ends, so that the
+others can name the rank and its error.
 
 A backend that loses a connection says "Connection closed by peer", but not which rank that was nor what happened to it.
 A rank whose process ends with an exception, or that destroys its process group while an exception is being raised,
@@ -26,7 +26,7 @@ _PAUSES = (0.0, 0.1, 0.2)  # seconds before each look
 
 
 class Departures:
-    """What the ranks of one world have said as they left it."""
+    """The messages that ranks of one world wrote as they left it."""
 
     def __init__(self) -> None:
         self._store: Any = None

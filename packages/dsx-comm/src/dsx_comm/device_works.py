@@ -1,4 +1,4 @@
-"""How to ask from another thread whether a device has done a backend's works.
+"""Completion of a backend's works on a device, asked from another thread.
 
 NCCL's are asked through a future that its watchdog completes. Asking the work itself would query an event, which breaks
 a CUDA graph that another thread is capturing, and the work would keep the call's output tensors in memory meanwhile.
@@ -13,7 +13,7 @@ import torch
 
 
 def completion(works: Sequence[Any]) -> Callable[[], bool] | None:
-    """What tells whether the works of a device are done, from any thread; None if they cannot be asked.
+    """A function that returns True once the works of a device are done, for any thread; None if they cannot be asked.
 
     A work that is being captured into a CUDA graph cannot: it runs when the graph does.
     """

@@ -36,7 +36,7 @@ class Droppable(Protocol):
         ...
 
     def exception(self) -> BaseException | None:
-        """What has failed."""
+        """The error that made it fail."""
         ...
 
 

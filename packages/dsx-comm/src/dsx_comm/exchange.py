@@ -160,7 +160,7 @@ def barrier(
 
 
 def _device_of(to: Membership) -> torch.device:
-    """Where a call without tensors runs: torch takes the accelerator where the group serves one."""
+    """The device on which a call without tensors runs: as in torch, the accelerator if the group serves one."""
     if "cuda" in to.backends and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -74,7 +74,7 @@ class Membership:
 
     @property
     def message_device(self) -> torch.device:
-        """Where small messages of bytes lie: on the host, unless the group carries memory of the accelerator alone."""
+        """The device of small messages of bytes: the host, unless the group carries memory of the accelerator alone."""
         kind = "cpu" if "cpu" in self.backends else next(iter(self.backends))
         return Device.of(kind).torch_device
 

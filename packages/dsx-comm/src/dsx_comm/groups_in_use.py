@@ -248,7 +248,7 @@ def use(source: Any = None) -> ParallelGroups:
 
 
 def current() -> ParallelGroups:
-    """What the functions of this module speak of: the groups of the latest `use` or `hold`."""
+    """The groups that the functions of this module use: those of the latest `use` or `hold`."""
     return _CURRENT.get()
 
 

@@ -90,7 +90,7 @@ class Watch:
     # - notes, on the way of every call
 
     def log_of(self, group: Any) -> GroupLog:
-        """What was issued in `group`."""
+        """The log of the calls that were issued in `group`; made at the first call."""
         log = self._state.groups.get(group)
         if log is None:
             log = GroupLog(group.group_name, SHARE * _time_limit(group))

@@ -1,4 +1,4 @@
-"""What the hang explainer notes of a group and of a call."""
+"""Records that the hang explainer keeps of a group and of a call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEFAULT_LIMIT = 540.0  # of groups that do not tell their time limit
 
 @dataclass
 class GroupLog:
-    """What this process has issued in one group."""
+    """The calls that this process has issued in one group."""
 
     name: str
     limit: float = DEFAULT_LIMIT  # seconds a call may wait before it is explained

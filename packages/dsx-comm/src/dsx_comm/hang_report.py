@@ -42,7 +42,7 @@ def _is_transfer(raised: dict[str, Any]) -> bool:
 
 
 def explain(raised: dict[str, Any], answers: dict[int, Any], world_size: int = 0) -> str:
-    """Which ranks are missing from the call that `raised` names, and what each rank does.
+    """A text that names the ranks missing from the call in `raised`, and the call that each rank is in.
 
     `answers` is by rank. Ranks of `world_size` that are not in it did not answer.
     """

@@ -179,7 +179,7 @@ def _by_url(backend: str, url: str | None, patience: timedelta, rank: int, world
 
 
 def _find(port: int, schedulers: bool, rank: int, world_size: int) -> Rendezvous | None:
-    """What the environment says, with `rank` and `world_size` in place of it where they are given."""
+    """The rendezvous that the environment describes, where `rank` and `world_size` have precedence if given."""
     environ = dict(os.environ)
     if rank >= 0:
         environ["RANK"] = str(rank)

@@ -30,7 +30,7 @@ from .works import Handle
 
 
 class Pending(Protocol):
-    """What a job may return: something still under way."""
+    """A result of a job that is still in flight."""
 
     def wait(self) -> object: ...
 

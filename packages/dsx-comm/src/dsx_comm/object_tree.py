@@ -65,7 +65,7 @@ def packed(data: bytes) -> bytes:
 
 
 def unpacked(data: bytes) -> bytes | memoryview:
-    """What `packed` was given."""
+    """The bytes that `packed` was given."""
     return zlib.decompress(memoryview(data)[1:]) if data[:1] == b"z" else memoryview(data)[1:]
 
 

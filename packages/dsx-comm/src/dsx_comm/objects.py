@@ -192,7 +192,7 @@ def join_objects(
 
 
 def merge_objects(obj: T, merging: Callable[[T, T], T], group: Any = None) -> T:
-    """What `merging` makes of all ranks' objects, two at a time, in rank order, on every rank.
+    """Merge all ranks' objects, two at a time, in rank order; every rank gets the result.
 
     For objects that say much the same on all ranks, or of which each has a part: of many ranks none receives more than
     a few objects and the result. `merging` is as `joining` of `join_objects`, and so are errors.

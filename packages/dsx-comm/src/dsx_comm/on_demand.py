@@ -106,7 +106,7 @@ def _options(gloo: Any, timeout: timedelta) -> Any:
 
 
 def _default_gloo() -> Any:
-    """What carries host tensors of the default group, if gloo does."""
+    """The gloo backend that carries host tensors of the default group; None if there is none."""
     if not dist.is_initialized():
         return None
     world: Any = dist.group.WORLD

@@ -1,4 +1,4 @@
-"""What torch asks of a process group that is written in Python: its backend, its rank and size, its names.
+"""The base of process groups written in Python, with what torch asks of them: backend, rank and size, names.
 
 torch keeps names and descriptions in C++ backends, which such a group has none of. The operations are the business of
 the classes that derive from this one.

@@ -116,7 +116,7 @@ class RankSet:
 
 @dataclass(frozen=True)
 class ParameterMarks:
-    """What the owner of a parameter says about its place.
+    """The placement of a parameter, as its owner marked it.
 
     Attributes:
         sliced: model-parallel ranks hold other slices of the same tensor.
@@ -196,8 +196,8 @@ class RankSets:
 
     @classmethod
     def current(cls) -> RankSets:
-        """What was last given to `parallel_groups.use`, else data parallelism over all ranks. The groups of an `mpu` or
-        pipeline that an engine beside this one holds are not meant.
+        """The groups last given to `parallel_groups.use`, else data parallelism over all ranks. Groups of an `mpu` or
+        pipeline that another engine holds are not included.
         """
         return cls.of_groups(parallel_groups.given()) if is_initialized() else cls(RankSet())
 

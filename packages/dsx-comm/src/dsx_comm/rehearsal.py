@@ -284,7 +284,7 @@ class RehearsalGroup(PythonGroup):
         return self._issue("broadcast", size if at_root else 0, 0 if at_root else size, found, root)
 
     def scatter(self, outputs: Any, input_lists: Any, opts: Any = None, **_: Any) -> Any:
-        """What the root has for this rank; nothing is known of it elsewhere."""
+        """Copy the root's own part on the root. Other ranks' outputs are not filled: their values are not known."""
         (output,) = tuple(_flat(outputs))
         root = getattr(opts, "rootRank", 0)
         if root == self._rank:

@@ -145,7 +145,7 @@ def _check(tensor: Any, op: Any) -> Any:
 
 
 def _counts(own: torch.Tensor, to: Membership) -> list[int]:
-    """How many entries each rank has. Raises MismatchError on all ranks if their shapes or dtypes differ."""
+    """The number of entries of each rank. Raises MismatchError on all ranks if their shapes or dtypes differ."""
     form = f"{tuple(own.shape)} {own.dtype}, {own.sparse_dim()} sparse dimension(s)"
     mine = torch.tensor([own._nnz(), zlib.crc32(form.encode())], dtype=torch.int64, device=own.device)
     counts = mine.new_empty(to.size, 2)

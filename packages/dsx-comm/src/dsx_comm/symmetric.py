@@ -119,6 +119,6 @@ def _all_can(problem: str, to: Membership) -> bool:
 
 
 def _machine() -> str:
-    """What tells machines apart: names may be alike, the kernel's number of this boot is not."""
+    """An identifier of this machine: its name, which others may share, and the kernel's unique ID of this boot."""
     number = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {number.read_text().strip() if number.exists() else ''}"

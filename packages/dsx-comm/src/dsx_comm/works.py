@@ -151,7 +151,7 @@ class Handle:
         return self._done and self._error is None
 
     def exception(self) -> BaseException | None:
-        """What failed, if something did."""
+        """The error, if the call failed."""
         return self._error
 
     def on_arrival(self, callback: Callable[[], None]) -> None:
@@ -297,7 +297,7 @@ class TwoPhase(Handle):
 
 
 class _Phases:
-    """What the queue holds of an operation of two phases. It does not hold the handle: a dropped one is noticed."""
+    """The queue's record of an operation of two phases. It does not hold the handle, so a dropped handle is noticed."""
 
     def __init__(self, first: Handle, second: Callable[[], Handle]) -> None:
         self.first, self._second = first, second

@@ -19,8 +19,8 @@ from .signs import Measure
 
 
 class Codec(Protocol):
-    """What the all-reduce needs on one rank. Values and errors are float32; what belongs to no segment is zero and
-    stays so.
+    """Arithmetic of the 1-bit all-reduce on one rank. Values and errors are float32; padding outside segments is zero
+    and stays so.
 
     `messages` are all ranks' messages one after the other, 1-D uint8; what no scale or sign lies in is left as it is.
     """

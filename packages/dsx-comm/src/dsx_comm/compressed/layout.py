@@ -1,4 +1,4 @@
-"""Where the elements of a 1-bit all-reduce lie, and how many bytes it sends: arithmetic only.
+"""The layout of the elements of a 1-bit all-reduce, and the bytes that it sends: arithmetic only.
 
 A flat buffer holds *segments* (for example one per parameter), each with a scale of its own. Segments begin at
 multiples of 8 elements, so that the sign bits of each fill whole bytes; the buffer is cut into one equal *chunk* per
@@ -70,7 +70,7 @@ class OneBitLayout:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each segment begins."""
+        """The first element of each segment."""
         padded = [-(-length // BYTE) * BYTE for length in self.lengths]
         return tuple(accumulate(padded, initial=0))[:-1]
 
@@ -99,7 +99,7 @@ class OneBitLayout:
 
     @cached_property
     def runs_of_chunks(self) -> tuple[tuple[Run, ...], ...]:
-        """What of the segments lies in each rank's chunk, in coordinates of the flat buffer."""
+        """The runs of segments in each rank's chunk, in coordinates of the flat buffer."""
         found: list[list[Run]] = [[] for _ in range(self.world_size)]
         for run in self.runs:
             for rank in range(run.start // self.chunk, (run.stop - 1) // self.chunk + 1):
@@ -108,7 +108,7 @@ class OneBitLayout:
         return tuple(map(tuple, found))
 
     def chunk_runs(self, rank: int) -> tuple[Run, ...]:
-        """What of the segments lies in a rank's chunk, in coordinates of the flat buffer."""
+        """The runs of segments in one rank's chunk, in coordinates of the flat buffer."""
         return self.runs_of_chunks[rank]
 
     @cached_property

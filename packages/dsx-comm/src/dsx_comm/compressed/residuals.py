@@ -62,7 +62,7 @@ class QuantizationFeedback:
 
     @property
     def calls(self) -> int:
-        """How often `advance` was called."""
+        """The number of calls of `advance`."""
         return self._count
 
     def encode(self, hop: Hashable, rows: torch.Tensor, form: BlockFormat) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What torch.amp.GradScaler leaves on an optimizer that it hands its scale to: `found_inf` and `grad_scale`.
+"""Attributes that torch.amp.GradScaler sets on an optimizer that handles the scale: `found_inf` and `grad_scale`.
 
 The scaler sees one rank's gradients. All ranks must skip a step together, so that what it found is reduced over the
 ranks here.

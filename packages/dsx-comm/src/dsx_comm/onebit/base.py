@@ -1,4 +1,4 @@
-"""What the compressed optimizers share: clock, gradients, the flat buffer, masks, and saving.
+"""The base of the compressed optimizers: clock, gradients, the flat buffer, masks, and saving.
 
 They work in two surroundings. In a plain loop the optimizer communicates by itself: gradients stay local
 (`loss.backward()` on every rank, no DDP) and `step()` averages what has to be averaged. Inside an engine that reduces
@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 
 class CompressedOptimizer(torch.optim.Optimizer):
-    """What the compressed optimizers share. Subclasses say what a step is; this class says what it works on."""
+    """The base class of the compressed optimizers. Subclasses define a step; this class holds the data it works on."""
 
     clock_type: type
     one_scale = False
@@ -121,7 +121,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             self._engine.reduce_gradients(not self.takes_local_gradients)
 
     def _coming(self) -> StepKind:
-        """What the next step will be, if compression is on."""
+        """The kind of the next step, if compression is on."""
         raise NotImplementedError
 
     # - the step
@@ -254,7 +254,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         return [self.state[p][key] for p in parameters]
 
     def _roots(self, parameters: Sequence[torch.Tensor], h: Hyper) -> list[torch.Tensor]:
-        """What momenta are divided by; in steps that are not exact with the variance raised to its floor."""
+        """The divisors of the momenta; in steps that are not exact with the variance raised to its floor."""
         v = self._states(parameters, "exp_avg_sq")
         return roots(with_variance_floor(v, self._floor) if self._floors else v, h)
 

@@ -1,4 +1,4 @@
-"""What a parameter group and the arguments of the compressed optimizers may be; errors name the argument."""
+"""Checks of a parameter group and of the arguments of the compressed optimizers; errors name the argument."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the optimizers that average in one bit ask of their surroundings: the one place that decides it.
+"""Conditions under which the optimizers that average in one bit work: the one place that decides it.
 
 A configuration names an optimizer and is judged before anything is built; an engine is given an optimizer object. Both
 ask here, so that they refuse the same things for the same reasons:
@@ -46,7 +46,7 @@ def config_arguments(cls: type[CompressedOptimizer]) -> tuple[str, ...]:
 
 
 def conflicts(name: str, *, zero_stage: int, gradient_allreduce_op: str) -> Iterator[Finding]:
-    """What of an optimizer's surroundings cannot be.
+    """Yield the settings that do not work with an optimizer.
 
     Args:
         name: the optimizer's, for the sentences.

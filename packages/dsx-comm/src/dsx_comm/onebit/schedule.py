@@ -1,4 +1,4 @@
-"""What each step of the compressed optimizers does, as arithmetic on counters.
+"""The schedule of the compressed optimizers' steps, as arithmetic on counters.
 
     EXACT     gradients averaged in full precision; both moments move
     ONE_BIT   the gradient (0/1 Adam) or the momentum (1-bit Adam, 1-bit LAMB) averaged in one bit; the variance stays
@@ -23,7 +23,7 @@ from ..errors import CommArgumentError
 
 
 class StepKind(enum.Enum):
-    """What a step sends."""
+    """The kind of a step, by what it sends."""
 
     EXACT = "exact"
     ONE_BIT = "one_bit"
@@ -78,7 +78,7 @@ class ZeroOnePolicy:
 
 @dataclass
 class ZeroOneClock:
-    """Where a run of 0/1 Adam is: `step` steps are done."""
+    """The position of a run of 0/1 Adam: `step` steps are done."""
 
     step: int = 0
     variance_steps: int = 0
@@ -88,7 +88,7 @@ class ZeroOneClock:
     local_step_counter: int = 0
 
     def coming(self, policy: ZeroOnePolicy) -> StepKind:
-        """What the next step will be."""
+        """The kind of the next step."""
         step = self.step + 1
         if step <= policy.var_freeze_step:
             return StepKind.ONE_BIT if step % self.var_interval else StepKind.EXACT

@@ -1,4 +1,4 @@
-"""How many bits per parameter a schedule sends, in closed form: what the byte counters must show.
+"""Bits per parameter that a schedule sends, in closed form: the value that the byte counters must show.
 
 A step that averages in full precision sends as many bits as the gradient's dtype has, each way; a step in one bit sends
 one. So 1-bit Adam over T steps, a share w of them warm-up, sends w b + (1 - w) bits per parameter and step: 1 / (w + (1
@@ -32,7 +32,7 @@ class Rounds:
         return (exact_bits * self.exact + self.one_bit) / self.steps
 
     def reduction(self, exact_bits: int = 16) -> float:
-        """How many times less than averaging in `exact_bits` bits every step."""
+        """The factor by which it sends less than averaging in `exact_bits` bits every step."""
         return exact_bits / self.bits_per_step(exact_bits)
 
     def sent_bytes(self, numel: int, world_size: int, exact_bits: int = 16) -> float:

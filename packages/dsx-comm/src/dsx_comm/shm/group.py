@@ -36,7 +36,7 @@ _FREE, _CROWDED = (20.0, 300.0), (0.0, 50.0)
 
 
 class ShmGroup(PythonGroup):
-    """What every operation of a group whose ranks share memory stands on."""
+    """The base of a group whose ranks share memory: memory, sizes, waiting and numbering for every operation."""
 
     def __init__(
         self, store: Any, rank: int, size: int, timeout: timedelta, fd: int, ranks: Sequence[int], options: ShmOptions

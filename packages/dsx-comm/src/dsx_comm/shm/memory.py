@@ -26,7 +26,7 @@ _begin = attrgetter("begin")
 
 
 class Memory:
-    """Where one allocation lies: all ranks' parts, and this rank's part of it. Does not keep it alive."""
+    """The addresses of one allocation: all ranks' parts, and this rank's part of it. Does not keep it alive."""
 
     def __init__(self, number: int, mapping: mmap.mmap, stride: int, rank: int, size: int) -> None:
         self.number = number

@@ -22,7 +22,7 @@ reason = _loader.why_not
 
 
 def native_status() -> dict[str, Any]:
-    """What is built and what runs: `native` (bool), `reason` (why not), `isa` in use, `isas` this CPU can run."""
+    """A report on the native module: `native` (bool), `reason` (why not), `isa` in use, `isas` this CPU can run."""
     found = module()
     return {
         "native": found is not None,

@@ -1,4 +1,4 @@
-"""How the ranks of a group come to share memory, or learn together why they cannot.
+"""The set-up of memory that the ranks of a group share, or the reason, the same on all ranks, why it is not possible.
 
 Rank 0 makes an anonymous file in memory (memfd) and sends its descriptor to the others over a Unix socket with a random
 abstract name, which travels through the group's store. The file has no name, so a killed process leaves nothing behind,
@@ -77,7 +77,7 @@ class ShmOptions:
 
 @dataclass(frozen=True)
 class Member:
-    """Who this process is in the group, and how it reaches the others."""
+    """This process as a member of a group: rank, size, and the store by which it reaches the others."""
 
     store: Any
     rank: int
@@ -163,7 +163,7 @@ def _hand_out(server: socket.socket, fd: int) -> bool:
 
 
 def _user_behind(peer: socket.socket) -> int:
-    """Which user's process is at the other end; the kernel says so."""
+    """The user ID of the process at the other end, from the kernel."""
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", credentials)[1])
 
@@ -186,8 +186,11 @@ def fetch(name: str, patience: float) -> int:
 
 
 def _receive_descriptor(client: socket.socket) -> tuple[bytes, list[int]]:
-    """What was sent, and the descriptors with it. Not `socket.recv_fds`, which ignores its flags: programs that this
-    process starts would inherit the descriptor, and with it the memory."""
+    """The bytes that were sent, and the descriptors with them.
+
+    Not `socket.recv_fds`, which ignores its flags: programs that this process starts would inherit the descriptor, and
+    with it the memory.
+    """
     room = socket.CMSG_LEN(struct.calcsize("i"))
     data, messages, _, _ = client.recvmsg(16, room, socket.MSG_CMSG_CLOEXEC)
     found = [bytes(body) for level, kind, body in messages if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)]
@@ -232,7 +235,7 @@ def _lead(me: Member, options: ShmOptions) -> int:
 
 
 def _sizes_of(options: ShmOptions) -> dict[str, int]:
-    """What has to be the same on all ranks: from it follows how many steps a call takes."""
+    """The options that must be equal on all ranks, because they decide the number of steps of a call."""
     return {name: getattr(options, name) for name in ("slice_bytes", "limit_bytes", "one_shot_bytes")}
 
 

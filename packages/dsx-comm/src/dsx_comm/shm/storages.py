@@ -1,4 +1,4 @@
-"""Where a storage keeps the address of its memory, so that the compiled module can see that the memory is gone.
+"""The word in which a storage keeps its memory's address, so that the compiled module sees when the memory is gone.
 
 A program may free the memory of a tensor while an asynchronous call uses it (`untyped_storage().resize_(0)`), and torch
 has no way to forbid it for a while. The module therefore looks at the address in the storage after each wait

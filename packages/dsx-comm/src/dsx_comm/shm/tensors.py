@@ -91,8 +91,10 @@ def without_overlap(sources: Sequence[torch.Tensor], outputs: Sequence[torch.Ten
 def target(
     output: torch.Tensor, parts: Sequence[torch.Tensor], own: int
 ) -> tuple[torch.Tensor, Callable[[], Any] | None]:
-    """Where to write a reduce-scatter's result: not over parts that are still to be read (but for this rank's, at
-    `own`), nor into gaps.
+    """The tensor to write a reduce-scatter's result to, and a function that copies it to `output` afterwards.
+
+    The tensor has no gaps and overlaps no part that is still to be read, except this rank's at `own`. The function is
+    None if the tensor is `output`.
     """
     in_place = output.data_ptr() == own
     if output.is_contiguous() and (in_place or not any(overlap(output, p) for p in parts)):

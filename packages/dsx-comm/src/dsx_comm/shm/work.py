@@ -150,7 +150,7 @@ class ShmWork(dist.Work):
         return self.is_completed() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """What failed, if something did."""
+        """The error, if the call failed."""
         return self._error if self.is_completed() else None
 
     def result(self) -> Any:
