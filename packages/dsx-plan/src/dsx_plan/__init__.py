@@ -1,4 +1,4 @@
-"""What a job needs and how fast it is, before it runs: memory, messages, time, and what to change.
+"""Plans of a job before it runs: memory, messages, time, and what to change.
 
     from dsx_plan import plan, search
 

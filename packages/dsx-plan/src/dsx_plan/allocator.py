@@ -1,5 +1,5 @@
-"""What PyTorch's caching allocator of a CUDA device holds beyond what is in use: the same requests, in the same order,
-given to a small copy of its rules.
+"""The memory that PyTorch's caching allocator of a CUDA device reserves: the same requests, in the same order, given to
+a small copy of its rules.
 
 The rules (torch/csrc/cuda and "CUDA semantics, memory management" of PyTorch's documentation): sizes are rounded up to
 512 bytes. Requests up to 1 MiB are served from blocks of 2 MiB, requests below 10 MiB from blocks of 20 MiB, larger

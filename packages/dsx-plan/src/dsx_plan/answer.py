@@ -24,7 +24,7 @@ RESERVE = 0.97
 
 @dataclass(frozen=True)
 class _Rank:
-    """What one replayed rank needs. `memory` is that of the device; where this is the host's memory, of both tiers.
+    """The needs of one replayed rank. `memory` is that of the device; where this is the host's memory, of both tiers.
     `library` is what the communicators take of the device.
     """
 
@@ -159,7 +159,7 @@ def _stage(rank: _Rank, place: int, schedule: Any, step: PipelineStep) -> StageP
 
 
 def _timeline(rank: _Rank, step: PipelineStep | None) -> list[tuple[str, str, float, float]]:
-    """What a rank does when. In a pipeline the schedule says it, and what follows its last backward is one piece."""
+    """The spans of a rank's step. In a pipeline they follow the schedule; all after its last backward is one span."""
     if step is None:
         return [(span.lane, span.name, span.start, span.end) for span in rank.timing.spans]
     place = rank.replay.stage.place  # type: ignore[union-attr]
@@ -181,7 +181,7 @@ def _machine_notes(machine: Machine, dtype: str) -> list[str]:
 
 
 def _short_of(rank: _Rank, machine: Machine, on_host: int) -> tuple[str, int, int] | None:
-    """What has no room: tier, bytes needed, bytes there."""
+    """The first memory that is too small: tier, bytes needed, bytes there; None if all of it fits."""
     on_cpu = machine.device == "cpu"  # then the device is the host's memory
     needed, room = rank.needed, int(machine.memory_bytes * RESERVE)
     if not on_cpu and needed > room:

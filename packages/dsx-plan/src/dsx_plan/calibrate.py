@@ -35,7 +35,7 @@ _MOST_PROCESSES = 16
 
 @dataclass(frozen=True)
 class _Rates:
-    """What one rank gets.
+    """The speeds that one rank reaches.
 
     Attributes:
         products: floating-point operations per second of matrix products, by dtype.

@@ -1,4 +1,4 @@
-"""What makes a plan fit that does not: changes that are planned in turn, and sorted."""
+"""Changes that make a plan fit that does not: each is planned, and they are sorted."""
 
 from __future__ import annotations
 

@@ -182,8 +182,8 @@ def _farthest(args: argparse.Namespace) -> int:
 
 
 def _machine(given: str | None) -> Any:
-    """What to plan for. A processor only if it was asked for: a job that is planned has GPUs, and the times of this
-    machine's processor would be taken for theirs.
+    """The machine to plan for. A processor only if it was asked for: a job that is planned has GPUs, and the times of
+    this machine's processor would be taken for theirs.
     """
     from .errors import PlanError
     from .machine import Machine

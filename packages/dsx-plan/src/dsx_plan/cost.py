@@ -124,7 +124,7 @@ def stragglers(machine: Machine, world_size: int) -> float:
 
 
 def message_seconds(message: Message, machine: Machine) -> float:
-    """How long a message takes where no other one is in its way."""
+    """The seconds that a message takes if no other message shares its links."""
     if message.ranks == 1:
         return 0.0
     return max(_on_links(message, machine)) + machine.constants.message_seconds * max(1.0, math.log2(message.ranks))

@@ -15,8 +15,10 @@ __all__ = ["ALIASES", "DEVICES", "NETWORKS", "Constants", "Device", "Network"]
 
 @dataclass(frozen=True)
 class Constants:
-    """How much of a platform's figures is reached. A calibration measures the first five; those of the table of devices
-    were fitted to published step times (`Device.constants`).
+    """The shares of a platform's peak figures that are reached, and fixed costs.
+
+    A calibration measures the first five. Those of the table of devices were fitted to published step times
+    (`Device.constants`).
 
     Attributes:
         products: share of the peak rate that matrix products reach.

@@ -1,4 +1,4 @@
-"""What planner, autotuner and trials ask of an engine, and where they find one.
+"""The interface that planner, autotuner and trials ask of an engine, and the entry points by which they find one.
 
 This package imports no engine. Whoever calls it hands one in, or it is found through the entry points of the group
 `dsx_plan.engines`: functions without arguments that return an `EngineToPlan`. dsx registers itself there.
@@ -134,7 +134,7 @@ class Trained(Protocol):
 
 
 class Watchers(Protocol):
-    """What an engine calls while it trains."""
+    """The objects that an engine calls while it trains."""
 
     def add(self, thing: Any) -> Any:
         """Add an object by its methods: those of `StepWatcher`, and `after_step(report)`."""
@@ -142,7 +142,7 @@ class Watchers(Protocol):
 
 
 class StepWatcher:
-    """What an engine calls during a step. This one does nothing; inherit what is of interest."""
+    """Callbacks of an engine's step. Those of this class do nothing; override the ones of interest."""
 
     needs_engine_backward = False
 

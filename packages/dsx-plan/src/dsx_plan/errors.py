@@ -1,4 +1,4 @@
-"""What can be wrong with a question to the planner."""
+"""Errors of the planner."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ def _nothing(dtype: torch.dtype) -> bool | int | float | complex:
 
 
 def _answer_about_zeros(func: Any, args: Any, kwargs: Any) -> bool | None:
-    """What an operator that compares says where all values are zero; None for other operators."""
+    """The result of an operator that compares if all values are zero; None for other operators."""
     name = func._overloadpacket.__name__
     if name == "all":
         return True
@@ -274,7 +274,7 @@ def _any_large(args: Any, kwargs: Any) -> bool:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Any:
-    """What an operator in place returns: the arguments that it writes to."""
+    """The result of an in-place operator: the arguments that it writes to."""
     found = []
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -1,4 +1,4 @@
-"""What the layers of a pipeline cost, by the cost model: for `dsx_pipe.plan` and `dsx-pipe plan`, without measuring."""
+"""Costs of the layers of a pipeline, by the cost model: for `dsx_pipe.plan` and `dsx-pipe plan`, without measuring."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["layer_costs"]
 
 
 def layer_costs(layers: Any, inputs: Any, *, machine: MachineLike, state_bytes_per_parameter: int = 16) -> list[Any]:
-    """What each layer costs for one sample on a machine: `dsx_pipe.measure_layers`, with planned times.
+    """The cost of each layer for one sample on a machine: `dsx_pipe.measure_layers`, with planned times.
 
     Layers and batch are run on CPU tensors of which large ones have no contents, so neither the machine nor its memory
     is needed here.

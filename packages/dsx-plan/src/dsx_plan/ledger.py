@@ -1,8 +1,8 @@
-"""Which memory a replayed rank holds: by class, by tier, at every moment.
+"""The memory that a replayed rank holds: by class, by tier, at every moment.
 
 A storage counts from the operator that made it until nothing refers to it any more, and as large as it is at the time
-(`resize_`). Its class follows from who asked for it and when; what the engine can name itself (parameters, masters,
-optimizer states) is named by `rename`.
+(`resize_`). Its class follows from who asked for it and when; tensors that the engine can name itself (parameters, fp32
+master weights, optimizer states) are named by `rename`.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Ledger:
         return storage._cdata in self._entries
 
     def tier_of(self, tensor: torch.Tensor) -> str:
-        """Where a tensor's memory lies; the device for what is not counted."""
+        """The tier of a tensor's memory; the device for memory that is not counted."""
         entry = self._entries.get(tensor.untyped_storage()._cdata)
         return DEVICE if entry is None else entry.tier
 

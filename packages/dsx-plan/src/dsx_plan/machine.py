@@ -1,4 +1,4 @@
-"""What a rank runs on: facts from data sheets, and a few constants that say how much of them is reached.
+"""The machine of a job: facts from data sheets, and a few constants that say how much of them is reached.
 
 Facts are given or looked up; constants are measured (`calibrate`) or fitted. `Machine.named("H100-SXM")` is one device
 of the table with a host around it; `Machine.of_this_host()` is this machine.
@@ -158,7 +158,7 @@ class Machine:
 
     @classmethod
     def of(cls, given: Machine | str | os.PathLike[str] | None) -> Machine:
-        """What an argument stands for: a machine, a name of the table, a file, or None for this machine."""
+        """The machine that an argument names: a machine, a name of the table, a file, or None for this machine."""
         if isinstance(given, Machine):
             return given
         if given is None:
@@ -218,7 +218,7 @@ class Machine:
         return cls.from_dict(data, where=str(path))
 
     def stranger(self) -> str:
-        """Why its constants may not hold for this machine; "" where they were measured here or belong to a table."""
+        """The reason why its constants may not hold here; "" if they were measured here or come from the table."""
         here = fingerprint()
         if not self.calibrated_on or self.calibrated_on == here:
             return ""
@@ -226,7 +226,7 @@ class Machine:
 
 
 def fingerprint() -> str:
-    """What tells machines apart whose speed differs: processor, cores, devices."""
+    """An identifier of machines of equal speed: processor, cores, devices."""
     from dsx_core.device import Device, accelerator_kind  # lazy import: as above
 
     if accelerator_kind() == "cuda":

@@ -1,4 +1,4 @@
-"""What a user calls a model: a module, a function that makes one, a file, a folder of Hugging Face's format."""
+"""The forms in which a user gives a model: a module, a function that makes one, a file, a Hugging Face folder."""
 
 from __future__ import annotations
 

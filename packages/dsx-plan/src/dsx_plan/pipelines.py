@@ -35,7 +35,7 @@ first of these numbers with which something repeats itself is taken.
 
 
 def mail_of(stages: int, known: Mapping[int, Any]) -> Any:
-    """What brings a rank the letters of the others; None without a pipeline."""
+    """The stand-in by which a rank gets the messages of the other stages; None without a pipeline."""
     if stages == 1:
         return None
     from dsx_pipe.runtime.rehearsed import RehearsedMail  # lazy import: only pipelines need the package
@@ -44,7 +44,7 @@ def mail_of(stages: int, known: Mapping[int, Any]) -> Any:
 
 
 def micro_batches_of(model: Any, stages: int, accumulation: int) -> int:
-    """How many micro-batches of a step are replayed.
+    """The number of micro-batches of a step that are replayed.
 
     Args:
         model: as it is given to the engine: a `PipelineModule`, or what the configuration cuts.
@@ -302,7 +302,7 @@ def _got_what_was_sent(rank: int, found: Mapping[int, Any]) -> bool:
 
 @dataclass(frozen=True)
 class PipelineStep:
-    """How long a step of a pipeline takes. By place in the pipeline where several are named.
+    """The times of a step of a pipeline. Lists are by place in the pipeline.
 
     Attributes:
         seconds: of the whole step.

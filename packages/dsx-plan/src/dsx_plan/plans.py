@@ -33,7 +33,7 @@ class Change:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What one rank of a pipeline needs. Bytes are of one rank and one optimizer step.
+    """The needs of one rank of a pipeline. Bytes are of one rank and one optimizer step.
 
     Attributes:
         rank: global rank that was replayed.
@@ -69,7 +69,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """How the stages of a model work together.
+    """The plan of a pipeline as a whole.
 
     Attributes:
         schedule: its name.
@@ -97,7 +97,7 @@ class PipelinePlan:
 
 @dataclass
 class Plan:
-    """What a configuration needs and how long a step takes, on the rank that needs most.
+    """The memory and the step time of a configuration, on the rank that needs most.
 
     Bytes and operations are of one rank and one optimizer step; seconds are of one optimizer step.
 

@@ -1,4 +1,4 @@
-"""What is written down of a replayed step: where its parts begin in the trace, and what was sent until then."""
+"""Records of a replayed step: the begin of its parts in the trace, and the messages sent until then."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Record", "StageReplay", "Steps", "counted"]
 
 @dataclass(frozen=True)
 class StageReplay:
-    """What a rank of a pipeline did in a step.
+    """The replayed step of one rank of a pipeline.
 
     Attributes:
         place: of this rank in the pipeline.

@@ -123,7 +123,7 @@ class Recorder(RehearsalObserver):
     # - phases and lanes
 
     def begin(self, phase: str) -> None:
-        """What follows belongs to a phase: "forward", "backward", "step", "build"."""
+        """Begin a phase, to which the following entries belong: "forward", "backward", "step", "build"."""
         self.phase = phase
         if phase not in self.trace.phases:
             self.trace.phases.append(phase)

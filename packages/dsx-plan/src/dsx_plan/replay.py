@@ -41,7 +41,7 @@ MOST_MICRO_BATCHES = 3
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be replayed.
+    """The arguments of a replay.
 
     Attributes:
         engine: what is built and run.
@@ -81,7 +81,7 @@ class Question:
 
 @dataclass
 class Replay:
-    """What a rank did in one step.
+    """The record of one step of a rank.
 
     Attributes:
         trace: the entries.

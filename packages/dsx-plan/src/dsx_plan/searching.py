@@ -138,7 +138,7 @@ _NOT_SPREAD = (
 def usual_space(
     config: Config, world_size: int, ranks_per_host: int | None = None, engine: EngineToPlan | None = None
 ) -> dict[str, list[Any]]:
-    """What `dsx plan --search` varies, in an order in which `prune` can leave much out: the axes of ranks (data,
+    """The axes that `dsx plan --search` varies, in an order in which `prune` can skip many: the axes of ranks (data,
     tensor, pipe, experts where the configuration spreads them), stage, micro-batch with the same samples in a step,
     placement, recomputation.
     """
@@ -179,7 +179,7 @@ def _shown(point: Mapping[str, Any]) -> str:
 
 
 class _Past:
-    """What earlier points tell about a new one. With `prune` off: nothing."""
+    """Conclusions about a new point from earlier ones. With `prune` off: none."""
 
     def __init__(self, prune: bool, config_error: type[Exception]) -> None:
         self._prune, self._config_error = prune, config_error
@@ -199,7 +199,7 @@ class _Past:
             self._impossible.append((_without(point, (*_SAVING, MICRO)), str(error)))
 
     def verdict(self, point: dict[str, Any]) -> str:
-        """Why a point needs no plan; "" for one that needs it."""
+        """The reason that a point needs no plan; "" for one that needs it."""
         if not self._prune:
             return ""
         layout = _without(point, (*_SAVING, MICRO))

@@ -31,7 +31,7 @@ class _Section(BaseModel):
 
 
 class ModelInfo(_Section):
-    """What is known about the model, and whether an engine writes down what it finds."""
+    """Known facts about the model, and whether an engine writes down what it finds."""
 
     profile: bool = Field(False, description="write facts about the model to model_info_path, then end the program")
     num_params: Size | None = Field(None, description="number of parameters")

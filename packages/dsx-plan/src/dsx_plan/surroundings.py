@@ -1,4 +1,4 @@
-"""What surrounds a replay: no limit of address space, no news of a job that does not run, no kernels on addresses, the
+"""The context of a replay: no limit of address space, no log of a job that does not run, no kernels on addresses, the
 attention of a device.
 """
 
@@ -60,7 +60,7 @@ def address_space() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """What the engine says, in this thread, of a job that does not run is no news."""
+    """Silence warnings, and the engine's log in this thread: they speak of a job that does not run."""
     own = threading.get_ident()
 
     def is_news(record: logging.LogRecord) -> bool:

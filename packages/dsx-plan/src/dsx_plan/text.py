@@ -194,7 +194,7 @@ _MOST_REASONS = 12
 
 
 def describe_skipped(points: Sequence[tuple[Mapping[str, object], str]]) -> str:
-    """Why points have no plan: a line for each reason, with how many there are and one of them."""
+    """The reasons why points have no plan: a line for each, with the number of points and one of them."""
     by_reason: dict[str, list[Mapping[str, object]]] = {}
     for values, reason in points:
         by_reason.setdefault(" ".join(reason.split()), []).append(values)

@@ -22,7 +22,7 @@ underscore."""
 
 
 def config_position(args: Sequence[str]) -> tuple[int, str]:
-    """Where the configuration stands: the index of its word and the file's path.
+    """The position of the configuration: the index of its word and the file's path.
 
     Raises:
         AutotuningError: there is no such option, or its value is no file.

@@ -1,4 +1,4 @@
-"""What ends a search before it has a result. The message says what was got, what was expected and what to do."""
+"""Errors that end a search before it has a result. A message says what was got, what was expected and what to do."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ _NO_MEMORY = re.compile(
 
 @dataclass(frozen=True)
 class Job:
-    """What is tuned, and how it is started. Made by the launcher.
+    """The program that is tuned, and the functions that start it. Made by the launcher.
 
     Attributes:
         script, args: the user's program and its arguments.

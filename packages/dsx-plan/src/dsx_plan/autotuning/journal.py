@@ -113,7 +113,7 @@ class Journal:
         return found[-1] if found else None
 
     def unfinished(self, key: str) -> int:
-        """How often an experiment was begun and the tuner was gone before it ended."""
+        """The number of times that an experiment was begun and the tuner ended before it."""
         events = [one.get("event") for one in self.entries if one.get("key") == key]
         return events.count("begun") - events.count("ended") - events.count("stopped")
 

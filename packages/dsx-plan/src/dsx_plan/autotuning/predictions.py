@@ -1,4 +1,4 @@
-"""What a candidate will need and how long it will take: the planner's word, or, where it has none, a formula.
+"""Predicted memory and time of a candidate: the planner's answer, or a formula where it has none.
 
 The first experiment measures one point of the space. The planner's figures are corrected by it: the difference between
 measured and planned memory is added to every candidate (what the process holds besides), and scores are compared as
@@ -28,7 +28,7 @@ _FIXED_PART = 0.15
 
 @dataclass(frozen=True)
 class Facts:
-    """What the first experiment found. Bytes and seconds are of one rank; times are means over the measured updates.
+    """Measurements of the first experiment. Bytes and seconds are of one rank; times are means over measured updates.
 
     Attributes:
         num_params, trainable_num_params: of the whole model.
@@ -122,7 +122,7 @@ def largest_micro_batches(candidates: Iterable[Candidate], count: int) -> list[C
 
 
 def score_of(candidate: Candidate, seconds: float, data_parallel: int, metric: str) -> float:
-    """What is compared, larger is better: updates per second for "latency", else samples per second."""
+    """The score of a candidate, larger is better: updates per second for "latency", else samples per second."""
     return 1 / seconds if metric == "latency" else candidate.micro * candidate.steps * data_parallel / seconds
 
 

@@ -1,4 +1,4 @@
-"""What a search has found, as rows, as text and as plain values."""
+"""Results of a search, as rows, as text and as plain values."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Result:
         return max(worked, key=lambda row: self.score(row) or 0.0, default=None)
 
     def score(self, row: Row) -> float | None:
-        """What is compared, larger is better; None for an experiment that failed."""
+        """The score of a row, larger is better; None for an experiment that failed."""
         metrics = row.outcome.metrics
         if metrics is None:
             return None
@@ -129,7 +129,7 @@ class Result:
         return "\n\n".join(parts) + "\n"
 
     def _gain(self, best: Row) -> str:
-        """How much better than the configuration as it was, where that was measured."""
+        """Text of the gain over the first experiment; "" if that is the best one or has no score."""
         first = next((row for row in self.rows if row.first), None)
         if first is None or first is best or not self.score(first):
             return ""

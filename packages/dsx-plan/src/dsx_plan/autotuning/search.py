@@ -102,7 +102,7 @@ class Autotuner:
                 self.write_optimal_config()
 
     def describe(self) -> str:
-        """What a search would do, in lines."""
+        """The experiments that a search would run, in lines."""
         lines = [
             f"{len(self._candidates)} configurations on {self._job.world_size} ranks, before those that do not fit",
             f"first experiment: {self._space.start.name}",
@@ -227,7 +227,7 @@ class Autotuner:
         return tuple(one for one in space.candidates() if not verdicts[one.group]), said
 
     def _questions(self, first: Candidate) -> list[dict[str, Any]]:
-        """What the planner is asked: the first experiment, then each group by ascending micro-batch."""
+        """Questions for the planner: the first experiment, then each group by ascending micro-batch."""
         order = sorted(self._candidates, key=lambda one: (one.micro, one.steps))
         return [
             {
@@ -257,7 +257,7 @@ class Autotuner:
         return kept, tuple(f"Left out: {count} that {why}." for count, why in sentences if count)
 
     def _about(self) -> dict[str, Any]:
-        """What a journal is about; results of anything else are not taken for its own."""
+        """The identity of a search, by which its journal is known; results of another search are not used."""
         index, section = config_position(self._job.args)[0], self._section
         return {
             "script": str(Path(self._job.script).absolute()),

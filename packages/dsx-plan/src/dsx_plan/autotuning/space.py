@@ -1,4 +1,4 @@
-"""What can be tried: every combination of stage, micro-batch, accumulation and what else the configuration leaves open.
+"""The search space: combinations of stage, micro-batch, accumulation and other keys that the configuration leaves open.
 
 How a configuration is read:
 
@@ -87,7 +87,7 @@ class Candidate:
 
     @property
     def group(self) -> tuple[int, tuple[tuple[str, str], ...]]:
-        """What it shares with candidates that differ in batch sizes only."""
+        """The settings that it shares with candidates that differ in batch sizes only."""
         return self.stage, self.others
 
     def applied_to(self, document: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What measurements say about candidates that were not measured: a Gaussian process on the error of the predictions.
+"""Estimates for candidates that were not measured: a Gaussian process on the error of the predictions.
 
 A prediction is wrong by a factor. The factor has a part that is the same everywhere (the machine is slower than
 thought) and a part that is alike for similar candidates (stage 3 is slower than thought). So the model is, for
@@ -40,7 +40,7 @@ class Belief:
 
 
 def distance(a: Candidate, b: Candidate) -> float:
-    """How different two candidates are."""
+    """The distance between two candidates (see the module)."""
     batches = abs(math.log2(a.micro / b.micro)) + 0.5 * abs(math.log2(a.steps / b.steps))
     mine, yours = dict(a.others), dict(b.others)
     changed = sum(mine.get(path) != yours.get(path) for path in {*mine, *yours})

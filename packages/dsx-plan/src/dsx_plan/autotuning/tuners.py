@@ -1,4 +1,4 @@
-"""Which candidate is tried next, and when to stop: the three values of `tuner_type`.
+"""The choice of the next candidate, and of the end of a search: the three values of `tuner_type`.
 
 A tuner is a pure function of what was measured so far, so a search that was killed goes on as if it had not been.
 `gridsearch` and `random` go through the stages one after the other; `tuner_num_trials` and `tuner_early_stopping` hold
@@ -78,7 +78,7 @@ def make_tuner(
 
 
 def since_best(scores: Sequence[float | None]) -> int:
-    """How many trials were made after the best one; all of them if none worked."""
+    """The number of trials after the best one; that of all trials if none worked."""
     best, since = 0.0, 0
     for score in scores:
         since += 1
