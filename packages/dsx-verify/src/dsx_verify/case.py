@@ -1,4 +1,4 @@
-"""What is known about a difference: what each rank saw in the update, and what plain torch computes. And fits."""
+"""Facts about a difference: values that each rank saw in the update, those that plain torch computes, and fits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST = 20_000  # elements of a tensor that take part in a fit
 
 @dataclass
 class Observed:
-    """What this rank saw in one update of the system.
+    """The values that this rank saw in one update of the system.
 
     Attributes:
         unclipped, gradients: whole gradients before clipping (where the system tells), and those that were used.

@@ -1,4 +1,4 @@
-"""How each kind of value of an audit is compared, and how much it may differ."""
+"""Comparison of each kind of value of an audit, and its tolerance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step should compute: plain torch on the micro-batches of all ranks, in float64.
+"""The expected values of a step: plain torch on the micro-batches of all ranks, in float64.
 
 Beside it the same micro-batches run through plain torch in the precision of the system under audit. What lies between
 the two is the rounding of this model on these samples, measured and not guessed: tolerances are a multiple of it.
@@ -33,7 +33,7 @@ _EPS = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-
 
 @dataclass(frozen=True)
 class Expected:
-    """What one update of the audited system should compute.
+    """The expected values of one update of the audited system.
 
     Args:
         model: makes the plain, unsharded model; its names are those of the report.
@@ -118,7 +118,7 @@ class Computed:
         return {name: sum(weight * part[name] for weight, part in weighted) for name in names}  # type: ignore[misc]
 
     def forwards(self) -> dict[str, Any]:
-        """What the forward passes give, and the share of each in the mean."""
+        """The results of the forward passes, and the share of each in the mean."""
         shares = {(sample.rank, sample.micro): share for sample, share in zip(self.samples, self.weights)}
         return {"seen": self.seen, "losses": self.losses, "noise": self.loss_noise, "shares": shares}
 

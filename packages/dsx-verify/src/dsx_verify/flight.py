@@ -28,7 +28,7 @@ _INSIDE = re.compile(r"/torch/(distributed|nn|autograd|_ops|utils)|/dsx_verify/"
 
 @dataclass(frozen=True)
 class Hang:
-    """Why a process group does not go on.
+    """The reason that a process group does not continue.
 
     Attributes:
         kind: "missing" (ranks did not enter a collective), "other collective", "other sizes", or "slow" (all ranks
@@ -82,7 +82,7 @@ def read_dumps(paths: Iterable[str | Path]) -> dict[int, dict[str, Any]]:
 def explain_dumps(
     dumps: Mapping[int, Mapping[str, Any]], places: Mapping[int, str] | None = None, *, world_size: int = 0
 ) -> Hang | None:
-    """Why the job does not go on; None if no rank waits for a collective.
+    """The reason that the job does not continue; None if no rank waits for a collective.
 
     Args:
         dumps: of each rank that could tell.
@@ -96,7 +96,7 @@ def explain_dumps(
 
 
 def lateness(dumps: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:
-    """How much later than the first rank each rank enters collectives, in milliseconds: the median of those that are in
+    """The delay of each rank behind the first one at collectives, in milliseconds: the median of those that are in
     all dumps. A rank that is late each time holds the others up. The ranks' clocks must agree.
     """
     late: dict[int, list[float]] = {rank: [] for rank in dumps}

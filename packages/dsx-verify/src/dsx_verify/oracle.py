@@ -23,7 +23,7 @@ Loss = Callable[[Callable[..., Any], Any], torch.Tensor]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the oracle trains: functions of the user and choices of dtypes. It contains no part that is under test.
+    """The training that the oracle does: functions of the user and choices of dtypes. It contains no part under test.
 
     Attributes:
         optimizer: (groups of fp32 masters) -> an optimizer.

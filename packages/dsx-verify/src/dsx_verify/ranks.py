@@ -50,7 +50,7 @@ class Ranks:
         return values
 
     def of_rank_0(self, make: Callable[[], T]) -> T:
-        """What `make` returns on rank 0, on every rank. An error of rank 0 is raised on all."""
+        """The result of `make` on rank 0, returned on every rank. An error of rank 0 is raised on all."""
         if self.size == 1:
             return make()
         sent: list[Any] = [None, ""]

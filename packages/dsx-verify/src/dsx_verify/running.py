@@ -134,7 +134,7 @@ class Audit:
             self.note_losses(step(micro_batches))
 
     def note_losses(self, returned: Any) -> None:
-        """What the step returned, where that is losses."""
+        """Note what the step returned, if it consists of losses."""
         items = returned if isinstance(returned, Sequence) else [returned]
         self.observed.losses = [
             float(item)

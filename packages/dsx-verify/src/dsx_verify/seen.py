@@ -1,4 +1,4 @@
-"""What hooks see of a forward pass: dtypes and short sums of each module's output, and the random state at the end.
+"""Records of a forward pass by hooks: dtypes and checksums of each module's output, and the last random state.
 
 An audit compares them with those of plain torch, to name the first module that computes something else.
 """

@@ -1,4 +1,4 @@
-"""What an audit asks of a training system, and the parts that adapters share.
+"""The interface that an audit asks of a training system, and the parts that adapters share.
 
 A `System` is a model that is trained somehow: wrapped, sharded, or driven by an engine. An audit asks it for whole
 tensors under the names of the plain model, at three points of a step. Adapters for known systems are in `adapters.py`;

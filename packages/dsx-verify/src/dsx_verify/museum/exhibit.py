@@ -1,4 +1,4 @@
-"""What an exhibit is, and what exhibits share: a small model, samples, and data parallelism written out by hand."""
+"""The class of an exhibit, and parts that exhibits share: a small model, samples, and data parallelism by hand."""
 
 from __future__ import annotations
 
