@@ -54,7 +54,7 @@ class ActivationCheckpointing(BaseModel):
 
 
 class SequenceParallelSection(BaseModel):
-    """How the attention of a model runs over the ranks of `sequence_parallel_size`."""
+    """Options for attention over the ranks of `sequence_parallel_size`."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", protected_namespaces=())
 

@@ -38,7 +38,7 @@ __all__ = [
 
 
 class State:
-    """What checkpoints of this process share.
+    """State that all checkpoints of this process share.
 
     Attributes:
         settings: the settings of the last `configure`.
@@ -195,7 +195,7 @@ def is_configured() -> bool:
 
 
 def use_count() -> int:
-    """How often `checkpoint` was called in this process, recomputations not counted."""
+    """The number of calls of `checkpoint` in this process, recomputations not counted."""
     return current().uses
 
 

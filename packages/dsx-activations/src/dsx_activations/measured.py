@@ -219,8 +219,8 @@ class _Probe:
 
 
 def _unpack(tensor: torch.Tensor) -> torch.Tensor:
-    """What a hook has packed, which is detached: a graph that held its own output would never be freed, as Python sees
-    only half of that cycle (`test_checkpointing_freed.py`). Autograd attaches the tensor to its node again.
+    """The tensor that a hook has packed, which is detached: a graph that held its own output would never be freed, as
+    Python sees only half of that cycle (`test_checkpointing_freed.py`). Autograd attaches the tensor to its node again.
     """
     return tensor
 

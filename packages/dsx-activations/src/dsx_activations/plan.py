@@ -135,7 +135,7 @@ def choose(costs: Sequence[BlockCost], budget: int, *, outside: int = 0) -> Choi
 
 @dataclass(frozen=True)
 class _Option:
-    """What is kept of a block until its backward, what is alive during it, and the time that it costs."""
+    """Bytes of a block that are kept until its backward, bytes alive during it, and the seconds that it costs."""
 
     kept: int
     alive: int
@@ -143,7 +143,7 @@ class _Option:
 
 
 def _options(cost: BlockCost) -> dict[str, _Option]:
-    """What can be kept of a block: everything, its inputs, or these and the results of expensive operators."""
+    """The choices of what a block keeps: everything, its inputs, or these and the results of expensive operators."""
     found = {
         "all": _Option(cost.kept, cost.kept, 0.0),
         "inputs": _Option(cost.inputs, cost.inputs + cost.kept, cost.seconds),

@@ -18,7 +18,7 @@ PATH = "activation_checkpointing"
 
 @dataclass(frozen=True)
 class CheckpointingSettings:
-    """Where kept inputs lie, and what is reported.
+    """The storage of kept inputs, and reports about it.
 
     Attributes:
         partition_activations: each model-parallel rank keeps a slice of every input.

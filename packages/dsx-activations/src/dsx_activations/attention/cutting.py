@@ -1,4 +1,4 @@
-"""Which tokens of a sequence belong to which rank.
+"""The assignment of a sequence's tokens to ranks.
 
 Two orders. `plain`: the sequence is cut into one piece for each rank. `zigzag`: it is cut into twice as many pieces,
 and rank r has piece r and piece 2 * size - 1 - r, so that under a causal mask all ranks have the same work. Pieces are

@@ -1,4 +1,4 @@
-"""What a call of attention over sequence shards is about, checked before anything is sent."""
+"""The arguments of a call of attention over sequence shards, checked before anything is sent."""
 
 from __future__ import annotations
 

@@ -22,8 +22,11 @@ __all__ = ["Described", "SequenceParallel", "add_hooks"]
 
 @dataclass(frozen=True)
 class Described:
-    """What the tokens of one forward are: the length of the whole sequence (None: each call asks the other ranks), and
-    the document numbers of all of it.
+    """A description of one forward's tokens.
+
+    Attributes:
+        length: of the whole sequence; None: each call asks the other ranks.
+        documents: the document number of each token of the whole sequence.
     """
 
     length: int | None = None
@@ -31,7 +34,7 @@ class Described:
 
 
 class SequenceParallel:
-    """What `sequence_parallel` returns: cuts tensors, says what the next tokens are, and ends the conversion.
+    """The handle that `sequence_parallel` returns: it splits tensors, is told of the next tokens, ends the conversion.
 
     Attributes:
         group, order: as given.
@@ -114,7 +117,7 @@ class SequenceParallel:
             switch(paused)
 
     def take_described(self) -> Described:
-        """What was said of the next forward."""
+        """Take the description of the next forward."""
         found, self._next = self._next or Described(self._fixed), None
         return found
 

@@ -76,7 +76,7 @@ class Shelf:
 
 
 def in_turn(plan: Sequence[tuple[tuple[Shelf, int], ...]]) -> Iterator[list[Tensors]]:
-    """What each step needs, while that of the next step is on its way."""
+    """Yield the tensors that each step needs, while those of the next step are in flight."""
     for number, step in enumerate(plan):
         for shelf, index in step:
             shelf.start(index)
@@ -173,7 +173,7 @@ def _parts(length: int, chunks: int) -> Segments:
 def _steps(
     pairs: Sequence[tuple[int, int]], queries: Shelf, keys: Shelf
 ) -> list[tuple[tuple[Shelf, int], ...]]:  # fmt: skip
-    """What every pair of chunks needs: keys, and queries with the first of their pairs."""
+    """The chunks to fetch for every pair: its keys, and its queries if it is the first pair of them."""
     return [
         ((keys, j), (queries, i)) if not place or pairs[place - 1][0] != i else ((keys, j),)
         for place, (i, j) in enumerate(pairs)

@@ -107,7 +107,7 @@ def _parameters_of(name: str, *functions: Any) -> list[torch.Tensor]:
 
 @dataclass
 class _Layer:
-    """What a layer is, and how its tokens are cut.
+    """The functions of a layer, and the split of its tokens.
 
     Attributes:
         ranges: of each chunk the tokens among this rank's.
@@ -327,7 +327,7 @@ class _Run:
         self._keys.put(chunk, k, v)
 
     def _learn(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """What the first chunk says of heads."""
+        """Learn the numbers and sizes of heads from the first chunk, and check them."""
         layer, batch = self._layer, self._shape[0]
         number = layer.ranges[0][1] - layer.ranges[0][0]
         if any(t.dim() != 4 or t.shape[0] != batch or t.shape[2] != number for t in (q, k, v)) or (

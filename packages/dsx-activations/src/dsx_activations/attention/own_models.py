@@ -96,8 +96,8 @@ _REPLACED = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
 
 
 def _recomputed_by() -> Any:
-    """What will run the present code again in backward: the innermost checkpoint, by what it does with saved tensors;
-    False in one that re-enters autograd, which runs without a graph.
+    """The checkpoint that will run the present code again in backward: the innermost one, by its hooks for saved
+    tensors; False in one that re-enters autograd, which runs without a graph.
     """
     top = getattr(getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None)
     hooks = None if top is None else top(False)

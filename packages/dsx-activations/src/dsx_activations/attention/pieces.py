@@ -25,7 +25,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Work:
-    """What attention is computed: who sees what, the factor of the scores, dropout, and `softcap * tanh(score /
+    """The attention to compute: visible keys, the factor of the scores, dropout, and `softcap * tanh(score /
     softcap)` in the place of scores. `kernel` is the choice of `sequence_attention`: "pieces" and "flex" are taken, any
     other name leaves the choice to `fused`.
     """

@@ -105,7 +105,7 @@ class Swap:
 
 
 class _Message:
-    """What is on its way between the peers: one all-to-all, in which other ranks of the group have no part."""
+    """A message in flight between the peers: one all-to-all, in which other ranks of the group have no part."""
 
     def __init__(
         self, facts: Facts, sent: list[list[torch.Tensor]], shapes: list[list[tuple[int, int, int, int]]]

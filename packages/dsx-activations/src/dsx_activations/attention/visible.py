@@ -1,5 +1,5 @@
-"""Which keys a query sees, and which weights dropout keeps. Both depend on positions in the whole sequence only, so
-that they are the same however the sequence is cut.
+"""The keys that a query sees, and the weights that dropout keeps. Both depend on positions in the whole sequence only,
+so that they are the same however the sequence is split.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Dropout", "Visible"]
 
 @dataclass(frozen=True)
 class Visible:
-    """What a query may see.
+    """The keys that a query may see.
 
     Attributes:
         causal: a token sees itself and the tokens before it.
@@ -45,7 +45,7 @@ class Visible:
         return first, behind
 
     def hidden(self, rows: tuple[int, int], keys: tuple[int, int], device: torch.device) -> torch.Tensor | None:
-        """What is hidden of a range of keys from a range of rows.
+        """The mask of the keys of a range that are hidden from a range of rows.
 
         Returns:
             (batch or 1, rows, keys) of bool, or None where nothing is hidden.
@@ -69,7 +69,7 @@ class Visible:
         return found
 
     def mask(self, length: int, device: torch.device) -> torch.Tensor | None:
-        """What is seen, as one mask (batch or 1, 1, length, length) for kernels that take one."""
+        """The visible keys, as one mask (batch or 1, 1, length, length) for kernels that take one."""
         hidden = self.hidden((0, length), (0, length), device)
         return None if hidden is None else ~hidden[:, None]
 
@@ -91,7 +91,7 @@ class Dropout:
     def factors(
         self, shape: torch.Size, rows: tuple[int, int], keys: tuple[int, int], like: torch.Tensor
     ) -> torch.Tensor:
-        """What weights are multiplied with.
+        """The factors by which dropout multiplies weights.
 
         Args:
             shape: (batch, key heads, queries of one key head): of what the weights belong to.
