@@ -1,4 +1,4 @@
-"""What two packages of dsx or more need, once each: errors with codes, files, locks, agreement of ranks, strict JSON.
+"""The parts that two packages of dsx or more need: errors with codes, files, locks, agreement of ranks, strict JSON.
 
 Each module is one noun:
 

@@ -128,7 +128,7 @@ class Device:
         return nullcontext() if stream is None else stream
 
     def event(self) -> torch.Event | None:
-        """What the current stream has enqueued so far; None on the CPU, where it is done."""
+        """An event behind all work that the current stream has enqueued; None on the CPU, where that work is done."""
         stream = self.stream()
         return None if stream is None else stream.record_event()
 

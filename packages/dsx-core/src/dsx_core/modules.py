@@ -1,4 +1,4 @@
-"""What dsx puts on a user's modules, and which of them are the blocks of a model.
+"""Hooks and calls that dsx puts on a user's modules, and the choice of a model's blocks.
 
 Several packages hook modules, replace their calls and look at their blocks, in any combination: sharding,
 recomputation, compilation. Here is what they have to know of each other.
@@ -87,7 +87,7 @@ class AroundCall:
 
     @property
     def call(self) -> Callable[..., Any]:
-        """What is called inside, with the module's hooks."""
+        """The function that is called inside, with the module's hooks."""
         return self.module._call_impl if self.inner is None else self.inner
 
 

@@ -190,7 +190,7 @@ class Together:
         return reply
 
     def _tried(self, action: Callable[[], Any]) -> tuple[tuple[Any, tuple[int, str] | None], Exception | None]:
-        """What this rank says of the action: its result, or what failed. And the error itself."""
+        """This rank's report of the action (its result, or its failure in words), and the error itself."""
         try:
             return (action(), None), None
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for this one
@@ -204,7 +204,7 @@ class Together:
         return None
 
     def _named(self, doing: str, rank: int, failed: tuple[int, str]) -> tuple[int, str]:
-        """What a rank has said of its failure, as all ranks raise it."""
+        """The failure that a rank has reported, in the form in which all ranks raise it."""
         kind, words = failed
         who = f"rank {rank} failed: " if self.world_size > 1 else ""
         return kind, f"{doing}: {who}{words}"
@@ -252,7 +252,7 @@ class Together:
             raise
 
     def _told(self, failure: Exception) -> tuple[int, str]:
-        """What the other ranks need to raise the same error: the index of its kind, and its words."""
+        """The index of an error's kind and its text, from which the other ranks raise the same error."""
         for index, kind in enumerate(self.kinds):
             if isinstance(failure, kind):
                 return index, str(failure)
