@@ -66,7 +66,7 @@ class NativeLoader:
         return None if self._disabled else self._module
 
     def why_not(self) -> str:
-        """Why `module()` is None; "" when it is there."""
+        """The reason that `module()` is None; "" when the module is there."""
         if self.module() is not None:
             return ""
         return self.reason or "switched off by reference_only()"
@@ -89,7 +89,7 @@ class NativeLoader:
         return (None, reason) if reason else (module, "")
 
     def _wrong_isa(self, module: Any) -> str:
-        """Why the instruction set that DSX_ISA names cannot be used."""
+        """The reason that the instruction set DSX_ISA names cannot be used; "" if it can, or if none can be chosen."""
         if not hasattr(module, "isa"):
             return ""
         try:

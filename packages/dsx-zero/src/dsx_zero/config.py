@@ -52,7 +52,7 @@ class _Section(BaseModel):
 
 
 class OffloadParam(_Section):
-    """Where parameters live between uses (stage 3)."""
+    """The place of parameters between uses (stage 3)."""
 
     device: Literal["none", "cpu", "nvme"] = Field(
         "cpu", description="none: device memory; cpu: host memory; nvme: files on disk"
@@ -69,7 +69,7 @@ class OffloadParam(_Section):
 
 
 class OffloadOptimizer(_Section):
-    """Where masters and optimizer states live and are updated."""
+    """The place of fp32 master weights and optimizer states, and of their update."""
 
     device: Literal["none", "cpu", "nvme"] = Field(
         "cpu", description="none: device memory; cpu: host memory; nvme: files on disk"
@@ -207,7 +207,7 @@ _READ_AS = {"cpu_offload": "offload_optimizer", "cpu_offload_params": "offload_p
 
 
 class ZeroConfig(_Section):
-    """How optimizer states, gradients and parameters are divided among the ranks. Sizes are in elements."""
+    """The sharding of optimizer states, gradients and parameters over the ranks. Sizes are in elements."""
 
     # The section's judgements of its keys: dsx takes them from here into its messages and its reference.
     NOT_YET: ClassVar[dict[str, str]] = NOT_YET

@@ -1,4 +1,4 @@
-"""What an engine says when it is built: the warnings of its configuration, and what was decided."""
+"""Log messages of a new engine: the warnings of its configuration, and the choices that were made."""
 
 from __future__ import annotations
 

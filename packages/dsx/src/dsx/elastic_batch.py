@@ -66,7 +66,7 @@ class ElasticBatch:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why there is no batch. `world_size`: the world size does not fit, and not the settings."""
+    """The reason that there is no batch. `world_size`: the world size does not fit, rather than the settings."""
 
     got: str
     expected: str

@@ -41,8 +41,8 @@ _CODES = {
 
 
 def in_checkout(distribution: str) -> str:
-    """What to run for a package of ours that is missing or has another version. Package indexes hold none of ours: the
-    name `dsx` there is a stranger's.
+    """The command that installs a package of ours that is missing or has another version. Package indexes hold none of
+    ours: the name `dsx` there is a stranger's.
     """
     return f"in the checkout of dsx {__version__}: pip install --no-deps ./packages/{distribution}"
 

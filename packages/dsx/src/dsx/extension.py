@@ -52,7 +52,7 @@ class Stateful(Protocol):
 
 @dataclass
 class Watch(EngineWatch):
-    """What extensions add to an engine (see `dsx.engine.watch.Watch`), and who makes it.
+    """The additions of extensions to an engine (see `dsx.engine.watch.Watch`), and the function that makes it.
 
     Attributes:
         make_engine: makes the engine of its `EngineParts` (which hold this object); None: `Engine`.

@@ -1,4 +1,4 @@
-"""What happens to a micro-batch on its way into the model: transforms, the cast of inputs, the forward's context."""
+"""The steps of a micro-batch on its way into the model: transforms, the cast of inputs, the forward's context."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Recomputing(Extension):
             watch.closing.callback(self._budget.remove)
 
     def state(self) -> Stateful | None:
-        """What the budget recomputes; None without one."""
+        """The state of the recomputation budget; None without a budget."""
         return self._budget
 
 

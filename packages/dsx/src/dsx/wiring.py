@@ -143,7 +143,7 @@ def _telling_all_stages() -> Iterator[None]:
 
 
 def _joined(extensions: Sequence[Extension], to: Watched) -> Watch:
-    """What the extensions add to the engine."""
+    """Join the extensions' additions to the engine."""
     watch = Watch()
     for one in extensions:
         one.join(watch, to)

@@ -44,7 +44,7 @@ class Elasticity(Toggle):
 
 
 def missing_keys(section: Any) -> list[str]:
-    """What a section that is switched on has to say and does not: the batch that it chooses depends on it."""
+    """The keys that an enabled section must set and does not: the batch that it chooses depends on them."""
     return [key for key in ("max_train_batch_size", "micro_batch_sizes") if key not in section.model_fields_set]
 
 

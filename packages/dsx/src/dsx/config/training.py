@@ -14,7 +14,7 @@ ShortDtype = Literal["fp32", "fp16", "bf16"]
 
 
 class Optimizer(Section):
-    """Which optimizer updates the parameters."""
+    """The optimizer that updates the parameters."""
 
     type: str = Field(
         description="Adam, AdamW, Lamb, Lion, Adagrad, SGD or any class of torch.optim; case does not matter"
@@ -26,7 +26,7 @@ class Optimizer(Section):
 
 
 class Scheduler(Section):
-    """Which schedule sets the learning rate after every optimizer step."""
+    """The schedule that sets the learning rate after every optimizer step."""
 
     type: str = Field(
         description=(
@@ -108,7 +108,7 @@ class DataTypes(Section):
 
 
 class ParallelWrite(Section):
-    """How the ranks share the writing of a checkpoint."""
+    """Options by which the ranks share the writing of a checkpoint."""
 
     pipeline_stage: bool = Field(
         False, description="each data-parallel replica writes some of the layers of a pipeline stage"
@@ -128,7 +128,7 @@ class CheckpointWriter(Section):
 
 
 class Checkpoint(Section):
-    """How checkpoints are written and read."""
+    """Options for writing and reading checkpoints."""
 
     tag_validation: Literal["Ignore", "Warn", "Fail"] = Field(
         "Warn", description="what happens when ranks save with different tags; case does not matter"

@@ -154,7 +154,7 @@ class CSV(TypedDict, total=False):
 
 
 class Checkpoint(TypedDict, total=False):
-    """How checkpoints are written and read."""
+    """Options for writing and reading checkpoints."""
 
     tag_validation: Literal["Ignore", "Warn", "Fail"] | Auto
     load_universal: bool | Auto
@@ -195,7 +195,7 @@ class Comet(TypedDict, total=False):
 
 
 class CommsLogger(TypedDict, total=False):
-    """What the communication log records."""
+    """Settings of the communication log."""
 
     enabled: bool | Auto
     verbose: bool | Auto
@@ -499,7 +499,7 @@ class LoCo(TypedDict, total=False):
 
 
 class LtdSchedule(TypedDict, total=False):
-    """How many tokens pass the selected layers."""
+    """Schedule of the number of tokens that the selected layers process."""
 
     min_value: int | Auto | None
     max_value: int | Auto | None
@@ -522,7 +522,7 @@ class MixedQuantize(TypedDict, total=False):
 
 
 class ModelInfo(TypedDict, total=False):
-    """What is known about the model, and whether an engine writes down what it finds."""
+    """Known facts about the model, and whether an engine writes down what it finds."""
 
     profile: bool | Auto
     num_params: int | Auto | None
@@ -542,7 +542,7 @@ class Nebula(TypedDict, total=False):
 
 
 class OffloadOptimizer(TypedDict, total=False):
-    """Where masters and optimizer states live and are updated."""
+    """The place of fp32 master weights and optimizer states, and of their update."""
 
     device: Literal["none", "cpu", "nvme"] | Auto
     nvme_path: str | Auto | None
@@ -560,7 +560,7 @@ class OffloadOptimizer(TypedDict, total=False):
 
 
 class OffloadParam(TypedDict, total=False):
-    """Where parameters live between uses (stage 3)."""
+    """The place of parameters between uses (stage 3)."""
 
     device: Literal["none", "cpu", "nvme"] | Auto
     nvme_path: str | Auto | None
@@ -571,7 +571,7 @@ class OffloadParam(TypedDict, total=False):
 
 
 class Optimizer(TypedDict, total=False):
-    """Which optimizer updates the parameters."""
+    """The optimizer that updates the parameters."""
 
     type: str | Auto
     params: dict[str, Any] | Auto
@@ -579,7 +579,7 @@ class Optimizer(TypedDict, total=False):
 
 
 class ParallelWrite(TypedDict, total=False):
-    """How the ranks share the writing of a checkpoint."""
+    """Options by which the ranks share the writing of a checkpoint."""
 
     pipeline_stage: bool | Auto
 
@@ -633,7 +633,7 @@ class QuantizeBits(TypedDict, total=False):
 
 
 class QuantizeSchedule(TypedDict, total=False):
-    """When a bit is taken away."""
+    """The schedule by which quantization removes bits."""
 
     quantize_period: int | Auto
     schedule_offset: int | Auto
@@ -678,14 +678,14 @@ class SamplingCurriculum(TypedDict, total=False):
 
 
 class Scheduler(TypedDict, total=False):
-    """Which schedule sets the learning rate after every optimizer step."""
+    """The schedule that sets the learning rate after every optimizer step."""
 
     type: str | Auto
     params: dict[str, Any] | Auto
 
 
 class SequenceParallel(TypedDict, total=False):
-    """How the attention of a model runs over the ranks of `sequence_parallel_size`."""
+    """Options for attention over the ranks of `sequence_parallel_size`."""
 
     convert: bool | Auto
     order: Literal["plain", "zigzag"] | Auto
@@ -862,7 +862,7 @@ class WeightQuantizationShared(TypedDict, total=False):
 
 
 class Zero(TypedDict, total=False):
-    """How optimizer states, gradients and parameters are divided among the ranks."""
+    """The sharding of optimizer states, gradients and parameters over the ranks."""
 
     stage: Literal[0, 1, 2, 3] | Auto
     keep_full_gradients: bool | Auto

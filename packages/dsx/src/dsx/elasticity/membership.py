@@ -1,4 +1,4 @@
-"""Which ranks take part: as many as share the global batch out evenly; the others wait for the next round.
+"""The choice of the ranks that take part: as many as split the global batch evenly; the others wait for the next round.
 
 torch's elastic agent starts as many ranks as there are. A batch of 48 samples in micro-batches of 4 is shared out by 1,
 2, 3, 4, 6 or 12 ranks, not by 5. `join` is called by every rank before anything else: the first ranks, as many as suit
@@ -36,7 +36,7 @@ _SHARED_STORE_SWITCH = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 @dataclass(frozen=True)
 class Membership:
-    """What this round of the job is.
+    """The state of this round of the job.
 
     Attributes:
         rank, world_size: of those that take part.

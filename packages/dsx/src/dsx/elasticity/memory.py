@@ -65,7 +65,7 @@ def step_of(name: str) -> int | None:
 
 @dataclass(frozen=True)
 class Part:
-    """What a node holds of one snapshot.
+    """The part of one snapshot that a node holds.
 
     Attributes:
         name: of the snapshot; there are no two of one name.
@@ -77,7 +77,7 @@ class Part:
 
     @property
     def held(self) -> Spans:
-        """Which bytes are there."""
+        """The ranges of bytes that are there."""
         return Spans.of(item for _, held in self.places for item in held)
 
     @property
@@ -230,7 +230,7 @@ def _shortened(key: str) -> str:
 
 
 def _key_of(disk: Path) -> str:
-    """What ties snapshots to a folder on disk: a text in it, written once."""
+    """The text that ties snapshots to a folder on disk: it is in that folder, written once."""
     disk.mkdir(parents=True, exist_ok=True)
     path = disk / _KEY_NAME
     mine = disk / f"{_KEY_NAME}.{uuid.uuid4().hex}"
@@ -275,7 +275,7 @@ def _spans_in(path: Path) -> Spans:
 
 
 def _held(folder: Path) -> Spans:
-    """Which bytes a part has; none where it does not say so."""
+    """The ranges of bytes that a part has; none if it has no readable list of them."""
     try:
         return _spans_in(folder / HELD_NAME)
     except (OSError, ValueError, TypeError, AttributeError) as error:

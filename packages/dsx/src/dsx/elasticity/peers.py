@@ -150,8 +150,8 @@ class PeerSave(PlannedSave):
 
 
 def _in_turns(nodes: Nodes, rank: int) -> list[int]:
-    """Whose bytes a rank sends or receives, in an order in which no two ranks wait for each other: those of even nodes
-    first.
+    """The ranks whose bytes a rank sends or receives, in an order in which no two ranks wait for each other: even
+    nodes' first.
     """
     sources = () if nodes.count == 1 else (rank, *nodes.kept_by(rank))
     return sorted(sources, key=lambda source: (nodes.of_rank[source] % 2, source))

@@ -95,7 +95,7 @@ def resume(
 
 
 class _Facts:
-    """What an elastic run saves with every state: the global batch, and the number of ranks."""
+    """The facts that an elastic run saves with every state: the global batch, and the number of ranks."""
 
     def __init__(self, batch: int, ranks: int) -> None:
         self.batch, self.ranks = batch, ranks
@@ -109,7 +109,7 @@ class _Facts:
 
 
 class ElasticRun:
-    """What `resume` gives back.
+    """The run that `resume` returns.
 
     Attributes:
         source: "memory", "disk", or "" where the training begins.
@@ -313,7 +313,7 @@ class ElasticRun:
     # - Ending
 
     def _keep_and_end(self) -> str:
-        """What all ranks do when they are asked to end, after the same update. Returns where the state is."""
+        """Save on all ranks after the same update, when they are asked to end. Returns the path of the state."""
         self._snapshot(now=True)
         restarts = all(self._ranks.gather(self._is_restarting()))
         if self._memory is not None and restarts:

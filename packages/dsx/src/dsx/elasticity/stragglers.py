@@ -90,7 +90,7 @@ class StragglerJudge:
 
 
 def _why_not(parts: Any) -> str:
-    """Why this node cannot leave; empty if it can."""
+    """The reason that this node cannot leave; empty if it can."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return "no elastic agent started this job"
     nodes, local = int(os.environ.get("GROUP_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -129,7 +129,7 @@ class EngineAccessors:
         return [] if optimizer is None else optimizer.param_groups
 
     def audited(self) -> Any:
-        """What `dsx_verify.audit` reads this engine through."""
+        """The view by which `dsx_verify.audit` reads this engine."""
         from .audited import AuditedEngine
 
         return AuditedEngine(self)

@@ -1,4 +1,4 @@
-"""How `dsx_verify.audit` reads an engine: whole master weights and gradients, on every rank."""
+"""The view of an engine for `dsx_verify.audit`: whole fp32 master weights and gradients, on every rank."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ __all__ = ["Checkpointer", "Wanted"]
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which parts a load restores in addition to the weights."""
+    """The parts that a load restores in addition to the weights."""
 
     strict: bool = True
     optimizer: bool = True
@@ -278,7 +278,7 @@ class Checkpointer:
         )  # fmt: skip
 
     def _to_write(self, part: Any) -> Any:
-        """What this rank writes of its slice of a parameter: nothing where another rank's copy counts (weights that
+        """The part of a parameter that this rank writes: nothing if another rank's copy counts (weights that
         stages share). Each stage cuts its copy in its own way, so the pieces of several copies are not one tensor.
         """
         ranks = self.shards.group_of(part.name).ranks

@@ -123,8 +123,8 @@ class PipelineEngine(Engine):
         return loss
 
     def _prepare_update(self) -> None:
-        """What can fail on one stage, before anything is changed. A stage on which it fails takes part in the sums of
-        shared weights, in which others wait for it.
+        """Run the checks that can fail on one stage, before anything is changed. A stage on which they fail still takes
+        part in the sums of shared weights, in which others wait for it.
         """
         failed: Exception | None = None
         try:

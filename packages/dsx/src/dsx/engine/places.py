@@ -1,4 +1,4 @@
-"""Where the tensors of this rank belong in the whole model, for checkpoints.
+"""The places of this rank's tensors in the whole model, for checkpoints.
 
 With plain data parallelism, a rank has every tensor completely, under its name in the model. Model parallelism changes
 that: different experts have parameters of the same name on different ranks, and a slice is a box of a larger tensor. A
@@ -91,7 +91,7 @@ def _told_by_modules(model: nn.Module) -> Iterator[tuple[str, Place]]:
 
 @dataclass(frozen=True)
 class _Cut:
-    """How a tensor was cut: along which dimension, and how much of it each slice has."""
+    """The split of a tensor: the dimension, and the size of each slice along it."""
 
     dim: int
     sizes: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What is added to an engine: clock, hooks, observers, writers of events, the size of updates, and so on."""
+"""Additions to an engine: clock, hooks, observers, writers of events, the size of updates, and so on."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class NoMonitor:
 
 @dataclass
 class Watch:
-    """What extensions add to an engine.
+    """The additions of extensions to an engine.
 
     Attributes:
         clock, times: measure the parts of a step, and keep the figures of the latest.

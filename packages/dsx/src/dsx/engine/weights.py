@@ -23,7 +23,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Gather:
-    """How full parameters are obtained.
+    """The functions by which full parameters are gathered.
 
     Attributes:
         whole: gathers some parameters for the duration of a context. Collective.

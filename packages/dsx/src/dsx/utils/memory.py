@@ -1,4 +1,4 @@
-"""How much memory this process and its device use, as numbers and as one log line.
+"""The memory that this process and its device use, as numbers and as one log line.
 
 Device figures are those of torch's caching allocator; host figures are this process' resident set and the machine's
 use. Nothing here synchronises a device; the garbage collector runs only in `see_memory_usage`.
