@@ -10,14 +10,12 @@ Parameters are checked when the config is made; checks that depend on the length
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from .errors import LayoutError
-from .layout import Layout
+from .pattern import RandomAndGlobal, SparsityConfig, checked_direction, checked_int, global_ranges, set_square
 
 __all__ = [
     "BSLongformerSparsityConfig",
@@ -28,82 +26,6 @@ __all__ = [
     "SparsityConfig",
     "VariableSparsityConfig",
 ]
-
-_DIRECTIONS = ("unidirectional", "bidirectional")
-
-
-def _checked_int(name: str, value: int, least: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise LayoutError(f"got {name}={value!r}, expected an int >= {least}")
-    return value
-
-
-def _checked_direction(value: str) -> str:
-    if value not in _DIRECTIONS:
-        raise LayoutError(f'got attention={value!r}, expected "unidirectional" or "bidirectional"')
-    return value
-
-
-class SparsityConfig:
-    """Base class of all patterns: heads, block size, and whether heads differ."""
-
-    def __init__(self, num_heads: int, block: int = 16, different_layout_per_head: bool = False) -> None:
-        """
-        Args:
-            num_heads: heads of the attention.
-            block: positions per block, in both directions.
-            different_layout_per_head: draw a layout for every head instead of one for all heads.
-
-        Raises:
-            LayoutError: a number is below 1.
-        """
-        self.num_heads = _checked_int("num_heads", num_heads, 1)
-        self.block = _checked_int("block", block, 1)
-        self.different_layout_per_head = different_layout_per_head
-        self.num_layout_heads = num_heads if different_layout_per_head else 1
-
-    def setup_layout(self, seq_len: int) -> Tensor:
-        """Zeros [heads, blocks, blocks]. Raises `LayoutError` if `seq_len` is not a multiple of the block."""
-        if seq_len < 1 or seq_len % self.block != 0:
-            raise LayoutError(
-                f"got a sequence of {seq_len}, expected a multiple of the block, {self.block}: "
-                "SparseAttentionUtils.pad_to_block_size pads a batch; covering(seq_len) rounds the layout up"
-            )
-        blocks = seq_len // self.block
-        return torch.zeros((self.num_heads, blocks, blocks), dtype=torch.int64)
-
-    def check_and_propagate_first_head_layout(self, layout: Tensor) -> Tensor:
-        """Copy head 0 to all heads, unless each has its own layout. In place; returns `layout`."""
-        if not self.different_layout_per_head:
-            layout[1:] = layout[:1]
-        return layout
-
-    def make_layout(self, seq_len: int) -> Layout:
-        """The layout for `seq_len` positions, int64 [heads, blocks, blocks].
-
-        Raises:
-            LayoutError: the length is not a multiple of the block, or is too short for the pattern.
-        """
-        layout = self.setup_layout(seq_len)
-        self.check_length(layout.shape[-1])
-        for head in range(self.num_layout_heads):
-            self.fill(layout[head], head)
-        return Layout(self.check_and_propagate_first_head_layout(layout), self.block)
-
-    def covering(self, seq_len: int) -> Layout:
-        """The layout for `seq_len`, rounded up to a multiple of the block; `block_sparse_attention` takes shorter
-        tensors.
-        """
-        return self.make_layout(-(-seq_len // self.block) * self.block)
-
-    def check_length(self, blocks: int) -> None:
-        """Raise `LayoutError` if the pattern needs more blocks."""
-
-    def fill(self, rows: Tensor, head: int) -> None:
-        """Set the ones of one head, [blocks, blocks], in place."""
-        raise LayoutError(
-            f"{type(self).__name__} has no pattern; use FixedSparsityConfig or another subclass, or Layout.from_mask"
-        )
 
 
 class DenseSparsityConfig(SparsityConfig):
@@ -141,11 +63,11 @@ class FixedSparsityConfig(SparsityConfig):
             LayoutError: a combination of values has no meaning.
         """
         super().__init__(num_heads, block, different_layout_per_head)
-        self.num_local_blocks = _checked_int("num_local_blocks", num_local_blocks, 1)
-        self.num_global_blocks = _checked_int("num_global_blocks", num_global_blocks, 1)
-        self.attention = _checked_direction(attention)
+        self.num_local_blocks = checked_int("num_local_blocks", num_local_blocks, 1)
+        self.num_global_blocks = checked_int("num_global_blocks", num_global_blocks, 1)
+        self.attention = checked_direction(attention)
         self.horizontal_global_attention = horizontal_global_attention
-        self.num_different_global_patterns = _checked_int(
+        self.num_different_global_patterns = checked_int(
             "num_different_global_patterns", num_different_global_patterns, 1
         )
         if num_local_blocks % num_global_blocks != 0:
@@ -170,7 +92,7 @@ class FixedSparsityConfig(SparsityConfig):
         """Set the windows, then their global blocks."""
         blocks, window = rows.shape[0], self.num_local_blocks
         for start in range(0, blocks, window):
-            _set_square(rows, start, min(start + window, blocks), self.attention)
+            set_square(rows, start, min(start + window, blocks), self.attention)
         first = window - (1 + head % self.num_different_global_patterns) * self.num_global_blocks
         end = blocks - blocks % window
         for start in range(first, end, window):
@@ -186,48 +108,7 @@ class FixedSparsityConfig(SparsityConfig):
             rows[start:stop, :] = 1
 
 
-class _RandomAndGlobal(SparsityConfig):
-    """Base class with methods that several patterns use."""
-
-    def set_random(self, rows: Tensor, count: int, causal: bool) -> None:
-        """Set `count` random blocks per row. With `causal` they are chosen from the blocks up to the row; all of these
-        if they are fewer.
-        """
-        blocks = rows.shape[0]
-        for row in range(blocks):
-            limit = row + 1 if causal else blocks
-            rows[row, random.sample(range(0, limit), min(count, limit))] = 1
-
-    def set_sliding(self, rows: Tensor, width: int, attention: str) -> None:
-        """Set a band around the diagonal."""
-        blocks, reach = rows.shape[0], width // 2
-        for row in range(blocks):
-            stop = min(row + reach + 1, blocks) if attention == "bidirectional" else row + 1
-            rows[row, max(0, row - reach) : stop] = 1
-
-
-def _set_square(rows: Tensor, start: int, stop: int, attention: str) -> None:
-    for row in range(start, stop):
-        rows[row, start : stop if attention == "bidirectional" else row + 1] = 1
-
-
-def _global_ranges(indices: Sequence[int], ends: Sequence[int] | None) -> list[tuple[int, int]]:
-    """[begin, end) of every global range. Raises `LayoutError` if the lists do not fit."""
-    for index in indices:
-        _checked_int("global_block_indices", index, 0)
-    if ends is None:
-        return [(index, index + 1) for index in indices]
-    if len(ends) != len(indices):
-        raise LayoutError(
-            f"got {len(indices)} global_block_indices and {len(ends)} global_block_end_indices, expected as many"
-        )
-    for start, stop in zip(indices, ends, strict=True):
-        if start >= stop:
-            raise LayoutError(f"got a global range from {start} to {stop} (exclusive), expected start < end")
-    return list(zip(indices, ends, strict=True))
-
-
-class VariableSparsityConfig(_RandomAndGlobal):
+class VariableSparsityConfig(RandomAndGlobal):
     """Windows of given sizes, given global blocks, and random ones."""
 
     def __init__(
@@ -256,14 +137,14 @@ class VariableSparsityConfig(_RandomAndGlobal):
             LayoutError: a combination of values has no meaning.
         """
         super().__init__(num_heads, block, different_layout_per_head)
-        self.num_random_blocks = _checked_int("num_random_blocks", num_random_blocks, 0)
-        self.local_window_blocks = [_checked_int("local_window_blocks", n, 1) for n in local_window_blocks]
+        self.num_random_blocks = checked_int("num_random_blocks", num_random_blocks, 0)
+        self.local_window_blocks = [checked_int("local_window_blocks", n, 1) for n in local_window_blocks]
         if not self.local_window_blocks:
             raise LayoutError("got no local_window_blocks, expected at least one size, such as [4]")
         self.global_block_indices = list(global_block_indices)
         self.global_block_end_indices = None if global_block_end_indices is None else list(global_block_end_indices)
-        self.ranges = _global_ranges(self.global_block_indices, self.global_block_end_indices)
-        self.attention = _checked_direction(attention)
+        self.ranges = global_ranges(self.global_block_indices, self.global_block_end_indices)
+        self.attention = checked_direction(attention)
         self.horizontal_global_attention = horizontal_global_attention
         if horizontal_global_attention and attention != "bidirectional":
             raise LayoutError('horizontal_global_attention=True needs attention="bidirectional"')
@@ -281,7 +162,7 @@ class VariableSparsityConfig(_RandomAndGlobal):
         start, sizes = 0, list(self.local_window_blocks)
         while start < blocks:
             size = sizes.pop(0) if len(sizes) > 1 else sizes[0]
-            _set_square(rows, start, min(start + size, blocks), self.attention)
+            set_square(rows, start, min(start + size, blocks), self.attention)
             start += size
         for first, stop in self.ranges:
             if first >= blocks:
@@ -291,7 +172,7 @@ class VariableSparsityConfig(_RandomAndGlobal):
             rows[0 if self.attention == "bidirectional" else first :, first : min(stop, blocks)] = 1
 
 
-class BigBirdSparsityConfig(_RandomAndGlobal):
+class BigBirdSparsityConfig(RandomAndGlobal):
     """Random, sliding and global blocks (Zaheer et al. 2020, ITC)."""
 
     def __init__(
@@ -317,10 +198,10 @@ class BigBirdSparsityConfig(_RandomAndGlobal):
             LayoutError: a number is out of range.
         """
         super().__init__(num_heads, block, different_layout_per_head)
-        self.num_random_blocks = _checked_int("num_random_blocks", num_random_blocks, 0)
-        self.num_sliding_window_blocks = _checked_int("num_sliding_window_blocks", num_sliding_window_blocks, 1)
-        self.num_global_blocks = _checked_int("num_global_blocks", num_global_blocks, 0)
-        self.attention = _checked_direction(attention)
+        self.num_random_blocks = checked_int("num_random_blocks", num_random_blocks, 0)
+        self.num_sliding_window_blocks = checked_int("num_sliding_window_blocks", num_sliding_window_blocks, 1)
+        self.num_global_blocks = checked_int("num_global_blocks", num_global_blocks, 0)
+        self.attention = checked_direction(attention)
 
     def check_length(self, blocks: int) -> None:
         """Require at least as many blocks as each kind needs."""
@@ -343,7 +224,7 @@ class BigBirdSparsityConfig(_RandomAndGlobal):
             rows.tril_()
 
 
-class BSLongformerSparsityConfig(_RandomAndGlobal):
+class BSLongformerSparsityConfig(RandomAndGlobal):
     """A sliding window and given global blocks (Beltagy et al. 2020, in blocks)."""
 
     def __init__(
@@ -368,11 +249,11 @@ class BSLongformerSparsityConfig(_RandomAndGlobal):
             LayoutError: a combination of values has no meaning.
         """
         super().__init__(num_heads, block, different_layout_per_head)
-        self.num_sliding_window_blocks = _checked_int("num_sliding_window_blocks", num_sliding_window_blocks, 1)
+        self.num_sliding_window_blocks = checked_int("num_sliding_window_blocks", num_sliding_window_blocks, 1)
         self.global_block_indices = list(global_block_indices)
         self.global_block_end_indices = None if global_block_end_indices is None else list(global_block_end_indices)
-        self.ranges = _global_ranges(self.global_block_indices, self.global_block_end_indices)
-        self.attention = _checked_direction(attention)
+        self.ranges = global_ranges(self.global_block_indices, self.global_block_end_indices)
+        self.attention = checked_direction(attention)
 
     def check_length(self, blocks: int) -> None:
         """Require at least as many blocks as the window has."""
@@ -391,7 +272,7 @@ class BSLongformerSparsityConfig(_RandomAndGlobal):
             rows.tril_()
 
 
-class LocalSlidingWindowSparsityConfig(_RandomAndGlobal):
+class LocalSlidingWindowSparsityConfig(RandomAndGlobal):
     """A sliding window only."""
 
     def __init__(
@@ -407,8 +288,8 @@ class LocalSlidingWindowSparsityConfig(_RandomAndGlobal):
             LayoutError: a number is out of range.
         """
         super().__init__(num_heads, block)
-        self.num_sliding_window_blocks = _checked_int("num_sliding_window_blocks", num_sliding_window_blocks, 1)
-        self.attention = _checked_direction(attention)
+        self.num_sliding_window_blocks = checked_int("num_sliding_window_blocks", num_sliding_window_blocks, 1)
+        self.attention = checked_direction(attention)
 
     def check_length(self, blocks: int) -> None:
         """Require at least as many blocks as the window has."""
