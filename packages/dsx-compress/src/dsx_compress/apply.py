@@ -16,14 +16,14 @@ from torch.nn.utils import parametrize
 from .bits import BitSchedule
 from .config import CompressionTraining, load_config
 from .errors import CompressionError
-from .layers import LayerKind, Match, class_name, holds_embedding, kind_of, match_modules
+from .layers import LayerKind, Match, check_consumer, class_name, holds_embedding, kind_of, match_modules
+from .snip import SnipMask
 from .students import student_initialization
 from .techniques import (
     ActivationQuantizer,
     HeadMask,
     OutputMask,
     SharedMask,
-    SnipMask,
     SparseMask,
     Technique,
     WeightQuantizer,
@@ -324,45 +324,6 @@ def _outputs(method: str) -> Callable[..., list[Callable[[], None]]]:
         return planned
 
     return build
-
-
-def check_consumer(model: nn.Module, producer: str, name: str, outputs: int) -> str:
-    """The part of a related module that is removed together with outputs of the producer.
-
-    Args:
-        outputs: number of outputs of the producer.
-
-    Returns:
-        "inputs" for a linear layer or convolution whose inputs fit; "outputs" if only its outputs fit (the other factor
-        of a gated product); "depthwise" for a depthwise convolution; "features" for a batch norm.
-
-    Raises:
-        CompressionError: the shapes do not fit.
-    """
-    related = model.get_submodule(name)
-    if isinstance(related, nn.modules.batchnorm._BatchNorm):
-        if related.num_features == outputs and related.affine:
-            return "features"
-        raise CompressionError(
-            f"related_modules of {producer}: {name} has {related.num_features} features, affine={related.affine}; "
-            f"expected {outputs} features with affine=True (without weight and bias a pruned channel is not zero)"
-        )
-    kind, weight = kind_of(related), related.weight
-    shape = tuple(weight.shape)  # pyright: ignore[reportArgumentType]
-    if kind is not None and kind.inputs is not None and kind.outputs is not None:
-        inputs = shape[kind.inputs]
-        flattened = kind.name in ("Linear", "Conv1D") and isinstance(model.get_submodule(producer), nn.Conv2d)
-        if inputs == outputs or (flattened and inputs % outputs == 0):
-            return "inputs"
-        grouped = getattr(related, "groups", 1)
-        if isinstance(related, nn.Conv2d) and grouped == related.in_channels == outputs == related.out_channels:
-            return "depthwise"
-        if shape[kind.outputs] == outputs and grouped == 1:
-            return "outputs"
-    raise CompressionError(
-        f"related_modules of {producer}: {name} ({class_name(related)}, weight {shape}) neither takes nor gives the "
-        f"{outputs} outputs of {producer}; name the layer that follows it"
-    )
 
 
 def _heads(

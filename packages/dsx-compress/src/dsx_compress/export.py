@@ -34,7 +34,8 @@ from .packing import BITS, pack, unpack
 from .quantizers import encode
 from .scheduler import value_before
 from .shrinking import cut, set_attributes, shrink, shrink_plan
-from .techniques import Mask, SnipMask, WeightQuantizer
+from .snip import SnipMask
+from .techniques import Mask, WeightQuantizer
 
 __all__ = ["Exported", "PackedTensor", "export_model", "load_exported", "pack_weight", "read_exported"]
 

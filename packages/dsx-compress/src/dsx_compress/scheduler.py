@@ -27,7 +27,8 @@ from .apply import Placed, techniques_of
 from .bits import period_factor
 from .config import load_config
 from .errors import CompressionError
-from .techniques import ActivationQuantizer, SnipMask, Technique, WeightQuantizer
+from .snip import SnipMask
+from .techniques import ActivationQuantizer, Technique, WeightQuantizer
 
 __all__ = ["CompressionScheduler", "compression_scheduler"]
 

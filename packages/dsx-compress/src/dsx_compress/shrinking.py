@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .apply import check_consumer, techniques_of
+from .apply import techniques_of
 from .config import CompressionTraining
 from .errors import CompressionError
-from .layers import Match, kind_of, match_modules
+from .layers import Match, check_consumer, kind_of, match_modules
 from .techniques import HeadMask, OutputMask
 
 __all__ = ["ShrinkPlan", "cut", "set_attributes", "shrink", "shrink_plan"]
