@@ -1,4 +1,4 @@
-"""How far each setting reaches: the size at which a job fills its memory, found with few plans.
+"""The size at which a job fills its memory, found with few plans for each of many settings.
 
 A size is the tokens of a sequence (`lengths.py`) or the blocks of a model (`sizes.py`). Memory over size is close to a
 straight line, on the device and on the host. So a line through two plans leads near the end, and a few more plans find
@@ -31,7 +31,7 @@ _MOST_PLANS = 14
 
 @dataclass
 class Reach:
-    """How far a setting reaches.
+    """The largest size that fits with one setting.
 
     Attributes:
         what: the setting in words.

@@ -149,7 +149,7 @@ def _sparse_gradients(root: Any, where: Any) -> Iterator[Problem]:
 
 
 def _sections(root: Any, where: Any, prefix: str = "") -> Iterator[Problem]:
-    """Yield the problems that sections find themselves: `findings` of a section's model, with keys inside the section."""
+    """Yield the problems that sections find themselves, by `findings` of their models, with keys inside the section."""
     for name in type(root).model_fields:
         value, path = getattr(root, name), f"{prefix}{name}"
         if isinstance(value, BaseModel):
