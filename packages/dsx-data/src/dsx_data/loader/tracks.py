@@ -1,4 +1,4 @@
-"""Epoch and position of a loader, for each kind of order it may have.
+"""Epoch and position of a loader that makes the order of its samples itself; orders of others are in `given_tracks`.
 
 A track counts batches when they leave the loader, not when the order is read: worker processes read the order ahead of
 the training. So `state_dict()` has the position of the first batch that was not handed out.
@@ -19,19 +19,11 @@ from ..batching.plan import TokenBudget
 from ..curriculum import CurriculumSampler
 from ..errors import DataStateError
 from .order import KEYED_ABOVE, ShardedSampler, rank_share
-from .stream import StreamReader
 
 __all__ = [
-    "BatchSize",
-    "CallerSamplerTrack",
-    "CurriculumTrack",
-    "PlannedTrack",
-    "PositionTrack",
-    "SharedStreamTrack",
-    "StreamTrack",
-    "Track",
-    "UpdateStreamTrack",
-]
+    "BatchSize", "CurriculumTrack", "EpochTrack", "PlannedTrack", "PositionTrack", "Track", "expect_position",
+    "load_order", "position_state", "warn_of_other_length",
+]  # fmt: skip
 
 logger = logging.getLogger("dsx_data")
 
@@ -92,7 +84,7 @@ class Track(Protocol):
         ...
 
 
-class _Epochs:
+class EpochTrack:
     """The common part of most tracks: a loop is an epoch, and a loop that was left early ends its epoch."""
 
     to_skip = 0
@@ -129,7 +121,7 @@ class _Epochs:
         return self.seed, self.epoch, index
 
 
-class PositionTrack(_Epochs):
+class PositionTrack(EpochTrack):
     """The track of a `ShardedSampler`: the position is a count of global samples."""
 
     def __init__(self, sampler: ShardedSampler, micro_batch_size: int) -> None:
@@ -163,7 +155,7 @@ class PositionTrack(_Epochs):
         self._sampler.position = self._used = position
 
 
-class PlannedTrack(_Epochs):
+class PlannedTrack(EpochTrack):
     """The track of batches that a token budget planned: the position is a count of micro-batches of all ranks.
 
     It is also the batch sampler: iterating over it yields this rank's batches as lists of sample numbers.
@@ -241,7 +233,7 @@ class PlannedTrack(_Epochs):
             self._position = int(state["batches"])
 
 
-class CurriculumTrack(_Epochs):
+class CurriculumTrack(EpochTrack):
     """The track of a `CurriculumSampler`: its draws are one long sequence of samples, cut into micro-batches.
 
     It is also the batch sampler. Before each draw it saves the sampler's state, so that the state at the batch that was
@@ -326,169 +318,6 @@ class CurriculumTrack(_Epochs):
         self._used = int(state["samples"])
         self.epoch = self._used // self.sampler.size
         self.difficulties = dict(state["current_difficulties"])
-
-
-class SharedStreamTrack(_Epochs):
-    """The track of a `SharedStream`: the position is a count of samples of the stream."""
-
-    def __init__(self, reader: StreamReader, seed: int) -> None:
-        super().__init__()
-        self._reader = reader
-        reader.seed = seed
-        self._stride = reader.share.micro_batch_size * reader.share.world_size
-        self._used = 0
-
-    def _restart(self) -> None:
-        self._reader.epoch, self._reader.position, self._used = self.epoch, 0, 0
-        self.empty_means_next = False
-
-    def advance(self) -> None:
-        self._used += self._stride
-        self.size = BatchSize(self._stride)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"seed": self._reader.seed, "epoch": self.epoch, "position": self._used}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        expect_position(state)
-        self._reader.seed = int(state["seed"])
-        self.set_epoch(int(state["epoch"]))
-        self._reader.position = self._used = int(state["position"])
-        self.empty_means_next = self._used > 0
-
-
-class UpdateStreamTrack(SharedStreamTrack):
-    """The track of a `SharedStream` in complete updates. Each micro-batch brings the position of the next sample."""
-
-    def __init__(self, reader: StreamReader, seed: int) -> None:
-        super().__init__(reader, seed)
-        self._next = (0, 0)  # epoch and position
-
-    def set_batch_end(self, epoch: int, position: int) -> None:
-        """Note the epoch and position at which the micro-batch that is handed out now ends."""
-        self._next = (epoch, position)
-
-    def _restart(self) -> None:
-        super()._restart()
-        self._next = (self.epoch, 0)
-
-    def advance(self) -> None:
-        self.size = BatchSize(self._stride)
-
-    def finish(self) -> None:
-        """Note that the loop has ended. The next one continues where the last update ended."""
-        self._go_to(*(self._next if self._next[0] > self.epoch else (self.epoch + 1, 0)))
-
-    def _go_to(self, epoch: int, position: int) -> None:
-        self.set_epoch(epoch)
-        self._reader.position, self._next = position, (epoch, position)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"seed": self._reader.seed, "epoch": self._next[0], "position": self._next[1]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        expect_position(state)
-        self._reader.seed = int(state["seed"])
-        self._go_to(int(state["epoch"]), int(state["position"]))
-        self.empty_means_next = self._reader.position > 0
-
-
-class StreamTrack(_Epochs):
-    """The track of an iterable dataset that divides itself among ranks: the position is a count of this rank's batches.
-
-    The position is valid only for the same number of ranks and workers.
-    """
-
-    def __init__(self, dataset: Any, world_size: int, num_workers: int) -> None:
-        super().__init__()
-        self._dataset, self._place = dataset, {"world_size": world_size, "num_workers": num_workers}
-        self._used = 0
-
-    def _restart(self) -> None:
-        self._used = self.to_skip = 0
-        self.empty_means_next = False
-        if hasattr(self._dataset, "set_epoch"):
-            self._dataset.set_epoch(self.epoch)
-
-    def advance(self) -> None:
-        self._used += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "batches": self._used, **self._place}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        used = int(state.get("batches", 0))
-        saved = {name: state.get(name, here) for name, here in self._place.items()}
-        if used and saved != self._place:
-            raise DataStateError(
-                f"loader state: got {used} batches of an iterable dataset read with {saved}, expected {self._place};"
-                " such a dataset shares itself out, so its position holds for one number of ranks and workers. Wrap it"
-                " in dsx_data.SharedStream, which resumes with any"
-            )
-        self.set_epoch(int(state.get("epoch", 0)))
-        self._used = self.to_skip = used
-        self.empty_means_next = used > 0
-
-
-class CallerSamplerTrack(_Epochs):
-    """The track of a sampler of the caller.
-
-    If the sampler has `state_dict` and `load_state_dict`, its own state is saved. Otherwise batches are counted, and a
-    resumed loop skips their indices.
-    """
-
-    def __init__(self, sampler: Any, micro_batch_size: int, *, rank: int, world_size: int, seed: int) -> None:
-        super().__init__()
-        self._sampler, self._micro, self._rank, self._world_size = sampler, micro_batch_size, rank, world_size
-        self._seed = seed
-        self._stateful = hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
-        self._used = self._skip = self._first = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        indices, self._first = iter(self._sampler), self._used * self._micro
-        for _ in range(self._skip * self._micro):
-            next(indices, None)
-        yield from indices
-
-    def key(self, index: int, count: int) -> tuple[int, ...]:
-        """The position in this rank's order: a sampler of the caller may draw a sample more than once."""
-        return self._seed, self.epoch, self._first + count, self._rank
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-    def _restart(self) -> None:
-        self._used = self._skip = self._first = 0
-        self.empty_means_next = False
-        if hasattr(self._sampler, "set_epoch"):
-            self._sampler.set_epoch(self.epoch)
-
-    def advance(self) -> None:
-        self._used += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"epoch": self.epoch, "batches": self._used}
-        if self._stateful:
-            return {**state, "sampler": self._sampler.state_dict()}
-        return {**state, "batch_size": self._micro, "world_size": self._world_size}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        used = int(state.get("batches", 0))
-        saved = (state.get("batch_size", self._micro), state.get("world_size", self._world_size))
-        own_state = self._stateful and "sampler" in state
-        if used and not own_state and saved != (self._micro, self._world_size):
-            raise DataStateError(
-                f"loader state: got {used} batches of {saved[0]} samples on {saved[1]} ranks, expected batches of"
-                f" {self._micro} on {self._world_size} ranks; the order is that of your sampler: give it state_dict()"
-                " and load_state_dict(), or leave data_sampler out"
-            )
-        self.set_epoch(int(state.get("epoch", 0)))
-        self._used = used
-        if own_state:
-            self._sampler.load_state_dict(state["sampler"])
-            return
-        self._skip = used
-        self.empty_means_next = used > 0
 
 
 def expect_position(state: dict[str, Any]) -> None:

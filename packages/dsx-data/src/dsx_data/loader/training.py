@@ -21,20 +21,11 @@ from ..curriculum import CurriculumSampler
 from ..errors import DataArgumentError
 from ..randomness import generator
 from .continuous import ContinuousSampler, ContinuousTrack
+from .given_tracks import CallerSamplerTrack, SharedStreamTrack, StreamTrack, UpdateStreamTrack
 from .order import ShardedSampler
 from .seeding import NumberedDraws, SeededCollate, SeededSamples
 from .stream import Placed, PlacedCollate, SharedStream, StreamReader, StreamShare
-from .tracks import (
-    BatchSize,
-    CallerSamplerTrack,
-    CurriculumTrack,
-    PlannedTrack,
-    PositionTrack,
-    SharedStreamTrack,
-    StreamTrack,
-    Track,
-    UpdateStreamTrack,
-)
+from .tracks import BatchSize, CurriculumTrack, PlannedTrack, PositionTrack, Track
 
 __all__ = ["LoaderOptions", "RepeatingLoader", "TrainingLoader"]
 
