@@ -28,14 +28,10 @@ from .collectives import (
     all_gather_into_tensor,
     all_reduce,
     allgather_fn,
-    broadcast,
-    gather,
     inference_all_reduce,
-    reduce,
     reduce_scatter,
     reduce_scatter_fn,
     reduce_scatter_tensor,
-    scatter,
 )
 from .compressed import (
     ErrorFeedback,
@@ -104,6 +100,7 @@ from .prepared import PreparedCollective, prepare_all_gather, prepare_reduce_sca
 from .rank_set import ParameterMarks, RankSet, RankSets
 from .registry import GroupRegistry
 from .rehearsal import RehearsalObserver, rehearse
+from .rooted import broadcast, gather, reduce, scatter
 from .rounds import all_gather_in_rounds, can_gather_in_rounds
 from .shm.native import native_status
 from .shm.process_group import ShmProcessGroup

@@ -16,11 +16,12 @@ from dsx_core import RanksDifferError, Together
 
 from .calls import Call, Labels, check_labels, guarded, run, share_volume
 from .checks import root
-from .collectives import settle, start_all_gather, start_broadcast
+from .collectives import settle, start_all_gather
 from .errors import CommArgumentError, CommError
 from .groups import is_initialized, member
 from .object_tree import NotJoined, ObjectTree, host_bytes
 from .on_demand import MANY_RANKS
+from .rooted import start_broadcast
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
