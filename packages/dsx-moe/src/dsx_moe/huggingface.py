@@ -33,6 +33,15 @@ from .experts import Experts, ExpertShard, cut_to_shard, keep_expert_slices
 from .gating import largest_indices
 from .groups import expert_groups_of
 from .layer import ExpertDispatch
+from .probing import (
+    is_close,
+    is_feed_forward,
+    listed_size,
+    packed_reference,
+    probe_inputs,
+    random_tokens,
+    returns_tuple,
+)
 from .routing import build_routing
 from .rules import RouterRule, children_of, completed_rule, find_experts, is_packed, number_of_experts
 from .segments import segment_matmul, to_device
@@ -42,7 +51,6 @@ from .stats import LayerStats, stats_of
 from .tensor_parallel import copy_to_group, sum_over_group
 from .wrappers import refuse_wrappers
 
-_PROBE_TOKENS = 12
 _CUTS = {"gate_up_proj": (1, 2), "down_proj": (2, 1)}  # dimension and parts of the inner size
 
 
@@ -56,7 +64,7 @@ class PackedExpertShard(ExpertShard):
         super().__init__(total, groups.expert.rank * count, count, groups.name)
         self.dispatch, self.name = dispatch, name
         self.stats: LayerStats | None = None
-        self.is_feed_forward = _is_feed_forward(module)
+        self.is_feed_forward = is_feed_forward(module)
         keep_expert_slices(module, total, self.first, count)
         for key, parameter in list(module.named_parameters(recurse=False)):
             del module._parameters[key]
@@ -272,7 +280,7 @@ def apply_expert_parallel(
             made: nn.Module = PackedExpertShard(module, dispatch, name, tensor_group if slice_experts else None)
         else:
             made = ListedExpertBlock(module, rule, dispatch, name)
-            made.returns_logits = _returns_tuple(module, rule, name)
+            made.returns_logits = returns_tuple(module, rule, name)
         model.set_submodule(name, made)
     return list(found)
 
@@ -282,7 +290,7 @@ def _check_slices(found: dict[str, nn.Module], group: Any) -> None:
     if group is None:
         raise MoEConfigError("slice_experts: got no tensor_group, expected the ranks that share the slices")
     for name, module in found.items():
-        if not is_packed(module) or not _is_feed_forward(module):
+        if not is_packed(module) or not is_feed_forward(module):
             raise ConversionError(
                 f"{name}: ({type(module).__name__}) cannot be sliced: expected packed experts down(act(gate) * up) "
                 "with gate_up_proj and down_proj; leave slice_experts out"
@@ -303,24 +311,6 @@ def restore_experts(model: nn.Module) -> list[str]:
     return list(found)
 
 
-def _is_feed_forward(module: nn.Module) -> bool:
-    """Whether a packed module is down(act(gate) * up) over `gate_up_proj` [E, 2n, h] and `down_proj` [E, h, n]."""
-    held = dict(module.named_parameters(recurse=False))
-    if set(held) != {"gate_up_proj", "down_proj"} or not callable(getattr(module, "act_fn", None)):
-        return False
-    up, down = held["gate_up_proj"], held["down_proj"]
-    if up.dim() != 3 or down.dim() != 3 or up.shape[1] != 2 * down.shape[2] or up.shape[2] != down.shape[1]:
-        return False
-    if up.is_meta:
-        return not getattr(module, "is_transposed", False)
-    inputs = _probe_inputs(module, int(module.num_experts))  # type: ignore[arg-type]
-    with torch.no_grad():
-        return _is_close(module(*inputs), _packed_reference(module, *inputs, feed_forward=True))
-
-
-# - the check
-
-
 def _probe(module: nn.Module, rule: RouterRule, name: str) -> None:
     """Raise an error if a module computes something else than its replacement, on a few random tokens."""
     training = module.training
@@ -329,10 +319,10 @@ def _probe(module: nn.Module, rule: RouterRule, name: str) -> None:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             if is_packed(module):
-                inputs = _probe_inputs(module, int(module.num_experts))  # type: ignore[arg-type]
-                expected, got = module(*inputs), _packed_reference(module, *inputs, feed_forward=False)
+                inputs = probe_inputs(module, int(module.num_experts))  # type: ignore[arg-type]
+                expected, got = module(*inputs), packed_reference(module, *inputs, feed_forward=False)
             else:
-                tokens = _tokens(module, _listed_size(module, rule, name))
+                tokens = random_tokens(module, listed_size(module, rule, name))
                 found = module(tokens.unsqueeze(0))
                 expected = found[0] if isinstance(found, tuple) else found
                 alone = ExpertDispatch(expert_groups_of(1))
@@ -341,66 +331,9 @@ def _probe(module: nn.Module, rule: RouterRule, name: str) -> None:
         raise ConversionError(f"{name}: a few tokens cannot be sent through it: {error}") from error
     finally:
         module.train(training)
-    if not _is_close(expected, got):
+    if not is_close(expected, got):
         raise ConversionError(
             f"{name}: ({type(module).__name__}) gives other outputs than its expert-parallel form, so it is left as it "
             "is. Packed experts must be a weighted sum over the chosen experts; for listed experts give RouterRule "
             "(top_k, score_func, route_norm, route_scale)"
         )
-
-
-def _packed_reference(
-    module: nn.Module, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, *, feed_forward: bool
-) -> torch.Tensor:
-    """The result that the expert-parallel form must have: each token's sum of weight times the output of the expert."""
-    out = torch.zeros_like(tokens, dtype=torch.float32)
-    for column in range(chosen.shape[1]):
-        index = chosen[:, column : column + 1]
-        if feed_forward:
-            rows = [_one_feed_forward(module, token, int(e)) for token, e in zip(tokens, index.view(-1), strict=True)]
-            part = torch.stack(rows)
-        else:
-            part = module(tokens, index, torch.ones_like(weights[:, :1]))
-        out += part.float() * weights[:, column : column + 1].float()
-    return out
-
-
-def _one_feed_forward(module: nn.Module, token: torch.Tensor, expert: int) -> torch.Tensor:
-    gate, up = (module.get_parameter("gate_up_proj")[expert] @ token).chunk(2)
-    return module.get_parameter("down_proj")[expert] @ (module.act_fn(gate) * up)  # type: ignore[operator]
-
-
-def _probe_inputs(module: nn.Module, total: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    size = next(
-        (int(s) for s in (getattr(module, n, None) for n in ("hidden_dim", "hidden_size")) if isinstance(s, int)),
-        next(module.parameters()).shape[-1],
-    )
-    tokens = _tokens(module, size)
-    chosen = torch.stack([torch.randperm(total)[: min(2, total)] for _ in range(_PROBE_TOKENS)]).to(tokens.device)
-    return tokens, chosen, torch.rand(chosen.shape, device=tokens.device).to(tokens.dtype)
-
-
-def _tokens(module: nn.Module, size: int) -> torch.Tensor:
-    like = next(module.parameters())
-    return torch.randn(_PROBE_TOKENS, size).to(like.device, like.dtype)
-
-
-def _listed_size(module: nn.Module, rule: RouterRule, name: str) -> int:
-    router = module.get_submodule(children_of(module, rule, name)["router"])
-    return int(next(router.parameters()).shape[-1])
-
-
-def _returns_tuple(module: nn.Module, rule: RouterRule, name: str) -> bool:
-    if any(p.is_meta for p in module.parameters()):
-        return False
-    training = module.training
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        found = module.eval()(_tokens(module, _listed_size(module, rule, name)).unsqueeze(0))
-    module.train(training)
-    return isinstance(found, tuple)
-
-
-def _is_close(left: torch.Tensor, right: torch.Tensor) -> bool:
-    coarse = 5e-2 if left.dtype in (torch.bfloat16, torch.float16) else 1e-4
-    scale = float(left.float().abs().max()) or 1.0
-    return bool(((left.float() - right.float()).abs().max() / scale) < coarse)
