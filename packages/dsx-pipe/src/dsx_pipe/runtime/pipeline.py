@@ -31,6 +31,7 @@ from .messages import Groups, Mailbox, Spec
 from .report import StepReport, gather_report
 from .stage import Stage, StageCallbacks
 from .step import Mode, Step
+from .structure import join_outputs
 
 
 class Pipeline:
@@ -183,7 +184,7 @@ class Pipeline:
         return self.train_batch(split_batch(inputs, labels, self.micro_batches))
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """As `step`, with an iterator over micro-batches, each a pair (inputs, labels).
+        """Like `step`, with an iterator over micro-batches, each a pair (inputs, labels).
 
         Each micro-batch has the same weight in the loss and the gradients. So their numbers of rows must be equal,
         unless `dynamic_shape` says that they may differ and have the same weight nevertheless.
@@ -334,7 +335,7 @@ class Pipeline:
         outputs = None
         if mode.keep_outputs and self.is_last_stage:
             kept = self.stages[self.schedule.stages - 1].outputs
-            outputs = _join_outputs([kept[m] for m in range(plan.micro_batches)])
+            outputs = join_outputs([kept[m] for m in range(plan.micro_batches)])
         return losses, outputs
 
     def _plan_with_messages(self, plan: Schedule) -> Schedule:
@@ -393,14 +394,3 @@ def _schedule_of(schedule: Schedule | str, micro_batches: int | None, module: An
 def _mean(losses: list[float], device: torch.device) -> torch.Tensor:
     # filled on the device: the host would wait for a copy
     return torch.full((), sum(losses) / max(len(losses), 1), dtype=torch.float32, device=device)
-
-
-def _join_outputs(outputs: list[Any]) -> Any:
-    """The outputs of all micro-batches: one tensor if they are tensors that can be concatenated, else a list."""
-    tensors = [o for o in outputs if isinstance(o, torch.Tensor)]
-    fits = (
-        len(tensors) == len(outputs)
-        and len({(t.shape[1:], t.dim() > 0) for t in tensors}) == 1
-        and tensors[0].dim() > 0
-    )
-    return torch.cat(tensors) if fits else outputs

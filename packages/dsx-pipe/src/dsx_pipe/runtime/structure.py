@@ -132,3 +132,14 @@ def describe_parts(structure: Structure, tensors: list[str], others: list[str]) 
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"a {type(value).__name__}"
+
+
+def join_outputs(outputs: list[Any]) -> Any:
+    """The outputs of all micro-batches: one tensor if they are tensors that can be concatenated, else a list."""
+    tensors = [o for o in outputs if isinstance(o, torch.Tensor)]
+    fits = (
+        len(tensors) == len(outputs)
+        and len({(t.shape[1:], t.dim() > 0) for t in tensors}) == 1
+        and tensors[0].dim() > 0
+    )
+    return torch.cat(tensors) if fits else outputs
