@@ -11,11 +11,13 @@ import json
 import re
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import IO, Any
 
 from dsx_monitor.secrets import without_secrets
@@ -23,10 +25,10 @@ from dsx_monitor.secrets import without_secrets
 from .arguments import with_config, with_mappings
 from .files import CONFIG, METRICS, PRIVATE_CONFIG, STARTED, write_whole
 
-__all__ = ["Job", "Outcome", "run_experiment"]
+__all__ = ["Job", "Outcome", "run_experiment", "stopping_cleanly"]
 
 _END_S = 10.0
-"""From being told to end to being killed. An experiment has nothing to save."""
+"""Seconds between the signal to end an experiment and killing it. An experiment has nothing to save."""
 
 _NO_MEMORY = re.compile(
     r"OutOfMemoryError|out of memory|can't allocate memory|Cannot allocate memory|MemoryError|std::bad_alloc"
@@ -179,3 +181,20 @@ def _cause(text: str) -> str:
     reports = [line for line in lines if re.search(r"\brank \d+\]? failed on ", line)]
     line = reports[0] if reports else lines[-1] if lines else "it said nothing"
     return line if len(line) <= 300 else line[:280] + " ..."
+
+
+@contextmanager
+def stopping_cleanly() -> Iterator[None]:
+    """SIGTERM inside ends the running experiment as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

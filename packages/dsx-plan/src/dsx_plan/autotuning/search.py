@@ -11,13 +11,10 @@ Everything is written as it happens, so a search that is killed goes on with the
 from __future__ import annotations
 
 import json
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from dsx_monitor.secrets import command_without_secrets, without_secrets
@@ -26,7 +23,7 @@ from ..engine import EngineToPlan, engine_to_plan
 from .arguments import config_position, mapped_numbers, with_config, with_mappings
 from .documents import leaves, without
 from .errors import AutotuningError
-from .experiments import Job, Outcome, run_experiment
+from .experiments import Job, Outcome, run_experiment, stopping_cleanly
 from .files import CANDIDATES, FACTS, METRICS, PLANS, write_whole
 from .journal import ATTEMPTS, Journal, only_tuner
 from .plot import svg
@@ -93,7 +90,7 @@ class Autotuner:
         with ExitStack() as held:
             for folder in dict.fromkeys((self._results, self._experiments)):
                 held.enter_context(only_tuner(folder))
-            held.enter_context(_stopping_cleanly())
+            held.enter_context(stopping_cleanly())
             journal = Journal.open(self._results, self._about(), overwrite=self._section.overwrite)
             first, facts, planned = self._first(journal)
             try:
@@ -389,20 +386,3 @@ def _no_first(reasons: Sequence[str], initialized: bool) -> str:
 
 def _read(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-
-
-@contextmanager
-def _stopping_cleanly() -> Iterator[None]:
-    """SIGTERM inside ends the running experiment as Ctrl-C does."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
