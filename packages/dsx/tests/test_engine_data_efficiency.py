@@ -164,7 +164,7 @@ def test_layers_are_skipped_and_the_engine_drives_the_schedule():
     kept = [number for number in range(4) if model.layers[number]._layer_drop.keeps(number)]
     train(engine, 1)
     assert runs == kept and len(kept) < 4
-    part = engine._parts.checkpointer.parts["progressive_layer_drop"]
+    part = engine._parts.checkpointer.live.parts["progressive_layer_drop"]
     assert part.state_dict() == {"step": 4, "seed": 3}
     assert model.layers[0]._layer_drop.schedule.get_theta() == pytest.approx(0.7 * 2.718281828**-4 + 0.3)
 

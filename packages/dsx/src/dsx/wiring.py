@@ -27,6 +27,7 @@ from .engine.backwards import Accumulation, Backwards, SyncWindow
 from .engine.checkpoint_facts import checkpoint_facts
 from .engine.checkpointing import Checkpointer
 from .engine.engine import Engine
+from .engine.live_state import LiveState
 from .engine.parts import EngineParts, Update
 from .engine.places import places_of_model
 from .engine.report import Counters
@@ -195,18 +196,20 @@ def _parts(
         checkpointer=Checkpointer(
             module=to.module,
             shards=shards,
-            optimizer=shards if to.trains else None,
-            counters=counters,
-            schedule=schedule,
-            scaler=scaler,
-            precision=config.precision.to_json(),
+            live=LiveState(
+                optimizer=shards if to.trains else None,
+                counters=counters,
+                schedule=schedule,
+                scaler=scaler,
+                precision=config.precision.to_json(),
+                rank=topology.rank,
+                facts=checkpoint_facts(config, topology.world_size),
+                parts=states_of(extensions),
+            ),
             settings=config.use("checkpoint"),
-            rank=topology.rank,
             gate=gate,
             gather=dsx_zero.GatheredParameters,
-            facts=checkpoint_facts(config, topology.world_size),
             places=places_of_model(to.module, topology, known=watch.places),
-            parts=states_of(extensions),
         ),
     )
 

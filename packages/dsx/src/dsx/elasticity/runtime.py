@@ -228,7 +228,7 @@ class ElasticRun:
             return 0  # the load says what is wrong, or takes an older one
 
     def _load_from_memory(self, snapshot: Snapshot, memory: NodeMemory) -> None:
-        from ..engine.checkpointing import Wanted
+        from ..engine.live_state import Wanted
         from .peers import NodeFolders, fetch
 
         engine, parts = self._engine, self._engine._parts

@@ -1,6 +1,6 @@
 """The engine's checkpointer: saves the sharded tensors and the training state to a folder, and loads them.
 
-`dsx.checkpoint` handles the tensors and the files. This part adds the training state (`training_state.py`), agrees with
+`dsx.checkpoint` handles the tensors and the files. This part adds the training state (`live_state.py`), agrees with
 the other ranks on folder and tag, and decides which parts of a checkpoint are restored.
 
 A load changes nothing until every rank has read and verified everything it needs. Then the small parts are restored,
@@ -13,10 +13,9 @@ line says so.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,15 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 from dsx_core import with_code
 
-from ..data import RepeatingLoader, TrainingLoader
 from ..utils.logging import logger
 from .errors import EngineArgumentError
-from .hyperparameters import numbers_of, restore_numbers
-from .randomness import RandomStates
-from .registered import Registered, has_state
-from .report import Counters
-from .stepper import LossScaler, ScheduleDriver, StepGate
-from .training_state import TrainingState, Undo
+from .live_state import LiveState, Rest, Wanted
+from .stepper import StepGate
+from .training_state import Undo
 
 if TYPE_CHECKING:
     from dsx_checkpoint.loading import LoadDisks
@@ -42,64 +37,7 @@ if TYPE_CHECKING:
 
     from ..config.training import Checkpoint
 
-__all__ = ["Checkpointer", "Wanted"]
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """The parts that a load restores in addition to the weights."""
-
-    strict: bool = True
-    optimizer: bool = True
-    lr_scheduler: bool = True
-    module_only: bool = False
-    random_states: bool = True
-    only: Sequence[str] | None = None
-    key_mapping: Mapping[str, str] = field(default_factory=dict)
-    padded_vocabulary: Sequence[str] = ()
-    custom: Callable[..., Any] | None = None
-
-    @property
-    def optimizer_states(self) -> bool:
-        """Whether the states of the optimizer are read."""
-        return self.optimizer and not self.module_only
-
-
-def counts_globally(loader: Any) -> bool:
-    """Whether a loader's state says how many samples all ranks together have used, so that any number of ranks can
-    continue there. The states of other loaders are valid for their rank only.
-    """
-    inner = loader.loader if isinstance(loader, RepeatingLoader) else loader
-    return isinstance(inner, TrainingLoader)
-
-
-def _has_position(loader: Any) -> bool:
-    return has_state(loader.loader if isinstance(loader, RepeatingLoader) else loader)
-
-
-@dataclass(frozen=True)
-class Rest:
-    """Data position and random states between two updates.
-
-    Attributes:
-        data: the loader's state if it is valid for all ranks; otherwise empty.
-        rank_data: the loader's state if it is valid for this rank only; otherwise None.
-        random: see `randomness.py`.
-    """
-
-    data: dict[str, Any]
-    rank_data: Any
-    random: dict[str, Any]
-
-    @staticmethod
-    def take(loader: Any) -> Rest:
-        """The present position and random states."""
-        known = counts_globally(loader)
-        return Rest(
-            data=loader.state_dict() if known else {},
-            rank_data=loader.state_dict() if not known and _has_position(loader) else None,
-            random=RandomStates().state_dict(),
-        )
+__all__ = ["Checkpointer"]
 
 
 @dataclass(frozen=True)
@@ -108,45 +46,25 @@ class Checkpointer:
 
     Attributes:
         module: the sharded model; its persistent buffers are saved.
-        shards: the sharded state: parameters, masters and optimizer states.
-        optimizer: the optimizer; the numbers in its parameter groups are saved. None without one.
-        counters, schedule, scaler: parts of the engine; their states are saved.
-        precision: the precision record as plain values.
+        shards: the sharded state: parameters, fp32 master weights and optimizer states.
+        live: the objects of the engine that have training state.
         settings: the `checkpoint` section.
         gate: stops all ranks together between two updates.
-        facts: `config`, `versions` and `layout` of the training state; for people and tools.
-        rank: rank of this process in the job.
         places: the place (`dsx.checkpoint.Place`) of each tensor of which this rank holds only a part, because of model
             parallelism.
-        registered: the objects that the caller registered.
-        parts: other objects with `state_dict` and `load_state_dict`, by name. Rank 0's state is saved. An object whose
-            state is spread over the ranks gathers it in a method `whole_state`.
         gather: gathers parameters, and writes back the values that rank 0 has changed.
     """
 
     module: nn.Module
     shards: ZeroOptimizer
-    optimizer: ZeroOptimizer | None
-    counters: Counters
-    schedule: ScheduleDriver
-    scaler: LossScaler
-    precision: dict[str, Any]
+    live: LiveState
     settings: Checkpoint
-    rank: int
     gate: StepGate
     gather: Callable[..., AbstractContextManager[Any]]
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    registered: Registered = field(default_factory=Registered)
     places: Mapping[str, Any] = field(default_factory=dict)
-    parts: Mapping[str, Any] = field(default_factory=dict)
 
     _behind: list[Any] = field(default_factory=list)
     _rest: list[Rest] = field(default_factory=list)
-
-    @property
-    def _scheduled(self) -> bool:
-        """Whether a schedule sets the learning rates."""
-        return self.schedule.scheduler is not None
 
     @property
     def _ranks(self) -> Any:
@@ -231,7 +149,7 @@ class Checkpointer:
         """
         behind = self.behind if (self.settings.asynchronous if asynchronous is None else asynchronous) else None
         self.wait() if behind is None else behind.raise_failures()
-        wanted = f"global_step{self.counters.global_steps}" if tag is None else str(tag)
+        wanted = f"global_step{self.live.counters.global_steps}" if tag is None else str(tag)
         tag = self._agreed_tag(save_dir, wanted, client_state)
         rest = None if at_rest and self._rest else Rest.take(loader)
         planned = self.plan(save_dir, tag, client_state, rest=rest, latest=latest, exclude_frozen=exclude_frozen)
@@ -265,9 +183,9 @@ class Checkpointer:
             tag,
             module=self.module,
             slices=map(self._to_write, self.shards.slices(lazily=True)),
-            state={"engine": self._state(rest).to_dict(), "client": client_state},
+            state={"engine": self.live.take(rest).to_dict(), "client": client_state},
             rank_state={
-                "random": rest.random, "data": rest.rank_data, "objects": self.registered.states(per_rank=True)
+                "random": rest.random, "data": rest.rank_data, "objects": self.live.registered.states(per_rank=True)
             },
             ranks=self._ranks,
             places=self.places,
@@ -283,19 +201,6 @@ class Checkpointer:
         """
         ranks = self.shards.group_of(part.name).ranks
         return part if ranks.size == 1 or ranks.counts_in_norm else part.without_elements()
-
-    def _state(self, rest: Rest) -> TrainingState:
-        return TrainingState(
-            counters=dataclasses.asdict(self.counters),
-            param_groups=[] if self.optimizer is None else numbers_of(self.optimizer.param_groups),
-            precision=self.precision,
-            lr_scheduler=self.schedule.state_dict(),
-            loss_scaler=self.scaler.state_dict(),
-            data=rest.data,
-            parts={name: getattr(part, "whole_state", part.state_dict)() for name, part in self.parts.items()},
-            objects=self.registered.states(per_rank=False),
-            **self.facts,
-        )
 
     def _agreed_tag(self, save_dir: Any, tag: str, client_state: Any) -> str:
         """Rank 0's tag. If other ranks have another tag, that is ignored, warned about or refused, as configured."""
@@ -355,14 +260,14 @@ class Checkpointer:
             logger.warning(with_code("load_checkpoint: %s has no checkpoint", "DSX553"), load_dir)
             return None, {}
         state, rank_state = prepared.loaded.state, prepared.loaded.rank_state
-        if rank_state is None and prepared.loaded.saved_by and not wanted.module_only and self.rank == 0:
+        if rank_state is None and prepared.loaded.saved_by and not wanted.module_only and self.live.rank == 0:
             logger.info(
                 "load_checkpoint: saved by %d ranks, now %d: random states and other states of a rank are not loaded",
                 prepared.loaded.saved_by, self._ranks.world_size,
             )  # fmt: skip
         with Undo() as undo:
             if not wanted.module_only:
-                restore = functools.partial(self._restore, state.get("engine"), rank_state, wanted, loader, undo)
+                restore = functools.partial(self.live.restore, state.get("engine"), rank_state, wanted, loader, undo)
                 self._ranks.keep(f"restoring the training state of {prepared.loaded.path}", restore)
         prepared.install()
         if wanted.custom is not None:
@@ -378,103 +283,3 @@ class Checkpointer:
 
         with self.gather(list(self.module.parameters()), modifier_rank=0):
             self._ranks.keep("load_checkpoint(custom_load_fn=...)", fill)
-
-    def _restore(self, saved: Any, rank_state: Any, wanted: Wanted, loader: Any, undo: Undo) -> None:
-        from dsx_checkpoint import CheckpointCorruptError, CheckpointError
-
-        if saved is None:
-            raise CheckpointError(
-                "the checkpoint has no training state, because no engine wrote it; pass load_module_only=True"
-            )
-        try:
-            state = TrainingState.from_dict(saved)
-            self._apply(state, wanted, loader, undo)
-            if rank_state is not None:
-                self._apply_rank_state(rank_state, wanted, loader, undo)
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise CheckpointCorruptError(f"the training state is damaged, or not this engine's: {error!r}") from error
-
-    def _apply(self, state: TrainingState, wanted: Wanted, loader: Any, undo: Undo) -> None:
-        before = dataclasses.asdict(self.counters)
-        undo.add(lambda: vars(self.counters).update(before))
-        vars(self.counters).update(dataclasses.asdict(Counters(**state.counters)))
-        if wanted.optimizer:
-            undo.restore_state_of(self.scaler)
-            self.scaler.load_state_dict(state.loss_scaler)
-        self._restore_groups(state, wanted, undo)  # before the schedule, which may change the groups again
-        if wanted.lr_scheduler and state.lr_scheduler:
-            undo.restore_state_of(self.schedule)
-            self.schedule.load_state_dict(state.lr_scheduler)
-        for name, part in self.parts.items():
-            if name in state.parts:
-                undo.restore_state_of(part)
-                part.load_state_dict(state.parts[name])
-            elif self.rank == 0:
-                logger.warning("load_checkpoint: it has no state of %s, which is not changed", name)
-        others = sorted(set(state.parts) - set(self.parts))
-        if others and self.rank == 0:
-            text = (
-                "load_checkpoint: it has states of %s, which this engine has no part for: they are not used; configure"
-                " the same sections, and give initialize the same extensions"
-            )
-            logger.warning(with_code(text, "DSX554"), ", ".join(others))
-        self._restore_objects(state.objects, undo, per_rank=False)
-        self._compare_precision(state.precision)
-        if state.data and counts_globally(loader):
-            undo.restore_state_of(loader)
-            loader.load_state_dict(state.data)
-
-    def _apply_rank_state(self, saved: Any, wanted: Wanted, loader: Any, undo: Undo) -> None:
-        """Restore the state that belongs to this rank alone."""
-        self._restore_objects(saved["objects"], undo, per_rank=True)
-        if saved["data"] is not None and _has_position(loader) and not counts_globally(loader):
-            undo.restore_state_of(loader)
-            loader.load_state_dict(saved["data"])
-        if wanted.random_states:
-            random = RandomStates()
-            undo.restore_state_of(random)
-            random.load_state_dict(saved["random"])
-
-    def _restore_objects(self, saved: Mapping[str, Any], undo: Undo, *, per_rank: bool) -> None:
-        named = dict(self.registered.named(per_rank=per_rank))
-        for name, thing in named.items():
-            if name in saved:
-                undo.restore_state_of(thing)
-                thing.load_state_dict(saved[name])
-            elif self.rank == 0:
-                logger.warning("load_checkpoint: it has no state of the registered %s, which is not changed", name)
-        others = [name for name in saved if name not in named]
-        if others and self.rank == 0:
-            text = (
-                "load_checkpoint: it has states of %s, which nobody has registered here: they are not used; call"
-                " register_for_checkpointing before load_checkpoint"
-            )
-            logger.warning(with_code(text, "DSX554"), ", ".join(others))
-
-    def _restore_groups(self, state: TrainingState, wanted: Wanted, undo: Undo) -> None:
-        """Restore rates and other numbers of the groups. If a schedule starts new, the numbers that it set are kept."""
-        saved = state.param_groups
-        if self.optimizer is None or not saved:
-            return
-        groups = self.optimizer.param_groups
-        if len(saved) != len(groups):
-            text = "load_checkpoint: saved with %d parameter groups, there are %d: their rates stay as configured"
-            logger.warning(with_code(text, "DSX555"), len(saved), len(groups))
-            return
-        before = numbers_of(groups)
-        undo.add(lambda: restore_numbers(groups, before, scheduled=True, others=True))
-        goes_on = wanted.lr_scheduler and bool(state.lr_scheduler)
-        changes = restore_numbers(
-            groups, saved, scheduled=goes_on if self._scheduled else wanted.optimizer, others=wanted.optimizer
-        )
-        if changes and not self._scheduled and self.rank == 0:
-            logger.info("load_checkpoint: as saved, not as configured: %s", "; ".join(changes))
-
-    def _compare_precision(self, saved: dict[str, Any]) -> None:
-        """Log which numbers were saved in another precision; loading converts them."""
-        if not saved or self.rank != 0:
-            return
-        now = self.precision
-        other = [f"{role} {saved.get(role)} (now {value})" for role, value in now.items() if saved.get(role) != value]
-        if other:
-            logger.info("load_checkpoint: saved in another precision: %s", ", ".join(other))

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .checkpointing import Wanted
+from .live_state import Wanted
 from .preemption import PreemptionWatch
 
 if TYPE_CHECKING:
@@ -93,8 +93,8 @@ class EngineCheckpoints:
     ) -> tuple[str | None, dict[str, Any]]:
         """Load a checkpoint that was saved at any stage and with any number of ranks; every rank must call it.
 
-        With the same number of ranks, the next steps have the same bits as those of an uninterrupted run. If no tag is
-        given and the latest checkpoint is damaged, the previous one is loaded, with a warning.
+        With the same number of ranks, the next steps are bitwise identical to those of an uninterrupted run. If no tag
+        is given and the latest checkpoint is damaged, the previous one is loaded, with a warning.
 
         Args:
             tag: the checkpoint's tag; None: the latest.
@@ -150,7 +150,7 @@ class EngineCheckpoints:
             name: name of the state in the checkpoint, for a single object; None: its class and a number.
             per_rank: save each rank's state, and restore it if as many ranks load; False: rank 0's state is for all.
         """
-        self._living().checkpointer.registered.add(objects, name, per_rank)
+        self._living().checkpointer.live.registered.add(objects, name, per_rank)
 
     def save_on_preemption(
         self,

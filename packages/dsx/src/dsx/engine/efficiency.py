@@ -57,7 +57,7 @@ class TokenBatches:
         self._waiting: list[Any] = []
         """Sizes of the batches that no loss has used yet."""
         self._at_forward = 0
-        """How many of them waited when the last forward began."""
+        """The number of them that waited when the last forward began."""
         self._clear()
 
     def _clear(self) -> None:
@@ -275,7 +275,7 @@ class EngineData:
     @property
     def random_ltd(self) -> Any:
         """The object that token-dropping layers share, a `dsx_data.TokenDrop`; None if random-LTD is off."""
-        part = self._parts.checkpointer.parts.get("random_ltd")
+        part = self._parts.checkpointer.live.parts.get("random_ltd")
         return None if part is None else part.drop
 
     @property
@@ -286,7 +286,7 @@ class EngineData:
     @property
     def curriculum_scheduler_legacy(self) -> Any:
         """The schedule of `curriculum_learning`; None if that section is off."""
-        part = self._parts.checkpointer.parts.get("curriculum_learning")
+        part = self._parts.checkpointer.live.parts.get("curriculum_learning")
         return None if part is None else part.scheduler
 
     def set_custom_curriculum_learning_schedule(self, schedule: Any) -> None:

@@ -214,7 +214,7 @@ class PipelineEngine(Engine):
 
     def _preparation(self) -> Callable[[Any], Any] | None:
         """A function for every item of the data: the caller's function, then the curriculum of lengths."""
-        prepare, curriculum = self._batch_fn, self._parts.checkpointer.parts.get("curriculum_learning")
+        prepare, curriculum = self._batch_fn, self._parts.checkpointer.live.parts.get("curriculum_learning")
         if curriculum is None:
             return prepare
         if curriculum.changed():
