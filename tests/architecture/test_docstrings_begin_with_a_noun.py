@@ -21,14 +21,10 @@ DONE = {name: package for name, package in all_packages().items() if name not in
 
 
 def _question_docstrings(source: str) -> list[tuple[int, str]]:
-    """Line and first line of each docstring of a module, class or function that begins with a question word."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            text = ast.get_docstring(node) or ""
-            if QUESTION.match(text):
-                found.append((node.body[0].lineno, text.splitlines()[0]))
-    return sorted(found)
+    """Line and first line of each docstring, of attributes too, that begins with a question word."""
+    statements = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Expr)]
+    texts = [(node.lineno, node.value.value) for node in statements if isinstance(node.value, ast.Constant)]
+    return sorted((line, t.splitlines()[0]) for line, t in texts if isinstance(t, str) and QUESTION.match(t))
 
 
 @pytest.mark.parametrize("package", DONE.values(), ids=list(DONE))
@@ -41,6 +37,10 @@ def test_no_docstring_begins_with_a_question_word(package):
     assert not found, "\n".join(found)
 
 
-def test_the_scan_sees_modules_classes_and_functions():
+def test_the_scan_sees_modules_classes_functions_and_attributes():
     source = '"""What it is."""\nclass A:\n    """Whether it works."""\n    def f(self):\n        """Why it fails."""\n'
-    assert _question_docstrings(source) == [(1, "What it is."), (5, "Why it fails.")]
+    assert _question_docstrings(f'{source}B = 1\n"""How many."""\n...\n') == [
+        (1, "What it is."),
+        (5, "Why it fails."),
+        (7, "How many."),
+    ]

@@ -60,7 +60,7 @@ class CheckpointingSettings:
 
     @classmethod
     def read(cls, section: Any) -> CheckpointingSettings:
-        """From a section: a mapping, or an object with these attributes.
+        """The settings of a section: a mapping, or an object with these attributes.
 
         Raises:
             ActivationConfigError: an unknown key, a value of another kind, or settings that contradict each other.

@@ -7,7 +7,7 @@ float32 and rounded once. Data travels as bytes, so every dtype of torch can be 
 
 Many operations may be outstanding: gloo matches messages of one pair of ranks and one tag in the order of issue, and
 each kind of operation has a tag of its own, far from what users take. Small messages take one call of gloo instead of
-many (an all-to-all of the parts, gloo's all-gather): its latency is lower, the result the same bits.
+many (an all-to-all of the parts, gloo's all-gather): its latency is lower, the result bitwise identical.
 
 Not here: algorithms for many ranks (beyond `DIRECT_RANKS` small messages are left to gloo), CUDA tensors.
 """
@@ -39,7 +39,7 @@ def direct(size: int, nbytes_per_pair: int) -> bool:
 
 
 def direct_gather(size: int, nbytes_per_pair: int) -> bool:
-    """As `direct` for gathers, which need no arithmetic: small ones are always gloo's, and so are those of very many
+    """Like `direct`, for gathers, which need no arithmetic: small ones are always gloo's, and so are those of very many
     ranks, because the ring needs no connections but those to two neighbours.
     """
     return nbytes_per_pair > SMALL_BYTES and size <= CONNECTED_RANKS and direct(size, nbytes_per_pair)
@@ -142,7 +142,7 @@ def small_reduce_scatter(output: torch.Tensor, source: torch.Tensor, op: Any, gr
 
 
 def reduce_scatter_parts(output: torch.Tensor, parts: Sequence[torch.Tensor], op: Any, to: Membership) -> Handle:
-    """As `reduce_scatter`, part p (contiguous, on all ranks as long as rank p's output) in a tensor of its own."""
+    """Like `reduce_scatter`; part p (contiguous, on all ranks as long as rank p's output) is a tensor of its own."""
     own = parts[to.rank].reshape(-1)
     staging = [own if p == to.rank else torch.empty_like(own) for p in range(to.size)]
     flat = output.view(-1)

@@ -45,7 +45,7 @@ class CommsLoggerConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CommsLoggerConfig:
-        """From a section as it stands in JSON. Raises CommConfigError naming an unknown key and the nearest known."""
+        """The settings of a section of the JSON. Raises CommConfigError naming an unknown key and the nearest known."""
         known = [f.name for f in fields(cls)]
         for key in values:
             if key not in known:

@@ -28,7 +28,7 @@ class Started(Protocol):
     """A message under way."""
 
     def wait(self) -> Any:
-        """Until it is sent, or has come."""
+        """Wait until it is sent, or has arrived."""
         ...
 
 

@@ -46,7 +46,7 @@ class Dropped:
     def __init__(self) -> None:
         self._queue: SimpleQueue[Any] = SimpleQueue()
         self.thread: threading.Thread | None = None
-        """What waits; None before `start`."""
+        """The thread that waits; None before `start`."""
         self._lock = threading.Lock()
 
     def start(self) -> None:

@@ -108,7 +108,7 @@ class Ticket(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """As `wait`, and the host goes on only then: for results that the host reads, or that go back to an
+        """Like `wait`, and the host continues only then: for results that the host reads, or that go back to an
         allocator.
         """
         ...

@@ -92,10 +92,10 @@ class ObjectTree:
         self._to, self._root, self._name, self._labels = to, root, name, labels
         self._place = (to.rank - root) % to.size
         self.error: Exception | None = None
-        """What failed on this rank in `join`."""
+        """The error of this rank in `join`; None if it did not fail."""
 
     def gather(self, data: bytes) -> list[bytes]:
-        """On the root the ranks' bytes, by rank; an empty list on the others."""
+        """The ranks' bytes, by rank, on the root; an empty list on the others."""
         held = self._up([data], _one_of_each)
         return [held[(rank - self._root) % self._to.size] for rank in range(self._to.size)] if held else []
 

@@ -96,7 +96,7 @@ def _meeting(store: Any, rank: int) -> Any:
 
 
 def _options(gloo: Any, timeout: timedelta) -> Any:
-    """As torch has them, with devices that connect pairs on their first message."""
+    """The options of torch, with devices that connect pairs on their first message."""
     options = gloo._Options()
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     made = [gloo.create_device(interface=name, lazy_init=True) for name in names]

@@ -1,7 +1,7 @@
 """Reductions of several tensors in a fixed order, by torch: the reference for every transport's arithmetic.
 
-Sums go from the first part to the last, so every rank that computes them gets the same bits; 16-bit floats are added
-up in float32 and rounded once.
+Sums go from the first part to the last, so every rank that computes them gets the bitwise identical result; 16-bit
+floats are added up in float32 and rounded once.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def sparse_allreduce(
     lane: StepLane | None = None,
     **labels: Unpack[Labels],
 ) -> Any:
-    """The sum or mean over the ranks of a sparse COO tensor: a new, coalesced one, with the same bits on all ranks.
+    """The sum or mean over the ranks of a sparse COO tensor: a new, coalesced one, bitwise identical on all ranks.
 
     Ranks may have different numbers of entries, also none. An entry that a rank has not counts as zero there. 16-bit
     floats are added up in float32 and rounded once.

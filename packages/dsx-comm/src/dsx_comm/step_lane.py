@@ -31,7 +31,7 @@ from .hang import GRACE
 from .works import Handle
 
 Step = tuple[Call | None, Callable[[], None]]
-"""What observers hear of a step when it is issued, and the step itself, which returns when it is done (CUDA: when it is
+"""The call that observers hear of when a step is issued, and the step itself, which returns when done (CUDA: when
 enqueued). None: the step runs its calls itself, because their sizes are known only then.
 """
 

@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 _DEVICES = ("cuda",)  # that torch has symmetric memory for
 _ON_DEVICE: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-"""By storage: the name of the group whose ranks share it on their devices."""
+"""The name of the group whose ranks share a storage on their devices, by storage."""
 
 
 def empty(

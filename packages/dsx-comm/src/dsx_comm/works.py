@@ -100,7 +100,7 @@ class Handle:
         return True
 
     def synchronize(self) -> None:
-        """As `wait`; on the host there is nothing more to wait for."""
+        """Like `wait`; on the host there is nothing more to wait for."""
         self.wait()
 
     def _complete(self, timeout: timedelta | None) -> None:
@@ -284,7 +284,7 @@ class TwoPhase(Handle):
         self._phases.rest.wait(timeout)
 
     def on_arrival(self, callback: Callable[[], None]) -> None:
-        """As for every handle; the second phase only begins when a caller waits or asks."""
+        """Like that of every handle; the second phase only begins when a caller waits or asks."""
         self._phases.on_arrival(callback)
 
     def is_completed(self) -> bool:

@@ -1,8 +1,8 @@
 """The optimizer's side of Mixture of Quantisation: quantise stored weights in place after each step.
 
-It is for training loops with separate full-precision masters and low-precision weights: the optimizer updates the
-masters, copies them to the weights, and `OptimizerQuantizer.step` quantises the weights. dsx does not need it: its
-engine computes the quantised weights in the forward pass (`WeightQuantizer`), with the same result.
+It is for training loops with separate fp32 master weights and low-precision weights: the optimizer updates the
+master weights, copies them to the weights, and `OptimizerQuantizer.step` quantises the weights. dsx does not need it:
+its engine computes the quantised weights in the forward pass (`WeightQuantizer`), with the same result.
 
 Stochastic rounding is drawn from the seed, the step and the tensor's name, so that all ranks write the same values.
 """

@@ -75,7 +75,7 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> Any:
-        """As argparse's, but nothing may be left: so the parser of the subcommand, which knows its options, says what
+        """Like argparse's, but nothing may be left: so the parser of the subcommand, which knows its options, says what
         was meant.
         """
         found, left = super().parse_known_args(args, namespace)

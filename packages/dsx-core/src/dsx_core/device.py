@@ -82,7 +82,7 @@ class Device:
 
     @property
     def torch_device(self) -> torch.device:
-        """As torch writes it."""
+        """The device as a `torch.device`."""
         return torch.device(self.kind, self.index) if self.is_accelerator else torch.device(self.kind)
 
     @property

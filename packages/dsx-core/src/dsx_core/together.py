@@ -197,7 +197,7 @@ class Together:
             return (None, self._told(error)), error
 
     def _first_failure(self, doing: str, outcomes: list[Any]) -> tuple[int, str] | None:
-        """Of the lowest rank that failed: the index of its kind, and the words of the error."""
+        """The failure of the lowest rank that failed: the index of its kind, and the text of the error."""
         for rank, (_, failed) in enumerate(outcomes):
             if failed is not None:
                 return self._named(doing, rank, failed)

@@ -196,7 +196,7 @@ class DataRouting(_Toggle):
 
 
 _RESUMED = {"": "a resumed run has the same batches, with any number of ranks"}
-"""How these sections compare with DeepSpeed's; "" is the section itself."""
+"""Comparison of these sections with DeepSpeed's; "" is the section itself."""
 
 
 class DataEfficiency(_Toggle):

@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 __all__ = ["WATCHED", "Beats"]
 
 WATCHED = 8
-"""How many other hosts a host looks after, while all of them give signs of life."""
+"""The number of other hosts that a host watches while all of them send heartbeats."""
 
 
 class Beats:

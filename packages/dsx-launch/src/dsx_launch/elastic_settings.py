@@ -34,11 +34,11 @@ class Elastic:
         return max(1, -(-self.max_nodes // KEEP_ALIVES_PER_S))
 
     def to_text(self) -> str:
-        """For the command line of `dsx_launch.node`."""
+        """The text for the command line of `dsx_launch.node`."""
         return f"{self.min_nodes}:{self.max_nodes}:{self.restarts}"
 
     @staticmethod
     def from_text(text: str) -> Elastic:
-        """From `to_text`."""
+        """The object whose `to_text` gave this text."""
         low, high, restarts = map(int, text.split(":"))
         return Elastic(low, high, restarts)

@@ -29,7 +29,7 @@ OWN_STORY_S = (
 
 
 class NoWatch:
-    """For a job on one host: there are no other hosts to watch."""
+    """The watch of a job on one host: there are no other hosts to watch."""
 
     def announce(self) -> None:
         """Does nothing."""

@@ -49,7 +49,7 @@ class Output:
         return self.prefix or bool(self.most) or bool(self.tee)
 
     def to_text(self) -> str:
-        """For the command line of `dsx_launch.node`; empty for what is the default."""
+        """The text for the command line of `dsx_launch.node`; empty if all is default."""
         if self == SHOW_ALL:
             return ""
         ranks = "all" if self.local_ranks is None else ",".join(map(str, self.local_ranks))
@@ -57,7 +57,7 @@ class Output:
 
     @staticmethod
     def from_text(text: str) -> Output:
-        """From `to_text`."""
+        """The object whose `to_text` gave this text."""
         if not text:
             return SHOW_ALL
         ranks, *numbers = text.split(":")

@@ -47,7 +47,7 @@ class _Section(BaseModel):
 
 
 _WRITER = {"": "a writer that fails warns and does not end training"}
-"""How each of DeepSpeed's sections of a writer compares with its effect there; "" is the section itself."""
+"""Comparison of each of DeepSpeed's sections of a writer with its effect there; "" is the section itself."""
 
 
 class _FileSection(_Section):

@@ -88,7 +88,7 @@ def _resident() -> tuple[int, int]:
 
 
 def _resident_elsewhere() -> tuple[int, int]:
-    """For systems without /proc: the standard library only gives the peak."""
+    """Resident memory and its peak, for systems without /proc: both are the peak, as no other figure is there."""
     import resource  # lazy import: Unix only
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

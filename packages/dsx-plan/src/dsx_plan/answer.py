@@ -1,4 +1,4 @@
-"""From replays to a `Plan`: peaks, traffic and operations are counted, a machine gives them times."""
+"""Makes a `Plan` of replays: peaks, traffic and operations are counted, a machine gives them times."""
 
 from __future__ import annotations
 

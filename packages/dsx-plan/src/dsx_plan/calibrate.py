@@ -28,9 +28,9 @@ from .machine import Constants, Machine, device_in_table, fingerprint
 __all__ = ["calibrate"]
 
 _SECONDS = 1.0
-"""Of one measurement."""
+"""The seconds of one measurement."""
 _MOST_PROCESSES = 16
-"""That measure at the same time; more of them say the same and take long to start."""
+"""The most processes that measure at the same time; more of them give the same figures and take long to start."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""From a trace to seconds: every entry gets a time on its lane, on a given machine.
+"""Gives every entry of a trace a time on its lane, on a given machine.
 
 The model, with the constants of `machine.Constants`:
 
@@ -119,7 +119,7 @@ def simulate(
 
 
 def stragglers(machine: Machine, world_size: int) -> float:
-    """By which share the slowest of the ranks is later than their mean."""
+    """The share by which the slowest of the ranks is later than their mean."""
     return machine.constants.jitter * math.sqrt(2.0 * math.log(max(1, world_size)))
 
 

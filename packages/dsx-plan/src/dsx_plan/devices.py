@@ -189,10 +189,10 @@ DEVICES: dict[str, Device] = {
         "AMD MI300X data sheet (2023): 7 links of 128 GB/s both ways", _HOPPER,
     ),
 }  # fmt: skip
-"""By name. What stands in more than one kind of host has the one of its usual servers."""
+"""Devices by name. A device that is built into several kinds of hosts has the figures of its usual servers."""
 
 ALIASES = {"v100": "V100-32", "a100": "A100-80", "h100": "H100-SXM", "h200": "H200-SXM", "4090": "RTX-4090"}
-"""What people call a device that has more than one entry, or a longer name: that of its usual servers."""
+"""Common names of devices with more than one entry, or with a longer name: that of the usual servers."""
 
 NETWORKS: dict[str, Network] = {
     "infiniband-ndr": Network(50.0, "NDR InfiniBand, a 400 Gb/s port for each device"),
@@ -206,4 +206,4 @@ NETWORKS: dict[str, Network] = {
     "ethernet-40": Network(0.625, "40 Gb/s for a host of 8 devices"),
     "ethernet-10": Network(0.156, "10 Gb/s for a host of 8 devices"),
 }
-"""By name."""
+"""Networks by name."""

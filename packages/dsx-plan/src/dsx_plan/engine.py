@@ -28,7 +28,7 @@ class EngineToPlan(Protocol):
     """A kind of engine, with its configuration language."""
 
     config_error: type[Exception]
-    """What is raised for a wrong configuration; `problems` has one item or more, with `path` and `message`."""
+    """The error for a wrong configuration; `problems` has one item or more, with `path` and `message`."""
 
     def read(self, source: Any) -> dict[str, Any]:
         """The keys of a configuration (dictionary, path, base64 text) as they were written, in a copy."""

@@ -187,7 +187,7 @@ def without_memory(size: Sequence[int], stride: Sequence[int], dtype: torch.dtyp
 
 
 _UNKEPT = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0) | getattr(mmap, "MAP_NORESERVE", 0x4000)
-"""Of Linux, where MAP_NORESERVE has had a name in Python since 3.13."""
+"""The number of MAP_NORESERVE on Linux, which has a name in Python since 3.13."""
 
 
 def _nothing(dtype: torch.dtype) -> bool | int | float | complex:

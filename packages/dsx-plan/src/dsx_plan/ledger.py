@@ -25,8 +25,8 @@ CLASSES = (
     "inputs",
 )  # fmt: skip
 """Parameters (shards, at stages 0-2 whole), parameters gathered for their use, gradients (buffers and reduced ones),
-masters, optimizer states, what a forward made, what a backward or step made, buffers of communication and copies, the
-model's own buffers, the batch."""
+fp32 master weights, optimizer states, what a forward made, what a backward or step made, buffers of communication and
+copies, the model's own buffers, the batch."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ class Ledger:
         self.total = {DEVICE: 0, HOST: 0, DISK: 0}
         self.peaks = {DEVICE: Peak(), HOST: Peak(), DISK: Peak()}
         self.memory = Peak()
-        """Of device and host together, at one time: of what a rank needs where both are one memory."""
+        """The peak of device and host together, at one time: the need of a rank where both are one memory."""
         self.curve: list[tuple[int, int, int]] = []
         """(events, bytes on the device, bytes in host memory) at each change, while `recording`."""
         self.requests: list[tuple[int, int]] = []
-        """Of the device, since `record`: number of a storage and its bytes, 0 where it gave its memory back."""
+        """Changes on the device since `record`: number of a storage and its bytes, 0 where it gave its memory back."""
         self.recording = False
         self._number = 0
 

@@ -171,7 +171,7 @@ class Machine:
     # - files
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """The machine as JSON values."""
         return asdict(self)
 
     @classmethod

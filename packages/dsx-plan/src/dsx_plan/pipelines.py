@@ -27,7 +27,7 @@ from .trace import MESSAGE, Trace
 __all__ = ["PipelineStep", "PipelineSteps", "as_pair", "mail_of", "micro_batches_of", "replay_all", "step_of"]
 
 ROUNDS = 4
-"""How often ranks are replayed again because other ranks have sent something else than was guessed."""
+"""The most rounds in which ranks are replayed because others sent something else than was guessed."""
 FEW = (3, 4, 6, 8)
 """Micro-batches that are replayed for each rank of the pipeline: it fills, does the same for a while, and drains. The
 first of these numbers with which something repeats itself is taken.

@@ -43,7 +43,7 @@ _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_stride
 _FREE = frozenset({*_EMPTY, "_local_scalar_dense", "is_same_size", "set_", "resize_"})
 """Operators that launch nothing."""
 _FUSED_ATTENTION = "_scaled_dot_product_"
-"""How the names of fused attention begin."""
+"""The prefix of the names of fused attention."""
 _KERNELS = frozenset({"dsx_ops::quantize", "dsx_ops::dequantize_out"})
 """Kernels of ours that take the time of the bytes that they read and write."""
 _PARTIAL = frozenset(["embedding", "index_select", "gather", "index"])
@@ -77,7 +77,7 @@ class HostMemory(torch.Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Not that of the parameters: see the module's text."""
+        """The device that is planned for. It is not that of the parameters (see the module)."""
         return torch.device("cpu", 0)
 
 

@@ -32,7 +32,7 @@ OPTIMIZER, PARAMETERS = "zero_optimization.offload_optimizer", "zero_optimizatio
 AGAIN = "recompute"
 
 _SAVING = {AGAIN: False, OPTIMIZER: None, PARAMETERS: None}
-"""What costs time and saves memory, and its value where it is off."""
+"""Settings that cost time and save memory, and the value that switches each off."""
 _SIZES = (1, 2, 4, 8, 16, 32)
 _AXIS = (1, 2, 4)
 

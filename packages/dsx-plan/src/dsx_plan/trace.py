@@ -19,7 +19,7 @@ COMPUTE = 0
 """The lane of the computation."""
 
 RATES = ("plain", "float32", "bfloat16", "float16", "float64", "float8", "host", "float4")
-"""What an operator's speed depends on beside the bytes it moves: matrix products by dtype; work of the host."""
+"""Kinds of operators by what limits their speed besides bytes: matmuls by dtype; work of the host."""
 
 ATTENTION = 16
 """Added to the rate of fused attention, whose kernels reach another share of the peak than matrix products."""

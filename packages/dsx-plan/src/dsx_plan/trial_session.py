@@ -39,7 +39,7 @@ class TrialTasks:
         in_use: returns the bytes in use on the device, or in the process if there is no device.
         peak: returns the most bytes in use since `restart_peak`.
         restart_peak: starts a new peak.
-        state_bytes: returns the bytes of parameters, gradients, masters and optimizer states of this rank.
+        state_bytes: returns the bytes of parameters, gradients, master weights and optimizer states of this rank.
         conclude: takes the measurements; called on every rank, writes on one.
         look: is called with the arguments of the first micro-batch.
         profiler: counts operations in the first update; None: they are not counted.

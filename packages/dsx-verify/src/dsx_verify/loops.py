@@ -93,7 +93,9 @@ class LightningLoop:
 
     @contextlib.contextmanager
     def passes(self, begin: Begin, end: End) -> Iterator[None]:
-        """At the hooks before and after a micro-batch: `training_step` itself runs inside DDP's or FSDP's forward."""
+        """Passes are seen by the hooks around a micro-batch: `training_step` itself runs inside DDP's or FSDP's
+        forward.
+        """
         started, ended = self.module.on_train_batch_start, self.module.on_train_batch_end
 
         def on_train_batch_start(batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -167,7 +169,7 @@ class ModelLoop:
 
     @contextlib.contextmanager
     def passes(self, begin: Begin, end: End) -> Iterator[None]:
-        """At the forward of the outermost module."""
+        """Passes are seen by a hook of the outermost module's forward."""
         del end  # a forward may return anything
         outer = self.model if isinstance(self.model, nn.Module) else self._found.module
 

@@ -1,9 +1,9 @@
-"""Plain training in one process: the unsharded model, one optimizer over fp32 masters, every rank's micro-batches in
-turn.
+"""Plain training in one process: the unsharded model, one optimizer over fp32 master weights, every rank's
+micro-batches in turn.
 
 It is written to be compared with a textbook, and on purpose uses nothing that it checks: no flat buffers, no hooks, no
-process groups. It follows the same rules of precision: parameters in the training dtype, fp32 masters, a scaled loss,
-and gradients that are unscaled before the check, the norm and clipping.
+process groups. It follows the same rules of precision: parameters in the training dtype, fp32 master weights, a scaled
+loss, and gradients that are unscaled before the check, the norm and clipping.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Recipe:
     """The training that the oracle does: functions of the user and choices of dtypes. It contains no part under test.
 
     Attributes:
-        optimizer: (groups of fp32 masters) -> an optimizer.
+        optimizer: (groups of fp32 master weights) -> an optimizer.
         schedule: (optimizer) -> a schedule, or None.
         groups: (model) -> the parameter groups (or parameters) to train.
         loss: (a callable in the place of the model, batch) -> a scalar.
@@ -116,7 +116,9 @@ class Oracle:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def update(self) -> None:
-        """Clip, step the masters, write the parameters, advance the schedule. Gradients must be unscaled already."""
+        """Clip, update the master weights, write the parameters, advance the schedule. Gradients must be unscaled
+        already.
+        """
         limit = self.recipe.max_norm
         clip = min(1.0, limit / (self.norm() + 1e-6)) if limit > 0 else 1.0
         for name, master in self.masters.items():

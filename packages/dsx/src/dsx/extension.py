@@ -67,7 +67,7 @@ class Extension:
     """
 
     name: str = ""
-    """Of its section and of its state in checkpoints; no two extensions of an engine have the same."""
+    """The name of its section and of its state in checkpoints; no two extensions of an engine have the same."""
     section: ClassVar[type[BaseModel] | None] = None
     """The pydantic model of its section, which must refuse unknown keys (`dsx.config.Section` does). None: dsx models
     the section, or there is none. `NO_EFFECT` of the model maps keys that mean nothing to a reason

@@ -62,8 +62,9 @@ def choose_optimizer(
         type_name: `optimizer.type`, in any case.
         params: `optimizer.params`.
         reference: take the simplest implementation with the same arithmetic, to compare others with.
-        masters, states: the dtypes of the masters and of the optimizer's states. Only dsx_ops has fp32 states for
-            masters in 16 bits.
+        masters, states: the dtypes of the master weights and of the optimizer's states. Only dsx_ops has fp32 states
+        for
+            master weights in 16 bits.
 
     Raises:
         DsxConfigError: the optimizer is unknown or not available, does not take an argument, or cannot keep states in
@@ -101,7 +102,7 @@ def choose_optimizer(
 
 
 def _agree_on_states(arguments: dict[str, Any], masters: str, states: str) -> None:
-    """With masters in 16 bits the precision section sets the dtype of the states; `fp32_optimizer_states` must
+    """With master weights in 16 bits the precision section sets the dtype of the states; `fp32_optimizer_states` must
     agree.
     """
     asked = arguments.get("fp32_optimizer_states")
@@ -277,7 +278,7 @@ def _only_ops(type_name: str, arguments: dict[str, Any], wide: str) -> Optimizer
 
 def _drop_upstreams(arguments: dict[str, Any]) -> None:
     """Remove arguments of DeepSpeed's Adagrad that torch's does not have: a variant that DeepSpeed itself refuses, and
-    one that is always true with masters.
+    one that is always true with master weights.
     """
     if arguments.pop("amsgrad", False):
         raise _problem("params.amsgrad", "Adagrad has no such variant", got="true", fix="leave it out")

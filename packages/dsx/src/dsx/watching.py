@@ -279,7 +279,7 @@ def _add_timeline(to: Watched, watch: Watch) -> None:
 
 
 def _observe_all(timeline: Any, optimizer: Any) -> Callable[[], None]:
-    """Let a timeline record communication, transfers between device, host and disk, and the host's steps during
+    """Let a timeline record communication, transfers between device, host and disk, and the CPU optimizer steps during
     backward. Returns a function that ends this.
     """
     host = torch.device("cpu")

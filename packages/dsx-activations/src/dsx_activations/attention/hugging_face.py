@@ -161,7 +161,7 @@ def _documents(
 
 
 def _mask(*args: Any, **given: Any) -> None:
-    """In the place of a mask for a kernel: none, because `sequence_attention` knows it."""
+    """Return no mask for a kernel, because `sequence_attention` has its own."""
     if given.get("allow_is_causal_skip") or given.get("allow_is_bidirectional_skip"):
         return
     kind = type(given.get("config")).__name__

@@ -125,7 +125,7 @@ class _Message:
             )
 
     def parts(self) -> list[list[torch.Tensor]]:
-        """For every peer what has come from it."""
+        """The part that has come from each peer."""
         self._wait()
         return [
             [part.view(shape) for part, shape in zip(block.split(sizes), shapes)]

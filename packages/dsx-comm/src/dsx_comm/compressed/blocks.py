@@ -165,7 +165,7 @@ def _quantize(blocks: torch.Tensor, form: BlockFormat) -> tuple[torch.Tensor, to
 
 
 def _quantize_2_bits(blocks: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `_quantize`, for 2 bits. `numel`: elements of a row, without what fills its last block."""
+    """Like `_quantize`, for 2 bits. `numel`: elements of a row, without what fills its last block."""
     rows, number, size = blocks.shape
     there = torch.arange(number * size, device=blocks.device).lt(numel).view(number, size)
     counts = there.sum(1, keepdim=True)

@@ -26,18 +26,18 @@ class Codec(Protocol):
     """
 
     def compress(self, values: torch.Tensor, error: torch.Tensor, messages: torch.Tensor) -> None:
-        """As a worker: messages to all ranks = scales and signs of x = values + error; error = x - scale sign(x).
+        """The worker's part: messages to all ranks = scales and signs of x = values + error; error = x - scale sign(x).
 
         What is left in `values` has no meaning.
         """
         ...
 
     def mean(self, messages: torch.Tensor, out: torch.Tensor) -> None:
-        """As the server of this rank's chunk: out = mean over the messages, in the order of ranks, of scale * sign."""
+        """The server's part, for its chunk: out = mean over the messages, in the order of ranks, of scale * sign."""
         ...
 
     def compress_chunk(self, values: torch.Tensor, error: torch.Tensor, message: torch.Tensor) -> None:
-        """As `compress`, for this rank's chunk and the one message about it."""
+        """Like `compress`, for this rank's chunk and the one message about it."""
         ...
 
     def decompress(self, messages: torch.Tensor, out: torch.Tensor) -> None:
@@ -46,7 +46,7 @@ class Codec(Protocol):
 
 
 class TorchCodec:
-    """In plain torch."""
+    """The codec in plain torch."""
 
     def __init__(self, layout: OneBitLayout, rank: int, scale: Measure) -> None:
         self._layout = layout
@@ -107,7 +107,7 @@ class TorchCodec:
 
 
 class KernelCodec:
-    """By the kernels of `dsx_ops`, all runs of a phase in one call; rms scales only.
+    """The codec by the kernels of `dsx_ops`, all runs of a phase in one call; rms scales only.
 
     Args:
         layout, rank: whose messages.

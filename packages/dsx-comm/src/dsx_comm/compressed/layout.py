@@ -65,7 +65,7 @@ class OneBitLayout:
 
     @classmethod
     def of(cls, lengths: int | Sequence[int], world_size: int) -> OneBitLayout:
-        """From one length or several."""
+        """The layout of one segment or several, from their lengths."""
         return cls((lengths,) if isinstance(lengths, int) else tuple(lengths), world_size)
 
     @cached_property

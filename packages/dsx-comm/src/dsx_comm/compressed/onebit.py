@@ -4,7 +4,7 @@ For P ranks, values x_r, errors e_r (worker) and f (server), chunk by chunk (1-b
 
     every rank     x_r += e_r;  send sign(x_r) and its scales to the servers;  e_r = x_r - scale * sign(x_r)
     server of c    m = 1/P sum_r scale_r sign_r + f;  send sign(m) and its scales to all;  f = m - scale * sign(m)
-    every rank     x = scale * sign(m), the same bits everywhere
+    every rank     x = scale * sign(m), bitwise identical on all
 
 An all-to-all and an all-gather of equal messages (`layout.py`), which every backend has: nothing but bytes travels.
 A world of one sends nothing and therefore compresses nothing: x stays as it is.

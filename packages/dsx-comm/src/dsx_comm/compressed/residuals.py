@@ -57,7 +57,7 @@ class QuantizationFeedback:
 
     @property
     def period(self) -> int:
-        """After so many calls of `advance` the errors are forgotten; 0: never."""
+        """The number of calls of `advance` after which the errors are cleared; 0: never."""
         return self._period
 
     @property

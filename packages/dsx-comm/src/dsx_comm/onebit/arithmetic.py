@@ -37,7 +37,7 @@ class Hyper:
     def of(
         cls, group: dict[str, Any], step: int, variance_steps: int, window: VarianceWindow = EVERY_STEP_ALIKE
     ) -> Hyper:
-        """From a parameter group, at step `step` (counted from 1)."""
+        """The values of a parameter group, at step `step` (counted from 1)."""
         beta1, beta2 = group["betas"]
         corrects = group["bias_correction"]
         return cls(

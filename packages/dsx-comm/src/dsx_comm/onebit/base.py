@@ -7,8 +7,8 @@ each reduction: True means that it must leave the gradients of this step alone.
 
 All ranks must do the same steps with the same parameters; in a plain loop the first step compares the parameters. A
 parameter without a gradient counts as having zeros; one that was frozen (`requires_grad_(False)`) stays as it is.
-States are float32 whatever the parameters' dtype; 16-bit parameters are updated in their own dtype (masters are an
-engine's business).
+States are float32 whatever the parameters' dtype; 16-bit parameters are updated in their own dtype (fp32 master weights
+are an engine's business).
 
 Elements whose variance is exactly zero have never had a gradient. Their share of a message is noise of the size of the
 scale, which Adam would divide by eps; they are left alone until an exact step moves their variance.
@@ -94,7 +94,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             self._tell_engine()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; the new parameters must come while the variance still moves."""
+        """Like torch's; the new parameters must come while the variance still moves."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         check_group(group, len(self.param_groups) - 1, self.may_skip_freezing)

@@ -8,7 +8,7 @@ up:
 
 and at SYNC the sum is averaged in one bit in momentum's units and applied to where the window of local steps began:
 u = compressed mean(u D); m = -u / (sum of lr); p = p_begin + u / D; u = 0. When it happens is `schedule.py`. p_begin is
-kept (4 bytes per parameter), not computed back, so that parameters are the same bits on all ranks after every SYNC.
+kept (4 bytes per parameter), not computed back, so that parameters are bitwise identical on all ranks after every SYNC.
 Between two SYNCs they differ: `synchronize()` ends the window early, for evaluation or saving.
 
 DeepSpeed skips momentum on one rank and drops intervals and errors on load; here one rank does the same steps with
@@ -220,7 +220,7 @@ class ZeroOneAdam(CompressedOptimizer):
             arena.flat.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """As every compressed optimizer's; within a window of local steps also this rank's part of it."""
+        """The state of a compressed optimizer; within a window of local steps also this rank's part of it."""
         saved = super().state_dict()
         if self._in_window:
             begin = [self._begin[id(p)] for p in self.parameters()]

@@ -154,7 +154,7 @@ class ShmProcessGroup(ShmReductions):
         return self._issue(self._native.all_to_all, arguments, opts, (*kept, pieces), finish)
 
     def barrier(self, opts: Any = None, **_: Any) -> Any:
-        """Until every rank has come."""
+        """Wait until every rank has called it."""
         return self._issue(self._native.barrier, (), options_of(opts, c10d.BarrierOptions), ([],))
 
     # - point to point

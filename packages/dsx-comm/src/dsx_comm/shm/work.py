@@ -120,7 +120,7 @@ class ShmWork(dist.Work):
             DROPPED.take(self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Until the result is in place. `timeout` holds for sends and receives; collectives have the group's limit."""
+        """Wait until the result is in place. `timeout` is for sends and receives; collectives have the group's."""
         seconds = timeout.total_seconds() if timeout else 0.0
         if not self._done:
             WATCH.resume(self._note)
@@ -158,11 +158,11 @@ class ShmWork(dist.Work):
         return self._value
 
     def synchronize(self) -> None:
-        """As `wait`."""
+        """Like `wait`."""
         self.wait()
 
     def source_rank(self) -> int:
-        """Of a receive: the group's rank that sent."""
+        """The group's rank that sent, for a receive."""
         return self._pending.peer
 
     def _source_rank(self) -> int:
@@ -197,7 +197,7 @@ class JoinedWork(dist.Work):
             self.wait()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Until all are done."""
+        """Wait until all are done."""
         for work in self._works:
             work.wait(timeout) if timeout else work.wait()
         if self._finish is not None:
@@ -226,7 +226,7 @@ class JoinedWork(dist.Work):
         return self._value
 
     def synchronize(self) -> None:
-        """As `wait`."""
+        """Like `wait`."""
         self.wait()
 
     def get_future(self) -> Any:

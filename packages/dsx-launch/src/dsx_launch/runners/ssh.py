@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from .base import Command, Remote, shell_script
 
 WINDOW = 64
-"""How many short connections are open at the same time: each costs this machine 10 to 30 ms of a core to begin."""
+"""The most short connections open at the same time: each costs this machine 10 to 30 ms of a core to begin."""
 
 
 def client(remote_args: tuple[str, ...], port: int | None) -> tuple[str, ...]:

@@ -335,7 +335,7 @@ _VIEWS = frozenset(
 """Operators whose time is not counted either."""
 
 VIEW, FREE_OF_ARITHMETIC, COMPOUND = "view", "free", "compound"
-"""What `rule_for` returns for operators that only make views, for operators without arithmetic, and for operators that
+"""Results of `rule_for` for operators that only make views, for operators without arithmetic, and for operators that
 are to be decomposed.
 """
 

@@ -30,7 +30,7 @@ def number_to_string(num: float, units: str | None = None, precision: int = 2) -
 
 
 def flops_to_string(flops: float, units: str | None = None, precision: int = 2) -> str:
-    """With the unit FLOPS (operations, or operations per second)."""
+    """The number with the unit FLOPS (operations, or operations per second)."""
     return f"{number_to_string(flops, units, precision)}FLOPS"
 
 
@@ -40,7 +40,7 @@ def count_to_string(flops: float, units: str | None = None, precision: int = 2) 
 
 
 def macs_to_string(macs: float, units: str | None = None, precision: int = 2) -> str:
-    """With the unit MACs (multiply-accumulates)."""
+    """The number with the unit MACs (multiply-accumulates)."""
     return f"{number_to_string(macs, units, precision)}MACs"
 
 
@@ -57,5 +57,5 @@ def duration_to_string(duration: float, units: str | None = None, precision: int
 
 
 def bytes_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
-    """With the unit B, decimal prefixes."""
+    """The number with the unit B, decimal prefixes."""
     return f"{number_to_string(num, units, precision)}B"

@@ -23,7 +23,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """For computations that have ended when their call returns."""
+    """A clock for computations that have ended when their call returns."""
 
     def mark(self, action: Action | None = None) -> float:
         """The current time in seconds."""
@@ -35,7 +35,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """For CUDA. A mark is an event in the current stream; nothing waits for it until `seconds` is called."""
+    """A clock for CUDA. A mark is an event in the current stream; nothing waits for it until `seconds` is called."""
 
     def __init__(self) -> None:
         self._first, self._host = self.mark(), time.perf_counter()

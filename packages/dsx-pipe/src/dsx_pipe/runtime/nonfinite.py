@@ -100,7 +100,7 @@ def layer_of_parameter(module: nn.Module, name: str) -> str:
 
 
 def _not_finite(roots: list[torch.Tensor], filled: list[torch.Tensor], asked: dict[int, torch.Tensor]) -> set[int]:
-    """Of `asked`, the keys of the tensors whose gradient is not finite."""
+    """The keys of `asked` whose tensors have a gradient that is not finite."""
     if not asked:
         return set()
     found = torch.autograd.grad(roots, list(asked.values()), filled, retain_graph=True, allow_unused=True)

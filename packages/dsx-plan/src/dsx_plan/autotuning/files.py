@@ -9,15 +9,15 @@ from dsx_core import replace_text
 __all__ = ["CANDIDATES", "CONFIG", "FACTS", "METRICS", "PLANS", "PRIVATE_CONFIG", "STARTED", "write_whole"]
 
 CONFIG = "ds_config.json"
-"""What an experiment runs with."""
+"""The file with the configuration of an experiment."""
 PRIVATE_CONFIG = "ds_config.private.json"
 """The same with its secrets, for this user and only while the experiment runs; not written if there are none."""
 STARTED = "started.json"
 """Written by the engine when `initialize` has read the configuration."""
 METRICS = "metrics.json"
-"""What the engine measured."""
+"""The file with the measurements of the engine."""
 FACTS = "model_info.json"
-"""What the first experiment found out about the model."""
+"""The file with facts about the model that the first experiment found."""
 CANDIDATES = "candidates.json"
 """Configurations that the planner is asked about in the first experiment."""
 PLANS = "plans.json"

@@ -22,7 +22,7 @@ __all__ = ["Journal", "only_tuner"]
 
 FILE, LOCK = "journal.jsonl", ".lock"
 ATTEMPTS = 2
-"""How often an experiment may end the tuner itself before it is not tried again."""
+"""The number of times that an experiment may end the tuner itself before it is not tried again."""
 
 
 @contextmanager

@@ -112,7 +112,7 @@ def fitting(predictions: Mapping[Candidate, Prediction], facts: Facts) -> list[C
 
 
 def largest_micro_batches(candidates: Iterable[Candidate], count: int) -> list[Candidate]:
-    """Of each group with the same other settings only those with the `count` largest micro-batches."""
+    """The candidates with the `count` largest micro-batches of each group with the same other settings."""
     known = list(candidates)
     sizes: dict[Any, set[int]] = {}
     for one in known:

@@ -45,7 +45,7 @@ FURTHER: dict[int, dict[str, tuple[Any, ...]]] = {
     2: {_REDUCE: _BUCKET_SIZES, _GATHER: _BUCKET_SIZES, _OVERLAP: (True, False)},
     3: {_REDUCE: _BUCKET_SIZES, _AHEAD: _BUCKET_SIZES[:2], _OVERLAP: (True, False)},
 }
-"""What `fast: false` adds for each stage. DeepSpeed also tries `reduce_scatter`, `contiguous_gradients` and
+"""Keys that `fast: false` adds for each stage. DeepSpeed also tries `reduce_scatter`, `contiguous_gradients` and
 `allgather_partitions`, which have no effect in dsx."""
 
 

@@ -73,7 +73,7 @@ def believe(
 
 
 def expected_improvement(belief: Belief, best: float) -> float:
-    """By how much the logarithm of the score is expected to exceed that of `best`; failures to exceed count as 0."""
+    """The expected excess of the logarithm of the score over that of `best`; failures to exceed count as 0."""
     gain = belief.mean - math.log(best)
     if belief.deviation == 0.0:
         return max(0.0, gain)

@@ -137,7 +137,7 @@ class _Sliced(nn.Module):
         self.down = nn.Linear(8, 3)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """On one rank."""
+        """The loss on one rank."""
         return nn.functional.mse_loss(self.down(torch.tanh(self.up(torch.tanh(self.router(x))))), y)
 
 
@@ -211,7 +211,7 @@ class _Deep(_Sliced):
         self.below = nn.Linear(6, 6)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """On one rank."""
+        """The loss on one rank."""
         return super().forward(torch.tanh(self.below(x)), y)
 
 

@@ -15,7 +15,7 @@ from ..errors import Problem
 __all__ = ["ACCUMULATION", "MICRO", "TRAIN", "BatchSizes", "resolve_batch"]
 
 _CODE = "DSX105"
-"""Of all problems of this module: docs/reference/errors.md."""
+"""The page of all problems of this module: docs/reference/errors.md."""
 
 TRAIN = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"

@@ -83,7 +83,7 @@ def _amp_level(root: Any, where: Any) -> Iterator[Problem]:
         yield Problem(
             "conflict", "amp.opt_level", "this level is not autocast", got=f'"{root.amp.opt_level}"',
             expected='"O1" (torch.amp autocast) or "O0" (fp32)', where=where("amp.opt_level"),
-            fix='use "fp16": {"enabled": true}, which keeps fp32 masters as O2 does',
+            fix='use "fp16": {"enabled": true}, which keeps fp32 master weights as O2 does',
         )  # fmt: skip
 
 

@@ -39,7 +39,7 @@ class Scheduler(Section):
 
 
 class Fp16(Toggle):
-    """Training with fp16 parameters, fp32 masters and a loss scale."""
+    """Training with fp16 parameters, fp32 master weights and a loss scale."""
 
     auto_cast: bool = Field(False, description="cast floating-point inputs of the model to fp16")
     loss_scale: Real = Field(0.0, description="static loss scale; 0 chooses dynamic scaling")
@@ -54,7 +54,7 @@ class Fp16(Toggle):
 
 
 class Bf16(Toggle):
-    """Training with bf16 parameters and fp32 masters; no loss scale."""
+    """Training with bf16 parameters and fp32 master weights; no loss scale."""
 
     auto_cast: bool = Field(False, description="cast floating-point inputs of the model to bf16")
     immediate_grad_update: bool = Field(False, description="accumulate fp32 gradients inside backward hooks")

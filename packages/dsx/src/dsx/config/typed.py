@@ -135,7 +135,7 @@ class Autotuning(TypedDict, total=False):
 
 
 class Bf16(TypedDict, total=False):
-    """Training with bf16 parameters and fp32 masters; no loss scale."""
+    """Training with bf16 parameters and fp32 master weights; no loss scale."""
 
     enabled: bool | Auto
     auto_cast: bool | Auto
@@ -408,7 +408,7 @@ class FlopsProfiler(TypedDict, total=False):
 
 
 class Fp16(TypedDict, total=False):
-    """Training with fp16 parameters, fp32 masters and a loss scale."""
+    """Training with fp16 parameters, fp32 master weights and a loss scale."""
 
     enabled: bool | Auto
     auto_cast: bool | Auto

@@ -68,7 +68,7 @@ class PeerSave(PlannedSave):
 
     @property
     def name(self) -> str:
-        """Of the snapshot: the update and what no other snapshot has, also not another one of the same update."""
+        """The name of the snapshot: the update, and an identifier that differs even between snapshots of one update."""
         return f"{self.target.name}-{self.temporary.name.rpartition('-')[2]}"
 
     def run(self, ranks: Processes) -> Path:
@@ -125,7 +125,7 @@ class PeerSave(PlannedSave):
         ]
 
     def _index(self, written: Registers) -> str:
-        """On rank 0: the text of the index."""
+        """The text of the index, on rank 0."""
         if self.whole is None:
             raise CheckpointError("rank 0 has no plan of the snapshot")
         return build_index(self.whole, written, self.state, latest=True).to_json()
@@ -321,7 +321,7 @@ def _texts(part: Part) -> _Texts:
 
 @dataclass(frozen=True)
 class NodeFolders(OneDisk):
-    """For a load of what `fetch` has brought (`dsx_checkpoint.loading.LoadDisks`): each node has a folder of its own,
+    """The disks of a load of what `fetch` has brought (`dsx_checkpoint.loading.LoadDisks`): a folder for each node,
     with the same index and at least the bytes that its ranks read.
     """
 

@@ -68,7 +68,7 @@ class EngineModule(nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load into the module. `load_module_state_dict` also updates the optimizer's masters."""
+        """Load into the module. `load_module_state_dict` also updates the optimizer's fp32 master weights."""
         return self.module.load_state_dict(state_dict, *args, **kwargs)
 
     @property

@@ -100,7 +100,8 @@ class EngineByHand:
         custom_load_fn: Callable[..., Any] | None = None,
         fetch_z3_params: bool = False,
     ) -> Any:
-        """Load full weights into the module, and into the optimizer's masters if it has some. Every rank must call it.
+        """Load full weights into the module, and into the optimizer's fp32 master weights if it has some. Every rank
+        must call it.
 
         Args:
             state_dict: full tensors by the module's names, the same on every rank.

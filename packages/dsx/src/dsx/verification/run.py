@@ -9,7 +9,7 @@ The sequence, on every rank:
     2) before the update: rank 0 sends the oracle's gradient of each parameter, and every rank compares its full
        gradient; the oracle then uses the engine's gradients, so that the update is judged separately
     3) after the update: skipped or not, norm, rates; then each master and each parameter in the module, on every rank;
-       the oracle then uses the engine's masters
+       the oracle then uses the engine's master weights
     4) after the first applied update: older graphs must be stale; at the end: a replaced parameter must be noticed
 
 Because the oracle takes the engine's values, rounding errors do not accumulate (Adam turns a rounding error of a tiny
