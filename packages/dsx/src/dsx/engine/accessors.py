@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .describe import describe
 from .errors import EngineArgumentError
-from .stepper import ScheduleDriver
+from .stepper import ScheduleDriver, learning_rates
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,13 +29,6 @@ class BatchInfo:
     train_batch_size: int
     train_micro_batch_size_per_gpu: int
     gradient_accumulation_steps: int
-
-
-def learning_rates(groups: list[dict[str, Any]]) -> list[float]:
-    """Learning rate of each parameter group. NaN for a group that has none: an optimizer without rates, or one that
-    computes its rates itself (Adafactor's `lr=None`). A zero would say that it does not train.
-    """
-    return [float("nan") if group.get("lr") is None else float(group["lr"]) for group in groups]
 
 
 def moments(groups: list[dict[str, Any]]) -> list[Any]:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from ..data import TrainingLoader
-from .accessors import BatchInfo, EngineAccessors, learning_rates
+from .accessors import BatchInfo, EngineAccessors
 from .as_module import EngineModule
 from .backwards import LossSum
 from .by_hand import EngineByHand
@@ -34,6 +34,7 @@ from .errors import EngineArgumentError, EngineError
 from .parts import EngineParts
 from .report import StepReport
 from .saving import WeightsMixin
+from .stepper import learning_rates
 
 _ROUTES = ("train", "eval", "predict")
 

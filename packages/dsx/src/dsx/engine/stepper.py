@@ -31,6 +31,13 @@ from .errors import EngineArgumentError, EngineError
 from .report import Counters
 
 
+def learning_rates(groups: list[dict[str, Any]]) -> list[float]:
+    """Learning rate of each parameter group. NaN for a group that has none: an optimizer without rates, or one that
+    computes its rates itself (Adafactor's `lr=None`). A zero would say that it does not train.
+    """
+    return [float("nan") if group.get("lr") is None else float(group["lr"]) for group in groups]
+
+
 class _Gatherer(Protocol):
     def gather(self, value: int) -> list[int]: ...
 
