@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 from dsx_testkit import run_ranks
-from dsx_verify import AuditError, explain_dumps, read_dumps, watch
+from dsx_verify import AuditError, explain_dumps, read_dumps, watch, watching
 from dsx_verify.flight import lateness
 
 
@@ -103,6 +103,53 @@ def test_sizes_that_differ_are_named():
     found = explain_dumps({0: dump(first, right, done=1), 1: dump(first, wrong, done=1), 2: dump(first, right, done=1)})
     assert (found.kind, found.ranks, found.number) == ("other sizes", (1,), 2)
     assert "rank 1: broadcast of [[64]] at /home/me/train.py:12 in step" in found.text
+
+
+def test_dtypes_that_differ_are_named():
+    right, wrong = (entry(1, "all_reduce", [[8]], input_dtypes=[kind]) for kind in ("Float", "BFloat16"))
+    found = explain_dumps({0: dump(right), 1: dump(wrong), 2: dump(right)})
+    assert (found.kind, found.ranks) == ("other dtypes", (1,))
+    assert "rank 1: all_reduce of [[8]] in BFloat16" in found.text
+
+
+def test_a_rank_that_has_two_groups_calls_in_another_order_is_named():
+    """Each rank has launched both; of one group a rank has not begun, and of the other one the two other ranks."""
+    pair = ("1", "second group")
+    first, second = entry(1, "all_reduce", [[9]]), entry(1, "all_reduce", [[9]], group=pair, pg_id=1)
+    begun = [{**one, "state": "started"} for one in (first, second)]
+    found = explain_dumps({0: dump(begun[0], second), 1: dump(first, begun[1]), 2: dump(begun[0], second)})
+    assert (found.kind, found.ranks, found.group) == ("other order", (1,), "0")
+
+
+def test_the_two_backends_of_a_group_number_their_calls_apart():
+    told = {"process_group": ("0", "default_pg"), "collective_seq_id": 1, "input_sizes": [[3]], "is_p2p": False}
+    done = {**told, "profiling_name": "gloo:barrier", "pg_id": "0", "state": "completed"}
+    late = {**told, "profiling_name": "nccl:all_reduce", "pg_id": "nccl 0", "state": "started"}
+    status = {"0": {"last_completed_collective": 1}, "nccl 0": {"last_completed_collective": 0}}
+    there, away = ({"entries": entries, "pg_status": status} for entries in ([done, late], [done]))
+    found = explain_dumps({0: there, 1: away}, world_size=2)
+    assert found is None or found.kind == "missing"
+    assert found is not None and "all_reduce" in found.operation
+
+
+def test_the_recorders_of_both_backends_are_read(monkeypatch):
+    """NCCL's exists in CUDA builds only; it numbers its groups from 0 on again."""
+
+    def recorder(name, state):
+        told = {"version": "2.10", "pg_config": {"0": {"ranks": "[0, 1]"}}, "pg_status": {"0": {"state": state}}}
+        return lambda entries, stacks, active: pickle.dumps({**told, "entries": [entry(1, name, [[3]])]})
+
+    compiled = torch._C._distributed_c10d
+    monkeypatch.setattr(compiled, "_dump_fr_trace", recorder("barrier", "gloo's"))
+    monkeypatch.setattr(compiled, "_dump_nccl_trace", recorder("all_reduce", "nccl's"), raising=False)
+    found = watching._dump(stacks=False)
+    assert [(e["pg_id"], e["profiling_name"]) for e in found["entries"]] == [
+        ("0", "nccl:barrier"),
+        ("nccl 0", "nccl:all_reduce"),
+    ]
+    assert found["pg_status"] == {"0": {"state": "gloo's"}, "nccl 0": {"state": "nccl's"}}
+    monkeypatch.delattr(compiled, "_dump_nccl_trace")
+    assert len(watching._dump(stacks=False)["entries"]) == 1
 
 
 def test_another_collective_is_named_before_a_missing_rank():

@@ -31,8 +31,8 @@ class Hang:
     """The reason that a process group does not continue.
 
     Attributes:
-        kind: "missing" (ranks did not enter a collective), "other collective", "other sizes", or "slow" (all ranks
-            are in the same call).
+        kind: "missing" (ranks did not enter a collective), "other collective", "other sizes", "other dtypes",
+            "other order" (of the calls of two groups), or "slow" (all ranks are in the same call).
         group: the group's description.
         number: of the collective in its group.
         operation: the collective.
@@ -89,10 +89,10 @@ def explain_dumps(
         places: where in the program each rank is, for those that wait for nothing.
         world_size: number of ranks; those without a dump did not answer.
     """
-    found = [_of_group(name, dumps, places or {}, world_size) for name in _groups(dumps)]
+    found = [_of_group(group, dumps, places or {}, world_size) for group in _groups(dumps)]
     hangs = [hang for hang in found if hang is not None]
-    order = ("other collective", "other sizes", "missing", "slow")
-    return min(hangs, key=lambda hang: order.index(hang.kind), default=None)
+    order = ("other collective", "other sizes", "other dtypes", "missing", "other order", "slow")
+    return min(hangs, key=lambda hang: (order.index(hang.kind), len(hang.ranks)), default=None)
 
 
 def lateness(dumps: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:
@@ -100,8 +100,8 @@ def lateness(dumps: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:
     all dumps. A rank that is late each time holds the others up. The ranks' clocks must agree.
     """
     late: dict[int, list[float]] = {rank: [] for rank in dumps}
-    for name in _groups(dumps):
-        calls = {rank: _calls(dump, name) for rank, dump in dumps.items()}
+    for group in _groups(dumps):
+        calls = {rank: _calls(dump, group) for rank, dump in dumps.items()}
         calls = {rank: own for rank, own in calls.items() if own}
         for number in set.intersection(*(set(own) for own in calls.values())) if len(calls) > 1 else ():
             begun = {rank: own[number].get("time_created_ns", 0) for rank, own in calls.items()}
@@ -110,14 +110,18 @@ def lateness(dumps: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:
     return {rank: median(times) if times else 0.0 for rank, times in late.items()}
 
 
-def _groups(dumps: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    names = (entry["process_group"][0] for dump in dumps.values() for entry in dump["entries"])
-    return list(dict.fromkeys(map(str, names)))
+def _group(entry: Mapping[str, Any]) -> tuple[str, str]:
+    """The group's name, and the backend: a group may have two, which number their calls apart."""
+    return str(entry["process_group"][0]), str(entry["profiling_name"]).partition(":")[0]
 
 
-def _calls(dump: Mapping[str, Any], group: str) -> dict[int, Mapping[str, Any]]:
+def _groups(dumps: Mapping[int, Mapping[str, Any]]) -> list[tuple[str, str]]:
+    return list(dict.fromkeys(_group(entry) for dump in dumps.values() for entry in dump["entries"]))
+
+
+def _calls(dump: Mapping[str, Any], group: tuple[str, str]) -> dict[int, Mapping[str, Any]]:
     """The collectives of a group by number; sends and receives are numbered apart, and left out."""
-    own = (e for e in dump["entries"] if str(e["process_group"][0]) == group and not e.get("is_p2p"))
+    own = (e for e in dump["entries"] if _group(e) == group and not e.get("is_p2p"))
     return {int(entry["collective_seq_id"]): entry for entry in own}
 
 
@@ -131,9 +135,10 @@ def _completed(dump: Mapping[str, Any], calls: Mapping[int, Mapping[str, Any]]) 
 
 
 def _of_group(
-    name: str, dumps: Mapping[int, Mapping[str, Any]], places: Mapping[int, str], world_size: int
+    group: tuple[str, str], dumps: Mapping[int, Mapping[str, Any]], places: Mapping[int, str], world_size: int
 ) -> Hang | None:
-    calls = {rank: _calls(dump, name) for rank, dump in dumps.items()}
+    name, _ = group
+    calls = {rank: _calls(dump, group) for rank, dump in dumps.items()}
     done = {rank: _completed(dumps[rank], own) for rank, own in calls.items()}
     waiting = {rank for rank, own in calls.items() if own and max(own) > done[rank]}
     if not waiting:
@@ -149,26 +154,32 @@ def _of_group(
         "missing": f"rank {some_ranks(odd)} did not enter {operation}",
         "other collective": f"rank {some_ranks(odd)} called another collective than most ranks",
         "other sizes": f"rank {some_ranks(odd)} called it with other sizes than most ranks",
+        "other dtypes": f"rank {some_ranks(odd)} called it with other dtypes than most ranks",
+        "other order": f"rank {some_ranks(odd)} queued {operation} behind a call of another group, which waits, too",
         "slow": f"all ranks are in {operation}: a link or a device does not go on",
     }[kind]
-    group = f"group {name} ({_described(name, there)})"
-    lines = [f"{head}; call {number} of {group}"]
+    lines = [f"{head}; call {number} of group {name} ({_described(name, there)})"]
     for rank in members or sorted(dumps):
-        what = _operation(there[rank]) + _at(there[rank]) if rank in there else "not there"
+        shown = f" in {_dtypes(there[rank])}" if kind == "other dtypes" and rank in there else ""
+        what = _operation(there[rank]) + shown + _at(there[rank]) if rank in there else "not there"
         place = f", now at {places[rank]}" if rank in places else ""
         lines.append(f"  rank {rank}: {'did not answer' if rank in silent else what + place}")
     return Hang(kind, name, number, operation, tuple(odd), "\n".join(lines[:20]))
 
 
 def _kind(there: Mapping[int, Mapping[str, Any]], absent: list[int]) -> tuple[str, list[int]]:
-    for kind, key in (("other collective", _name), ("other sizes", _sizes)):
+    for kind, key in (("other collective", _name), ("other sizes", _sizes), ("other dtypes", _dtypes)):
         by_value: dict[Any, list[int]] = {}
         for rank, entry in there.items():
             by_value.setdefault(key(entry), []).append(rank)
         if len(by_value) > 1:
             most = max(by_value.values(), key=len)
             return kind, sorted(rank for ranks in by_value.values() if ranks is not most for rank in ranks)
-    return ("missing", absent) if absent else ("slow", [])
+    if absent:
+        return "missing", absent
+    queued = [rank for rank, entry in there.items() if entry.get("state") == "scheduled"]
+    # Without timing, NCCL's recorder knows of no call that it has started: then the order is not known.
+    return ("other order", queued) if 0 < len(queued) < len(there) else ("slow", [])
 
 
 def _members(name: str, dumps: Mapping[int, Mapping[str, Any]], seen: set[int], world_size: int) -> list[int]:
@@ -188,6 +199,10 @@ def _name(entry: Mapping[str, Any]) -> str:
 
 def _sizes(entry: Mapping[str, Any]) -> str:
     return str(entry.get("input_sizes")) if _name(entry) not in ("gather", "scatter") else ""
+
+
+def _dtypes(entry: Mapping[str, Any]) -> str:
+    return ", ".join(map(str, entry.get("input_dtypes") or ()))
 
 
 def _operation(entry: Mapping[str, Any]) -> str:

@@ -240,15 +240,21 @@ def _own_store() -> Any:
 
 
 def _dump(*, stacks: bool, entries: bool = True) -> dict[str, Any]:
-    """The recorder's content, with JSON's types."""
-    recorder: Any = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_fr_trace", None)
-    if recorder is None:
+    """The recorders' content, with JSON's types: torch keeps NCCL's calls apart, and numbers its groups again."""
+    compiled: Any = getattr(torch._C, "_distributed_c10d", None)
+    if not hasattr(compiled, "_dump_fr_trace"):
         raise AuditError("watch: this build of torch has no flight recorder; torch 2.9 or newer has")
-    found = pickle.loads(recorder(entries, stacks, False))  # made by this process a moment ago
+    told: dict[str, Any] = {"entries": [], "pg_config": {}, "pg_status": {}}
+    for name, prefix in (("_dump_fr_trace", ""), ("_dump_nccl_trace", "nccl ")):
+        if not hasattr(compiled, name):
+            continue
+        found = pickle.loads(getattr(compiled, name)(entries, stacks, False))  # made by this process a moment ago
+        told["entries"] += [{**entry, "pg_id": f"{prefix}{entry['pg_id']}"} for entry in found.get("entries", ())]
+        told["pg_config"] |= found.get("pg_config", {})
+        told["pg_status"] |= {f"{prefix}{group}": status for group, status in found.get("pg_status", {}).items()}
     # Over gloo the recorder knows the ranks of no group, and a rank outside of a group would be called missing.
-    groups = {name: {"ranks": str(ranks)} for name, ranks in _groups_of_this_rank().items()}
-    config = {**found.get("pg_config", {}), **groups}
-    return {"entries": found.get("entries", []), "pg_config": config, "pg_status": found.get("pg_status", {})}
+    told["pg_config"] |= {name: {"ranks": str(ranks)} for name, ranks in _groups_of_this_rank().items()}
+    return told
 
 
 def _groups_of_this_rank() -> dict[str, list[int]]:
