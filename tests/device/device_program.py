@@ -575,7 +575,7 @@ def run(name: str, mode: str) -> dict[str, Any]:
         result["reports"] = [str(report) for report in found[:5]]
         result["stacks"] = [[str(f) for f in (*r.stack, *r.earlier_stack)] for r in found[:40]]
         result["count"] = len(found)
-        result["waits"] = [[s.what, s.where, times] for seen in waits for s, times in seen.host_syncs.items()]
+        result["waits"] = [[s.what, s.where, s.thread, times] for seen in waits for s, times in seen.host_syncs.items()]
     return result
 
 

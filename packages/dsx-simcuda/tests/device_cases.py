@@ -10,6 +10,8 @@ import io
 import json
 import os
 import sys
+import threading
+from collections import Counter
 
 import dsx_simcuda
 import torch
@@ -99,6 +101,23 @@ def host_wait_orders_too():
         values.fill_(3)
     side.synchronize()
     return values.mean().item()
+
+
+@case
+def waits_of_threads():
+    values = torch.ones(8, device="cuda", requires_grad=True)
+
+    def read(times):
+        for _ in range(times):
+            values.sum().item()
+
+    reader = threading.Thread(target=read, args=(2,), name="reader")
+    reader.start()
+    reader.join()
+    read(1)
+    doubled = values * 2
+    doubled.register_hook(lambda gradient: gradient.sum().item() * gradient)  # in backward's thread
+    doubled.sum().backward()
 
 
 @case
@@ -805,6 +824,7 @@ def main():
         found[name] = {
             "result": result,
             "syncs": syncs,
+            "threads": Counter(sync.thread for sync in seen.host_syncs.elements()),
             "reports": [report.as_dict() for report in seen.reports],
             "texts": [str(report) for report in seen.reports],
         }

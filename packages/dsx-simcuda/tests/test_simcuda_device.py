@@ -130,6 +130,11 @@ def test_waits_of_the_host_are_counted(outcome):
     assert outcome["read_behind_an_event"]["syncs"] == 1
 
 
+def test_waits_are_counted_for_the_thread_that_waited(outcome):
+    waited = outcome["waits_of_threads"]["threads"]
+    assert waited == {"reader": 2, "MainThread": 1, "pt_autograd_0": 1}
+
+
 def test_names_of_tensors_and_streams_are_shown(outcome):
     (report,) = outcome["names_in_reports"]["reports"]
     assert report["tensor"].startswith("'model.weight' (float32, 300x300) in a block of 360000 bytes on cuda:0")

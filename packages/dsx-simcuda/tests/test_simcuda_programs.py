@@ -55,7 +55,7 @@ def test_reports_are_written_as_json_and_as_a_page(run_program, tmp_path):
     content = json.loads(file.read_text())
     assert [report["kind"] for report in content["reports"]] == ["write after write", "read before write"]
     assert content["reports"][0]["later"]["stack"][0][1:] == [6, "<module>"]
-    assert [(sync["what"], sync["times"]) for sync in content["host_syncs"]] == [("item", 1)]
+    assert [(s["what"], s["thread"], s["times"]) for s in content["host_syncs"]] == [("item", "MainThread", 1)]
     text = page.read_text()
     assert text.count("<svg") == 2 and "class=later" in text and "class=earlier" in text
     assert "http://" not in text.replace("http://www.w3.org/2000/svg", "") and "https://" not in text, (

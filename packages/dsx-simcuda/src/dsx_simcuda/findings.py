@@ -66,10 +66,14 @@ class Report:
 
 
 class HostSync(NamedTuple):
-    """A wait of the host for the device: what waited, and the user's line."""
+    """A wait of the host for the device: what waited, the user's line, and the name of the thread that waited.
+
+    A thread that Python did not start has the system's name: backward's, for example, is "pt_autograd_0".
+    """
 
     what: str
     where: str
+    thread: str
 
 
 @dataclass
@@ -167,14 +171,14 @@ def reports() -> list[Report]:
 
 
 def host_syncs() -> Counter[HostSync]:
-    """How often the host has waited for the device so far, by what waited and at which line of the user.
+    """How often the host has waited for the device so far, by what waited, at which line of the user, in which thread.
 
     `.total()` is the number of waits. The waits of a part are a difference: `host_syncs() - before`.
     """
     found: Counter[HostSync] = Counter()
     if native.lib is not None:
-        for what, stack, times in native.read("sim_host_syncs"):
-            found[HostSync(what, frames.where(stack_of(stack)))] += times
+        for what, stack, thread, times in native.read("sim_host_syncs"):
+            found[HostSync(what, frames.where(stack_of(stack)), thread)] += times
     return found
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from . import findings, frames, native
-from .findings import Report
+from .findings import HostSync, Report
 from .operation import Operation
 
 SHOWN_AT_MOST = 50  # reports with a picture
@@ -40,7 +40,7 @@ def write(folder: str | os.PathLike[str]) -> Path:
     reports = findings.reports()
     target = Path(folder) / f"simcuda-rank{os.environ.get('RANK', '0')}-{os.getpid()}"
     target.parent.mkdir(parents=True, exist_ok=True)
-    waits = [{"what": sync.what, "where": sync.where, "times": n} for sync, n in findings.host_syncs().most_common()]
+    waits = [{**sync._asdict(), "times": n} for sync, n in findings.host_syncs().most_common()]
     content = {
         "command": sys.argv,
         "rank": int(os.environ.get("RANK") or 0),
@@ -66,9 +66,9 @@ def _page(reports: list[Report], history: list[dict[str, Any]], waits: list[dict
         parts.append(_section(number, same, history, names))
     if len(distinct) > SHOWN_AT_MOST:
         parts.append(f"<p>{len(distinct) - SHOWN_AT_MOST} more kinds of reports are in the JSON file.</p>")
-    cells = [(w["times"], html.escape(w["what"]), html.escape(w["where"])) for w in waits[:200]]
-    rows = "".join(f"<tr><td>{times}<td>{what}<td>{where}" for times, what, where in cells)
-    parts.append(f"<h2>Waits of the host</h2><table><tr><th>times<th>what<th>where{rows}</table>")
+    cells = [(w["times"], *(html.escape(w[key]) for key in HostSync._fields)) for w in waits[:200]]
+    rows = "".join(f"<tr><td>{'<td>'.join(map(str, cell))}" for cell in cells)
+    parts.append(f"<h2>Waits of the host</h2><table><tr><th>times<th>what<th>where<th>thread{rows}</table>")
     return f"<!doctype html><meta charset=utf-8><title>dsx-simcuda</title><style>{STYLE}</style>{''.join(parts)}"
 
 

@@ -60,6 +60,7 @@ class CallSite {
 };
 
 int capture_stack();                          // 0: the calling thread runs no Python
+const std::string& thread_name();             // Python's name of the calling thread, or the system's
 void set_backward_probe(void (*fn)(Place&));  // fills in what autograd does
 void stop_stacks();                           // Python ends: no stack is taken from here on
 void dump_python_stacks();                    // of all threads, to stderr, without Python's lock
@@ -182,7 +183,7 @@ std::string reports_json(size_t from);
 std::string json_text(const std::string& s);
 std::string launch_json(const LaunchPtr& l);
 
-void host_sync(const char* why);  // counts a wait of the host, with its place
+void host_sync(const char* why);  // counts a wait of the host, with its place and thread; no lock may be held
 uint64_t host_syncs();
 std::string host_syncs_json();
 

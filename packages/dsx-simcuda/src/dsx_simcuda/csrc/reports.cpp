@@ -1,5 +1,6 @@
 // Reports of mistakes and counts of the host's waits, kept until Python asks for them as JSON.
 #include <cstdio>
+#include <tuple>
 
 #include "core.h"
 
@@ -9,7 +10,7 @@ namespace {
 constexpr size_t kMost = 20000;
 std::mutex m;
 std::vector<Report> all;
-std::map<std::pair<std::string, int>, uint64_t> syncs;  // by what waited and the Python stack
+std::map<std::tuple<std::string, int, std::string>, uint64_t> syncs;  // by what waited, the Python stack and the thread
 std::atomic<uint64_t> sync_count{0};
 std::atomic<size_t> reported{0}, delivered{0};
 void (*listener)() = nullptr;
@@ -88,8 +89,9 @@ std::string reports_json(size_t from) {
 
 void host_sync(const char* why) {
     sync_count++;
+    auto thread = thread_name();  // takes Python's lock, so that this file's must not be held
     std::lock_guard<std::mutex> g(m);
-    syncs[{why, CallSite::here().stack}]++;
+    syncs[{why, CallSite::here().stack, thread}]++;
 }
 
 uint64_t host_syncs() { return sync_count; }
@@ -99,7 +101,9 @@ std::string host_syncs_json() {
     std::string out = "[";
     for (auto& [key, times] : syncs) {
         if (out.size() > 1) out += ",";
-        out += "[" + json_text(key.first) + "," + std::to_string(key.second) + "," + std::to_string(times) + "]";
+        auto& [why, stack, thread] = key;
+        out += "[" + json_text(why) + "," + std::to_string(stack) + "," + json_text(thread) + "," +
+               std::to_string(times) + "]";
     }
     return out + "]";
 }

@@ -2,6 +2,9 @@
 #include <Python.h>
 #include <dlfcn.h>
 #include <frameobject.h>
+#include <pthread.h>
+
+#include <cstring>
 
 #include "core.h"
 
@@ -68,6 +71,35 @@ int capture_stack() {
     int id = n ? keep(frames, n) : 0;
     PyGILState_Release(lock);
     return id;
+}
+
+// The name in Python's table of its threads; asking for the thread itself would enter one that Python did not start. If
+// somebody has asked, its name is no name: "Dummy-1".
+static std::string name_in_python() {
+    if (stopped || !PyGILState_GetThisThreadState()) return "";
+    PyGILState_STATE lock = PyGILState_Ensure();
+    std::string found;
+    PyObject* key = PyUnicode_FromString("threading");
+    PyObject* threading = PyImport_GetModule(key);
+    PyObject* all = threading ? PyObject_GetAttrString(threading, "_active") : nullptr;
+    PyObject* ident = PyLong_FromUnsignedLong(PyThread_get_thread_ident());
+    PyObject* mine = all ? PyObject_GetItem(all, ident) : nullptr;
+    PyObject* name = mine ? PyObject_GetAttrString(mine, "name") : nullptr;
+    const char* text = name ? PyUnicode_AsUTF8(name) : nullptr;
+    if (text && strcmp(Py_TYPE(mine)->tp_name, "_DummyThread")) found = text;
+    PyErr_Clear();
+    for (PyObject* o : {key, threading, all, ident, mine, name}) Py_XDECREF(o);
+    PyGILState_Release(lock);
+    return found;
+}
+
+const std::string& thread_name() {
+    static thread_local std::string name;
+    if (!name.empty()) return name;
+    name = name_in_python();
+    char text[32] = "";
+    if (name.empty() && pthread_getname_np(pthread_self(), text, sizeof text) == 0) name = text;
+    return name;
 }
 
 void set_backward_probe(void (*fn)(Place&)) { backward_probe = fn; }
