@@ -190,7 +190,7 @@ ROWS = [
     Row("`optimizer.state[p]`", state_of_parameter, at("safe_get_full_optimizer_state", *SHARDED)),
     Row("`optimizer.state[p] = {...}`", set_state_of_parameter, at("safe_set_full_optimizer_state", *SHARDED)),
     Row("`optimizer.state = defaultdict(dict)`, `optimizer.state.clear()`", forget_state),
-    Row("`optimizer.load_state_dict` of a plain optimizer", load_plain, at("is none of a ZeroOptimizer", *SHARDED)),
+    Row("`optimizer.load_state_dict` of a plain optimizer", load_plain),
     Row("`copy.deepcopy(optimizer)`, `pickle`", lambda t: copy.deepcopy(t.optimizer),
         at("cannot be copied or pickled", 0, *SHARDED)),
     Row("`register_step_pre_hook`, `register_step_post_hook`", hooks),

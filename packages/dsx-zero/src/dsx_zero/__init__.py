@@ -8,8 +8,9 @@ optimizer.zero_grad()
 
 Where things are (each folder has a map of its own): `api` builds, `runtime` names the parts, `optimizer` steps them;
 `plan` who owns what, `params` flat buffers and parameters, `order` of the collectives, `grads` reduction, `gather` at
-stage 3 and after a step, `step` masters and norms, `state` slices by name, `full_state` all of it whole, `access`
-single parameters of a sharded model. What `shard` refuses is in `checks`.
+stage 3 and after a step, `step` masters and norms, `state` slices by name, `full_state` all of it whole, `torch_state`
+and `torch_forms` the form of torch's checkpoints, `copies` an EMA or a reference, `access` single parameters of a
+sharded model. What `shard` refuses is in `checks`.
 """
 
 from ._version import __version__

@@ -19,7 +19,6 @@ from .alike import agree, model_facts, optimizer_facts, telling
 from .building import Builder, Recipe, assemble, plan_facts
 from .checks import check_given, check_marked_in_time, check_model, check_not_wrapped, check_values
 from .errors import HAS_NO_EFFECT, ZeroConfigError, ZeroOptimizerError
-from .full_state import torch_asks_for_whole_tensors, whole_optimizer, whole_values
 from .grads.reduction import Reduction
 from .groups import AuxiliaryGroups
 from .homes.chosen import (
@@ -48,6 +47,7 @@ from .resharding import release_model
 from .step.inner import why_at_once
 from .step.masters import check_optimizer, replace_parameters
 from .step.sparse import check_dense_gradients
+from .torch_forms import TorchForms
 from .transports.chosen import PlainTransports, Transports, transports_of
 
 if TYPE_CHECKING:
@@ -62,19 +62,6 @@ _log = logging.getLogger(__name__)
 _CALL = "dsx_zero.shard"
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None
-
-
-class _TorchAsks:
-    """See `WholeTensors`."""
-
-    def asked_for(self) -> bool:
-        return torch_asks_for_whole_tensors()
-
-    def of_model(self, values: dict[str, Any]) -> None:
-        whole_values(values)
-
-    def of_optimizer(self, optimizer: ZeroOptimizer) -> dict[str, Any]:
-        return whole_optimizer(optimizer)
 
 
 class _NoOptimizer:
@@ -227,7 +214,7 @@ def shard(
     builder = Builder(recipe, planned.infos[0].device if planned.infos else torch.device("cpu"))
     parts = assemble(builder, planned, builder.build(planned, inner), inner)
     sharded = ZeroOptimizer(
-        inner, parts, store=store, owners=OWNERS, replanner=Replanner(builder), whole_tensors=_TorchAsks()
+        inner, parts, store=store, owners=OWNERS, replanner=Replanner(builder), torch_state=TorchForms()
     )
     if data.rank == 0:
         _report_padding(planned.plans)

@@ -26,15 +26,22 @@ _WRAPPERS: Mapping[str, str] = {
 }
 
 
+_LINES: Mapping[str, str] = {"FSDPModule": "fully_shard(...), one for each block and one for the model"}
+"""What calls a wrapper, where that is not its name."""
+
+
 def check_not_wrapped(model: nn.Module) -> None:
     """Refuse a model that torch distributes already. Raises ZeroModelError, which names the wrapper."""
     for name, module in model.named_modules():
         for kind in type(module).__mro__:
             if kind.__module__.startswith("torch.") and (does := _WRAPPERS.get(kind.__name__)) is not None:
                 place = f"the model's {name!r}" if name else "the model"
+                lines = _LINES.get(kind.__name__, f"{kind.__name__}(model)")
                 raise ZeroModelError(
                     f"{place} is wrapped by torch's {kind.__name__}, which {does}; dsx_zero does that in its place."
-                    " Build the model again and give it to dsx_zero.shard without the wrapper"
+                    f" Build the model again and give it to dsx_zero.shard without the wrapper: remove the lines that"
+                    f" call {lines} and that make an optimizer of its parameters; shard takes the callable that makes"
+                    " one"
                 )
 
 
@@ -65,7 +72,19 @@ def check_model(model: nn.Module, infos: Sequence[ParameterInfo]) -> None:
     trainable = {info.name: info.trainable for info in infos}
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "placements"):
-            raise ZeroModelError(f"{name}: is a DTensor; a model that is divided by DTensors cannot be sharded again")
+            raise ZeroModelError(
+                f"{name}: is a DTensor ({parameter.placements} on {parameter.device_mesh}). Models that torch's"
+                " parallelize_module or a tp_plan has divided are not taken yet: build the model without it, and divide"
+                " its states over all ranks (stage 3); or divide its tensors as Megatron does (mpu=, and the mark"
+                " tensor_model_parallel on each slice)"
+            )
+        if hasattr(parameter, "fsdp_pre_all_gather"):
+            raise ZeroModelError(
+                f"{name}: is a {type(getattr(parameter, 'data', parameter)).__name__}, whose values FSDP2 would send in"
+                " a form of their own (fsdp_pre_all_gather); dsx_zero sends plain values, and the weight would become"
+                " an ordinary one. Convert the model without that form (torchao: Float8LinearConfig("
+                "enable_fsdp_float8_all_gather=False)), which casts after the gather"
+            )
         partitioned = isinstance(parameter, PartitionedParameter) and not isinstance(parameter.source, InitParameter)
         if partitioned or _is_taken(parameter, trainable[name]):
             raise ZeroModelError(

@@ -12,7 +12,6 @@ communicate by themselves; the checkpoints of an engine have them.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +23,24 @@ from .alike import agree, hash_of, telling
 from .errors import ZeroStateError
 from .grads.averaging import averages_itself
 from .params.partitioned import PartitionedParameter
+from .torch_state import MASTER, numbered_groups
 
 if TYPE_CHECKING:
     from torch import nn
 
     from .optimizer import ZeroOptimizer
 
-__all__ = ["full_state_dict", "load_full_state_dict", "torch_asks_for_whole_tensors", "whole_optimizer", "whole_values"]
+__all__ = [
+    "check_plain",
+    "full_state_dict",
+    "kinds_of",
+    "kinds_of_states",
+    "load_full_state_dict",
+    "numbers_of",
+    "of_all_ranks",
+    "whole_states",
+    "whole_values",
+]
 
 _SAVE, _LOAD = "dsx_zero.full_state_dict", "dsx_zero.load_full_state_dict"
 _MAX_NAMED = 5
@@ -53,7 +63,7 @@ def full_state_dict(optimizer: ZeroOptimizer, *, rank0_only: bool = True) -> dic
             parameters that others do not.
     """
     run = optimizer.runtime
-    kinds = _kinds_of_states(optimizer)
+    kinds = kinds_of_states(optimizer)
     keep = not rank0_only or run.ranks.rank == 0
     model = dict(run.model.state_dict())
     whole_values(model, keep=keep)
@@ -63,15 +73,10 @@ def full_state_dict(optimizer: ZeroOptimizer, *, rank0_only: bool = True) -> dic
         if info.trainable and group.master_dtype != group.key.dtype:
             view = View(info.name, optimizer)
             _keep(masters, info.name, view.whole(view.master_slice() if view.masters else None), keep)
-    states = _whole_optimizer(optimizer, kinds, keep=keep)
+    states = whole_states(optimizer, kinds, keep=keep)
     if not keep:
         return {}
     return {"model": model, "masters": masters, "optimizer": states, "steps_done": optimizer.steps_done}
-
-
-def whole_optimizer(optimizer: ZeroOptimizer) -> dict[str, Any]:
-    """The part `"optimizer"` of `full_state_dict`, on every rank (collective)."""
-    return _whole_optimizer(optimizer, _kinds_of_states(optimizer), keep=True)
 
 
 def load_full_state_dict(optimizer: ZeroOptimizer, state_dict: Mapping[str, Any]) -> None:
@@ -88,7 +93,7 @@ def load_full_state_dict(optimizer: ZeroOptimizer, state_dict: Mapping[str, Any]
     """
     run = optimizer.runtime
     with telling(run.ranks.group):
-        _check_plain(optimizer)
+        check_plain(optimizer)
         reader = _WholeReader(optimizer, state_dict)
         load = optimizer.read_slices(reader)
     agree(_LOAD, reader.facts(), run.ranks.group)
@@ -118,23 +123,10 @@ def whole_values(values: dict[str, Any], *, keep: bool = True) -> None:
         values[name] = made[key]
 
 
-def torch_asks_for_whole_tensors() -> bool:
-    """Whether a function of `torch.distributed.checkpoint.state_dict` is calling with `full_state_dict=True`. It would
-    gather DTensors only.
-    """
-    module = sys.modules.get("torch.distributed.checkpoint.state_dict")
-    frame = None if module is None else sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename == module.__file__ and "info" in frame.f_locals:  # type: ignore[union-attr]
-            return bool(getattr(frame.f_locals["info"], "full_state_dict", False))
-        frame = frame.f_back
-    return False
-
-
 # What is collected ----------------------------------------------------------------------------------------------------
 
 
-def _check_plain(optimizer: ZeroOptimizer) -> None:
+def check_plain(optimizer: ZeroOptimizer) -> None:
     """Refuse what has no whole state that is equal on all data-parallel ranks. Raises ZeroStateError."""
     run = optimizer.runtime
     if averages_itself(optimizer.inner):
@@ -151,17 +143,27 @@ def _check_plain(optimizer: ZeroOptimizer) -> None:
                 )
 
 
-def _kinds_of_states(optimizer: ZeroOptimizer) -> dict[str, dict[str, Any]]:
+def kinds_of_states(optimizer: ZeroOptimizer) -> dict[str, dict[str, Any]]:
     """For each parameter the names of its states; with None for a state per element, else with its value (collective).
 
     A rank that owns nothing of a parameter does not know.
     """
     ranks, mine = optimizer.runtime.ranks, dict[str, dict[str, Any]]()
     with telling(ranks.group):
-        _check_plain(optimizer)
+        check_plain(optimizer)
         for part in optimizer.slices(lazily=True):
-            mine[part.name] = {key: _single(value) for key, value in part.states.items() if "@" not in key}
+            mine[part.name] = kinds_of(part.states)
     agree(_SAVE, {}, ranks.group)
+    return of_all_ranks(optimizer, mine)
+
+
+def kinds_of(states: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _single(value) for key, value in states.items() if "@" not in key}
+
+
+def of_all_ranks(optimizer: ZeroOptimizer, mine: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The kinds of states that any rank has (collective)."""
+    ranks = optimizer.runtime.ranks
     if ranks.size == 1:
         return mine
 
@@ -173,12 +175,14 @@ def _kinds_of_states(optimizer: ZeroOptimizer) -> dict[str, dict[str, Any]]:
 
 def _single(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return None if value.dim() else value.detach().cpu()
+        return None if value.dim() else value.detach().to("cpu", copy=True)
     return value if isinstance(value, (int, float)) else None
 
 
-def _whole_optimizer(optimizer: ZeroOptimizer, kinds: Mapping[str, Mapping[str, Any]], *, keep: bool) -> dict[str, Any]:
-    numbers = _numbers(optimizer)
+def whole_states(
+    optimizer: ZeroOptimizer, kinds: Mapping[str, Mapping[str, Any]], *, keep: bool, masters: bool = False
+) -> dict[str, Any]:
+    numbers = numbers_of(optimizer)
     state: dict[int, dict[str, Any]] = {}
     for name, number in numbers.items():
         found: dict[str, Any] = {}
@@ -188,18 +192,16 @@ def _whole_optimizer(optimizer: ZeroOptimizer, kinds: Mapping[str, Mapping[str, 
                 _keep(found, key, view.whole(view.state(key) if view.masters else None), keep)
             else:
                 found[key] = value
+        flat = optimizer.group_of(name)
+        if masters and flat.trainable and flat.master_dtype != flat.key.dtype:
+            view = View(name, optimizer)
+            _keep(found, MASTER, view.whole(view.master_slice() if view.masters else None), keep)
         if found:
             state[number] = found
-    groups, start = [], 0
-    for group in optimizer.param_groups:
-        count = len(group["params"])
-        options = {key: value for key, value in group.items() if key != "params"}
-        groups.append({**options, "params": list(range(start, start + count))})
-        start += count
-    return {"state": state, "param_groups": groups}
+    return {"state": state, "param_groups": numbered_groups(optimizer)}
 
 
-def _numbers(optimizer: ZeroOptimizer) -> dict[str, int]:
+def numbers_of(optimizer: ZeroOptimizer) -> dict[str, int]:
     """The number of each parameter that the optimizer holds, by name, in the order of its groups."""
     members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {found[1]: number for number, p in enumerate(members) if (found := OWNERS.find(p)) is not None}
@@ -281,7 +283,7 @@ class _WholeReader:
                 " that were saved"
             )
         saved = [key for group in self.groups for key in group["params"]]
-        found = {name: states.get(saved[number], {}) for name, number in _numbers(optimizer).items()}
+        found = {name: states.get(saved[number], {}) for name, number in numbers_of(optimizer).items()}
         for name, entries in found.items():
             numel = max(1, _numel(self._tensor(name)))
             for key, value in entries.items():

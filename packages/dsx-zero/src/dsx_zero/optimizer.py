@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ from dsx_core.modules import CallingHook
 
 from .alike import telling
 from .building import StepParts
+from .copies import ModelCopy
 from .errors import ZeroOptimizerError, ZeroStateError
 from .grads.protocol import BackwardWatch
 from .homes.home import Home
@@ -68,20 +69,45 @@ def _find_unfrozen(optimizer: Callable[[], ZeroOptimizer | None], module: Any, a
         owner.find_unfrozen()
 
 
-class WholeTensors(Protocol):
-    """Gives whole tensors to torch's functions that ask for them (`get_model_state_dict`, ...)."""
+class TorchState(Protocol):
+    """Gives states to torch's functions that ask for them (`get_model_state_dict`, `dcp.save`, ...), in the form that
+    they ask for: "whole" tensors or "parts".
+    """
 
-    def asked_for(self) -> bool: ...
+    def asked_for(self) -> str | None: ...
 
-    def of_model(self, values: dict[str, Any]) -> None: ...
+    def of_model(self, optimizer: ZeroOptimizer, values: dict[str, Any], form: str) -> None: ...
 
-    def of_optimizer(self, optimizer: ZeroOptimizer) -> dict[str, Any]: ...
+    def of_optimizer(self, optimizer: ZeroOptimizer, form: str) -> dict[str, Any]: ...
+
+    def names(self, optimizer: ZeroOptimizer) -> Mapping[Any, Any]: ...
+
+    def load(self, optimizer: ZeroOptimizer, state_dict: Mapping[str, Any]) -> None: ...
 
 
-def _give_whole_tensors(whole: WholeTensors, module: Any, values: Any, prefix: str, metadata: Any) -> None:
-    """A hook of `model.state_dict()` at stage 3."""
-    if whole.asked_for():
-        whole.of_model(values)
+def _give_to_torch(
+    optimizer: Callable[[], ZeroOptimizer | None], module: Any, values: Any, prefix: str, metadata: Any
+) -> None:
+    """A hook of `model.state_dict()` at stage 3: where a function of torch calls it, put what that expects in the place
+    of partitioned parameters (collective for whole tensors).
+    """
+    owner = optimizer()
+    if owner is not None and not owner.released:
+        form = owner._torch_state.asked_for()
+        if form is not None:
+            owner._torch_state.of_model(owner, values, form)
+
+
+def _before_load(optimizer: Callable[[], ZeroOptimizer | None], group: FlatGroup) -> None:
+    """A checkpoint is about to be read into this rank's shard of a group of stage 3; every rank says so. The next step
+    takes the values over into the masters.
+    """
+    owner = optimizer()
+    if owner is not None and not owner.released:
+        owner._abandon_step()
+        owner.free_gathered()
+        owner._edits.note_shard(group)
+        group.note_replaced()
 
 
 def _call_of_inner(
@@ -155,19 +181,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
         store: TensorStore | None = None,
         owners: Owners,
         replanner: Replanner,
-        whole_tensors: WholeTensors,
+        torch_state: TorchState,
     ) -> None:
         # Not Optimizer.__init__: groups, state and hooks are the inner optimizer's, there is no second set of them.
         self.inner = self.optimizer = inner
         """The user's optimizer, which steps the masters."""
         self.store = store
         """Where state on disk lies, as it was given to `shard`; None: nowhere."""
-        self._owners, self._replanner, self._whole_tensors = owners, replanner, whole_tensors
+        self._owners, self._replanner, self._torch_state = owners, replanner, torch_state
         self._latest: StepOutcome | None = None
         self.released = False
         """Whether the model may be sharded again."""
         self._on_release: list[Callable[[], object]] = []
-        self._unusable: str | None = None
+        self.unusable: str | None = None
+        """Why a step and what reads or writes the states have to raise now; None: they need not."""
         self._watch: BackwardWatch | None = None
         self._before_forward: Any = None
         self._loss_scale: Callable[[], float] = lambda: 1.0
@@ -182,7 +209,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._take(parts)
         self._state_dict_hook: Any = None
         if parts.runtime.stage == 3:
-            hook = CallingHook(partial(_give_whole_tensors, whole_tensors))
+            hook = CallingHook(partial(_give_to_torch, weakref.ref(self)))
             self._state_dict_hook = parts.runtime.model.register_state_dict_post_hook(hook)
         me = weakref.ref(self)
         for name in ("state_dict", "load_state_dict") if hasattr(inner, "state_dict") else ():
@@ -211,7 +238,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         self.states = parts.states
         """The inner optimizer's states, wherever they live."""
-        self._step_groups = parts.groups
+        self.step_groups = parts.groups
+        """Puts masters in the place of parameters in the inner optimizer's groups."""
         self._runner = StepRunner(
             inner,
             runtime,
@@ -260,6 +288,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._owners.add(face, self, name)
         if self._watch is not None:
             runtime.gradients.follow(self._watch)
+        me = weakref.ref(self)
+        for group in flat:
+            if is_partitioned(group):
+                group.before_load = partial(_before_load, me, group)
         self._watch_forwards()
 
     # The surface of torch.optim.Optimizer -----------------------------------------------------------------------------
@@ -272,10 +304,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self.inner.param_groups
 
     @property
-    def state(self) -> StateView:  # type: ignore[override]
+    def state(self) -> Mapping[Any, Any]:  # type: ignore[override]
         """The inner optimizer's state, which is kept by master; where masters are whole tensors, a parameter finds
-        its own.
+        its own. torch's functions for state dicts get the names of the states, by parameter.
         """
+        if self._torch_state.asked_for() is not None:
+            return self._torch_state.names(self)
         return StateView(self.inner.state, self._find_master, whole=self.runtime.stage == 0)
 
     @state.setter
@@ -358,7 +392,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             with telling(self.runtime.ranks.group):
                 self._check_in_use()
                 self._replanner.check(self.runtime, self.inner)
-                self._collect_edits()
+                self.collect_edits()
                 change()
             prepared = self._replanner.prepare(
                 self._parts, self._by_name, self.inner, self._names, edits=self._edit_agreement.of_all()
@@ -367,12 +401,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             del groups[count:]
             raise
         self._abandon_step()
-        self._unusable = (
+        self.unusable = (
             "an error happened while the model was given a new layout, and its states are not complete; start again"
             " from the last checkpoint"
         )
         self._take(prepared.carry_out())
-        self._unusable = None
+        self.unusable = None
 
     def _watch_forwards(self) -> None:
         """Where a parameter can be unfrozen, look before each forward of the model whether one was."""
@@ -488,8 +522,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "this optimizer was released: release() was called (or destroy() of its engine), or its model was"
                 " sharded again; use the optimizer that dsx_zero.shard returned last"
             )
-        if self._unusable is not None:
-            raise ZeroStateError(self._unusable)
+        if self.unusable is not None:
+            raise ZeroStateError(self.unusable)
 
     # The step ---------------------------------------------------------------------------------------------------------
 
@@ -540,7 +574,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 self._conclude(None)
                 self._failure.end()
                 self._end_early()
-                return self._note(StepOutcome(True, everywhere, loss))
+                outcome = StepOutcome(True, everywhere, loss)
+                self._latest = outcome.without_loss()  # the loss may hold a graph
+                return outcome
         self._nonfinite.steps += 1
         if norm.device.type != "cpu" or not math.isfinite(norm.item()):
             self._nonfinite.look(run, norm, everywhere=not local)
@@ -549,7 +585,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._apply(factor, stepped, late=late)
         self._failure.end()
         self._end_early()
-        return self._note(StepOutcome(False, None if local else norm, loss))
+        outcome = StepOutcome(False, None if local else norm, loss)
+        self._latest = outcome.without_loss()
+        return outcome
 
     def _conclude(self, factor: Any) -> tuple[Collection[int], Any]:
         """See `DuringBackward.conclude`."""
@@ -584,7 +622,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """What `step` checks before it communicates. Raises what `step` raises then."""
         self._check_in_use()
         self._model_check.check()
-        self._step_groups.check()
+        self.step_groups.check()
         self._frozen.check()
 
     def step_during_backward(self, grad_scale: float = 1.0, max_norm: float | None = None) -> bool:
@@ -611,7 +649,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             both, a step that may have to be undone is begun early only if the key is set to true.
         """
         self._check_in_use()
-        self._step_groups.check()
+        self.step_groups.check()
         self._frozen.check()
         return self._early is not None and self._early.announce(grad_scale, max_norm)
 
@@ -712,10 +750,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 write_parameters(group)
         self._parameters_written()
 
-    def _note(self, outcome: StepOutcome) -> StepOutcome:
-        self._latest = outcome.without_loss()  # which may hold a graph
-        return outcome
-
     # What scripts ask after a step -----------------------------------------------------------------------------------
 
     @property
@@ -775,14 +809,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """What this rank owns of every parameter, frozen ones too, in definition order; over all ranks each element
         once. `lazily`: values that are not in memory are given as `StoredValues`, whose `fetch` reads them.
         """
-        self._collect_edits()
+        self.collect_edits()
         return iter_slices(self.runtime, self._by_name, self.states, lazily=lazily)
 
     def held_slices(self) -> Iterator[ParamSlice]:
         """Like `slices`, but everything that this rank keeps: whole tensors at stage 0, whole frozen ones up to
         stage 2.
         """
-        self._collect_edits()
+        self.collect_edits()
         return iter_slices(self.runtime, self._by_name, self.states, held=True)
 
     def read_slices(self, reader: Reader) -> SliceLoad:
@@ -797,7 +831,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         self._abandon_step()
         self.check_model()
-        with self._step_groups.masters():
+        with self.step_groups.masters():
             load = read_slices(self.runtime, self._by_name, self.states, reader, from_masters=self.runtime.load_masters)
         load.call_when_installed(self._parameters_written)
         return load
@@ -822,6 +856,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if part is not None:
             yield home, part
 
+    def copy_of(self, what: torch.nn.Module | Iterable[str] | None = None, *, device: Any = None) -> ModelCopy:
+        """A second set of values, divided among the ranks as the model's: for an EMA, a reference or a teacher
+        (collective). See `ModelCopy`.
+
+        Args:
+            what: a part of the model, or names of parameters; None: all of it, with its buffers.
+            device: where the copy lies ("cpu" for host memory); None: where the masters are.
+
+        Raises:
+            ZeroStateError: there is no such part or name.
+        """
+        return ModelCopy(self, what, device)
+
     @torch.no_grad()
     def parameters_loaded(self) -> None:
         """Masters and frozen parameters were written through `homes_of`: make that visible (collective)."""
@@ -832,12 +879,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """This rank's slices by parameter name ("slices"), and "param_groups". Where every rank has whole states, also
         "state", as of a plain optimizer. Tensors are not copied.
 
-        Called by torch's `get_optimizer_state_dict` with `full_state_dict=True`, it is collective and gives whole
-        states.
+        Called by torch's functions for state dicts and checkpoints (`get_optimizer_state_dict`, `dcp.save`), it is
+        collective and gives what those expect: "state" and "param_groups" as of a plain optimizer, each tensor whole
+        (`full_state_dict=True`) or as a `ShardView` of this rank's part.
         """
-        if self._whole_tensors.asked_for():
-            return self._whole_tensors.of_optimizer(self)
-        self._collect_edits()
+        form = self._torch_state.asked_for()
+        if form is not None:
+            return self._torch_state.of_optimizer(self, form)
+        self.collect_edits()
         found = save_local(self)
         if self.runtime.stage > 0 or not hasattr(self.inner, "state_dict"):
             return found
@@ -846,28 +895,26 @@ class ZeroOptimizer(torch.optim.Optimizer):
             group["params"] = saved["params"]
         return {**found, "state": whole["state"]}
 
-    def _collect_edits(self) -> None:
+    def collect_edits(self) -> None:
+        """Bring what was written into parameters into the masters."""
+        self._check_not_released()
         self.check_model()
         self._edits.take_over()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave on this rank of a job with the same stage and number of ranks (collective).
 
-        Where every rank has whole states (stage 0, or one rank without offload), the state dict of a plain optimizer is
-        taken too.
+        The state dict of a plain optimizer, with whole states that are the same on every rank, is taken at any stage.
 
         Raises:
             ZeroStateError: the slices are not this rank's. `dsx_zero.load_full_state_dict` has no such limit.
         """
         self._abandon_step()
-        plain = isinstance(state_dict, dict) and "state" in state_dict and "slices" not in state_dict
-        if not plain or self.runtime.stage > 0:
+        plain = isinstance(state_dict, dict) and {"state", "param_groups"} <= set(state_dict)
+        if plain and "slices" not in state_dict:
+            self._torch_state.load(self, state_dict)
+        else:
             load_local(self, state_dict)
-            return
-        try:
-            self.inner.load_state_dict(state_dict)
-        except (KeyError, ValueError) as error:
-            raise ZeroStateError(f"the state dict does not fit the optimizer: {error}") from error
 
     @contextmanager
     def whole_states(self, asked: str) -> Iterator[None]:
@@ -884,12 +931,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 " every rank, for whole states; its state_dict() and load_state_dict() for this rank's part"
             )
         self.check_states()
-        found = [[(self._find_master(p) or (None, ""))[0] for p in group] for group in self._step_groups.shown]
+        found = [[(self._find_master(p) or (None, ""))[0] for p in group] for group in self.step_groups.shown]
         members = [
             [p if master is None else master for p, master in zip(group, masters)]
-            for group, masters in zip(self._step_groups.shown, found)
+            for group, masters in zip(self.step_groups.shown, found)
         ]
-        with self._step_groups.masters(members):
+        with self.step_groups.masters(members):
             yield
 
     # Single parameters (what `dsx_zero.access` works through) ------------------------------------------------------

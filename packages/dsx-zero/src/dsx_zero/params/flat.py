@@ -107,6 +107,8 @@ class FlatGroup:
         """Counts the changes that no step has made (edits, loads): values may be far from the earlier ones."""
         self.before_edit: Callable[[], object] | None = None
         """Called before an edit is written into a partitioned parameter and its master."""
+        self.before_load: Callable[[], object] | None = None
+        """Called before a checkpoint is read into the shard itself; its master follows with the next step."""
 
     @classmethod
     def resident(cls, plan: GroupPlan, parameters: Sequence[nn.Parameter], *, memory: Memory) -> FlatGroup:

@@ -99,6 +99,10 @@ class InitParameter:
             )
         return read_whole(self.layout, self.name, self.shard, self.ranks, device=self.device)
 
+    def shard_view(self) -> None:
+        """None: the model is not sharded yet."""
+        return None
+
     def write(self, edit: Callable[[torch.Tensor], object]) -> None:
         if self._opened is not None:
             edit(self._opened)

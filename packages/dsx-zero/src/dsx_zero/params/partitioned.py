@@ -32,6 +32,7 @@ from ..errors import ZeroStateError
 from ..torch_names import DisableTorchFunctionSubclass, make_wrapper_subclass, tree_map_only
 from .conversions import CONVERSIONS, conversion_target
 from .partitioned_view import VIEWS, ViewSource, find_views
+from .shard_view import ShardView
 from .sources import ParameterSource
 from .tensor_kinds import FACTORIES, FACTS, NOT_WRITES, is_write, stand_in
 from .tensors import tensors_in
@@ -137,12 +138,37 @@ class PartitionedParameter(torch.Tensor):
             f"parameter '{self._source.name}' (shape {tuple(self.shape)}, {self.dtype}) is partitioned over the ranks"
             " and cannot be copied with deepcopy: this rank does not have its values. Copy the model before it is"
             " sharded, or on every rank inside `with dsx_zero.GatheredParameters(model.parameters()):`, which gives an"
-            " ordinary model with whole parameters."
+            " ordinary model with whole parameters. For an EMA (torch's AveragedModel), a reference or a teacher there"
+            " is optimizer.copy_of(), which stays divided among the ranks."
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raises `PartitionedParameterError`: a pickle would have one rank's shard only."""
         raise self._refusal("pickled", code="DSX304")
+
+    def _shard_view(self) -> ShardView:
+        found = self._source.shard_view()
+        if found is None:
+            raise self._refusal("saved or loaded by torch.distributed.checkpoint before dsx_zero.shard")
+        return found
+
+    def __create_write_items__(self, fqn: str, value: Any) -> list[Any]:
+        """See `ShardView`."""
+        return self._shard_view().__create_write_items__(fqn, value)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        """See `ShardView`. Raises PartitionedParameterError where the shard is on disk."""
+        view = self._shard_view()
+        if not view.in_place:
+            raise PartitionedParameterError(
+                f"parameter '{self._source.name}' is kept on disk, and a checkpoint cannot be read into it in place;"
+                " load into torch's get_model_state_dict(model), and then call set_model_state_dict(model, state)"
+            )
+        return view.__create_chunk_list__()
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        """See `ShardView`."""
+        return self._shard_view().__get_tensor_shard__(index)
 
     def _refusal(self, what: str, code: str = "") -> PartitionedParameterError:
         return PartitionedParameterError(
@@ -150,7 +176,8 @@ class PartitionedParameter(torch.Tensor):
             f" and cannot be {what}: its values are not on this rank outside the use of its module. Read it with"
             " p.full_tensor() or inside `with dsx_zero.GatheredParameters([p]):` (on every rank), under"
             " torch.no_grad() where `Init` builds the model; change it inside `with dsx_zero.GatheredParameters([p],"
-            " modifier_rank=0):`; save a model with dsx_zero.full_state_dict(optimizer), or engine.save_checkpoint.",
+            " modifier_rank=0):`; save a model with dsx_zero.full_state_dict(optimizer), torch's"
+            " get_model_state_dict(model), or engine.save_checkpoint.",
             code=code,
         )
 

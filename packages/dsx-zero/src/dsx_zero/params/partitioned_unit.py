@@ -20,13 +20,15 @@ from torch import nn
 
 from ..homes.home import read
 from ..homes.tiers import DeviceTier, Tier
+from ..plan.layout import LocalSlice
 from ..plan.units import GroupPlan, ParameterInfo, UnitPlan
 from .flat import FlatGroup, Unit, make_shard
 from .memory import Memory, OrdinaryMemory
 from .partitioned import PartitionedParameter, PartitionedParameterError
 from .restored import note_replaced
+from .shard_view import Part, ShardView
 from .sources import SourceWithPlain
-from .whole import read_whole, write_all, write_whole
+from .whole import joining, read_whole, write_all, write_whole
 
 __all__ = ["GatheredStorage", "PartitionedUnit", "Place", "UnitState", "is_partitioned"]
 
@@ -128,6 +130,20 @@ class UnitParameter(SourceWithPlain):
     def full_tensor(self) -> torch.Tensor:
         group = self.group
         return read_whole(group.layout, self.name, group.shard, group.ranks, device=group.key.device)
+
+    def shard_view(self) -> ShardView:
+        """This rank's elements for torch's checkpoints, over the shard's memory (a copy if it is on disk)."""
+        group, values = self.group, self.local_shard()
+        part = group.layout.local_slice(self.name, group.rank) or LocalSlice(0, 0, 0)
+        whole = joining(group.layout, self.name, group.ranks, values.dtype, group.key.device)
+        shape = Part.of_whole(group.layout.shapes[self._index], part.start, part.stop)
+        mine = None if group.shard.view() is None else id(group)
+
+        def on_load() -> None:  # no method: a stager of torch would copy the object behind it
+            if group.before_load is not None:
+                group.before_load()
+
+        return ShardView(values, shape, whole=whole, on_load=on_load, mine=mine)
 
     def write(self, edit: Callable[[torch.Tensor], object]) -> None:
         if self._opened:

@@ -65,6 +65,10 @@ class ViewSource:
     def full_tensor(self) -> torch.Tensor:
         return self._view(self._base.full_tensor()).clone()
 
+    def shard_view(self) -> None:
+        """None: a view of a parameter has no name in a state dict."""
+        return None
+
     def write(self, edit: Callable[[torch.Tensor], object]) -> None:
         self._base.write(lambda whole: edit(self._view(whole)))
 

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from .shard_view import ShardView
+
 __all__ = ["ParameterSource", "SourceWithPlain"]
 
 
@@ -26,6 +28,10 @@ class ParameterSource(Protocol):
 
     def full_tensor(self) -> torch.Tensor:
         """A new tensor with the whole parameter, the same on all ranks."""
+        ...
+
+    def shard_view(self) -> ShardView | None:
+        """This rank's elements for torch's checkpoints, without communication; None before the model is sharded."""
         ...
 
     def write(self, edit: Callable[[torch.Tensor], object]) -> None:

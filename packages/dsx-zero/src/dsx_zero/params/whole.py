@@ -16,7 +16,7 @@ from dsx_comm import RankSet
 from ..homes.home import Home, opened, read, write
 from ..plan.layout import FlatLayout, LocalSlice
 
-__all__ = ["Shards", "join_whole", "read_whole", "write_all", "write_whole"]
+__all__ = ["Shards", "join_whole", "joining", "read_whole", "write_all", "write_whole"]
 
 _MESSAGE = 1 << 28
 """Bytes. From here on a message is bound by what the link carries, and another one costs nothing."""
@@ -67,6 +67,18 @@ def join_whole(
     for rank, part in enumerate(slices):
         if part is not None:
             flat[part.start : part.stop] = pieces[rank * longest : rank * longest + part.numel]
+    return whole
+
+
+def joining(
+    layout: FlatLayout, name: str, ranks: RankSet, dtype: torch.dtype, device: torch.device
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """`join_whole` as a plain function of this rank's elements, 1-D on any device (none: an empty tensor)."""
+
+    def whole(values: torch.Tensor) -> torch.Tensor:
+        mine = values.to(device) if values.numel() else None
+        return join_whole(layout, name, mine, ranks, dtype=dtype, device=device)
+
     return whole
 
 

@@ -90,6 +90,7 @@ class Edits:
 
     def __init__(self, groups: Iterable[FlatGroup], *, data_writes: bool | None = None) -> None:
         self._updates_left = _WATCHED if data_writes is None else math.inf if data_writes else 0
+        self._shards: set[FlatGroup] = set()
         self._groups = [group for group in groups if self._has_own_master(group)]
         self._seen = {group: _versions(group.parameters) for group in self._groups}
         watched = self._groups if self._updates_left else ()
@@ -101,18 +102,28 @@ class Edits:
 
     @property
     def groups(self) -> Sequence[FlatGroup]:
-        """The groups that are watched."""
-        return self._groups
+        """The groups that are watched, and those whose shards were written."""
+        return [*self._groups, *self._shards]
+
+    def note_shard(self, group: FlatGroup) -> None:
+        """This rank's shard of a partitioned group is written otherwise than by its parameters (a checkpoint is read
+        into it).
+        """
+        self._shards.add(group)
 
     def take_over(self, groups: Collection[FlatGroup] | None = None) -> None:
         """Copy edits since the last call into the masters: of all groups, or of `groups` only."""
+        for group in self._shards if groups is None else self._shards.intersection(groups):
+            self._compare(group)
+        self._shards = set() if groups is None else self._shards.difference(groups)
         for group in self._written(groups):
             self._compare(group)
             self._note(group)
 
     def were_written(self, groups: Collection[FlatGroup] | None = None) -> bool:
         """Whether there are edits that `take_over` would bring into the masters."""
-        return bool(self._written(groups))
+        shards = self._shards if groups is None else self._shards.intersection(groups)
+        return bool(shards) or bool(self._written(groups))
 
     def _written(self, groups: Collection[FlatGroup] | None) -> list[FlatGroup]:
         wanted = self._groups if groups is None else [group for group in self._groups if group in groups]

@@ -118,6 +118,11 @@ class OptimizerStates:
         for home in self._homes.pop(id(master.tensor), {}).values():
             discard(home)
 
+    def clear(self, master: Master) -> None:
+        """Start the states of a master again."""
+        self.inner.state.pop(master.tensor, None)
+        self.forget_homes(master, keep=())
+
     def homes_of(self, master: Master) -> Mapping[str, Home]:
         """The homes of a master's states that are not in the optimizer's own state, by name."""
         return self._homes[id(master.tensor)]

@@ -1,0 +1,137 @@
+"""Answers torch's functions for state dicts and checkpoints: who asks, for what, and what `load_state_dict` is given.
+
+`torch_state` has the form of each rank's part, `full_state` whole values; here one of them is chosen. Where every rank
+has whole states (stage 0), the user's optimizer answers itself, with the masters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .alike import agree, telling
+from .errors import ZeroStateError
+from .full_state import (
+    check_plain,
+    kinds_of,
+    kinds_of_states,
+    numbers_of,
+    of_all_ranks,
+    whole_states,
+    whole_values,
+)
+from .torch_state import MASTER, PartsReader, asked_by_torch, fresh_states, model_parts, optimizer_parts
+
+if TYPE_CHECKING:
+    from .optimizer import ZeroOptimizer
+
+__all__ = ["TorchForms"]
+
+_LOAD_OPTIMIZER = "ZeroOptimizer.load_state_dict"
+
+
+class TorchForms:
+    """What torch's functions for state dicts and checkpoints get: see `torch_state`."""
+
+    def asked_for(self) -> str | None:
+        return asked_by_torch()
+
+    def of_model(self, optimizer: ZeroOptimizer, values: dict[str, Any], form: str) -> None:
+        if form == "whole":
+            whole_values(values)
+        else:
+            model_parts(values)
+
+    def of_optimizer(self, optimizer: ZeroOptimizer, form: str) -> dict[str, Any]:
+        if optimizer.runtime.stage == 0 and optimizer.inner.state:
+            return _plain_optimizer(optimizer)
+        kinds = kinds_of_states(optimizer)
+        if form == "whole":
+            return whole_states(optimizer, kinds, keep=True, masters=True)
+        fresh = None
+        if not any(kinds.values()):
+            fresh = fresh_states(optimizer)
+            kinds = of_all_ranks(optimizer, {name: kinds_of(states) for name, states in fresh.items()})
+        return optimizer_parts(optimizer, numbers_of(optimizer), kinds, fresh)
+
+    def names(self, optimizer: ZeroOptimizer) -> Mapping[Any, Any]:
+        return _Names(optimizer)
+
+    def load(self, optimizer: ZeroOptimizer, state_dict: Mapping[str, Any]) -> None:
+        run = optimizer.runtime
+        if run.stage == 0:
+            _load_plain(optimizer, state_dict)
+            return
+        with telling(run.ranks.group):
+            check_plain(optimizer)
+            optimizer.collect_edits()
+            reader = PartsReader(optimizer, state_dict, numbers_of(optimizer))
+            load = optimizer.read_slices(reader)
+            for name in reader.without_states:
+                for master in optimizer.masters_of(name):
+                    load.add(partial(optimizer.states.clear, master))
+        agree(_LOAD_OPTIMIZER, reader.facts(), run.ranks.group)
+        load.install()
+        for group, saved in zip(optimizer.param_groups, reader.groups):
+            group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
+
+
+def _plain_optimizer(optimizer: ZeroOptimizer) -> dict[str, Any]:
+    """What the user's optimizer gives where every rank has whole states, with the masters."""
+    optimizer.collect_edits()
+    with optimizer.whole_states("state_dict()"):
+        found = type(optimizer.inner).state_dict(optimizer.inner)
+    for name, number in numbers_of(optimizer).items():
+        group = optimizer.group_of(name)
+        if group.trainable and group.master_dtype != group.key.dtype and number in found["state"]:
+            (master,) = optimizer.masters_of(name)
+            found["state"][number] = {**found["state"][number], MASTER: master.tensor.detach()}
+    return found
+
+
+def _load_plain(optimizer: ZeroOptimizer, state_dict: Mapping[str, Any]) -> None:
+    """Load where every rank has whole states: what the user's optimizer takes."""
+    optimizer.collect_edits()
+    saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+    masters: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for name, number in numbers_of(optimizer).items():
+        value = state_dict["state"].get(saved[number], {}).get(MASTER) if number < len(saved) else None
+        if value is not None:
+            (master,) = optimizer.masters_of(name)
+            masters.append((master.tensor, value.reshape(master.tensor.shape)))
+    states = {key: {k: v for k, v in found.items() if k != MASTER} for key, found in state_dict["state"].items()}
+    try:
+        with optimizer.whole_states("load_state_dict()"):
+            type(optimizer.inner).load_state_dict(optimizer.inner, {**state_dict, "state": states})
+    except (KeyError, ValueError) as error:
+        raise ZeroStateError(f"the state dict does not fit the optimizer: {error}") from error
+    with torch.no_grad():
+        for master, value in masters:
+            master.copy_(value)
+    if masters:
+        optimizer.parameters_loaded()
+
+
+class _Names(Mapping[Any, Any]):
+    """The names of an optimizer's states, by parameter. It is not empty: torch would make a step to fill it."""
+
+    def __init__(self, optimizer: ZeroOptimizer) -> None:
+        self._optimizer = optimizer
+        self._members = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        self._found: dict[int, Any] | None = None
+
+    def __getitem__(self, parameter: Any) -> Any:
+        if self._found is None:
+            forms, numbers = TorchForms(), [*self._members]
+            states = forms.of_optimizer(self._optimizer, "parts")["state"]
+            self._found = {numbers[number]: dict.fromkeys(found) for number, found in states.items()}
+        return self._found.get(id(parameter), {})
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._members.values())
+
+    def __len__(self) -> int:
+        return len(self._members)

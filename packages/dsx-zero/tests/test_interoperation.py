@@ -1,0 +1,256 @@
+"""Where torch's distributed tensors, checkpoints and compiler meet a sharded model: a row of the page's table each."""
+
+from __future__ import annotations
+
+import copy
+import io
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from dsx_testkit import run_ranks
+from dsx_testkit.torch_calls import Net, Row, Training, misdocumented, outcomes, unexpected
+from torch import nn
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "guides" / "interoperation.md"
+ADAMW = {"optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1)}
+
+
+def folder(t):
+    """A new folder, the same on all ranks."""
+    import torch.distributed as dist
+
+    found = [tempfile.mkdtemp()]
+    if t.sharded and t.world > 1:
+        dist.broadcast_object_list(found)
+    return found[0]
+
+
+def alone(t):
+    """The plain model of a rank saves and loads by itself."""
+    return {} if t.sharded else {"no_dist": True}
+
+
+def states(t, **options):
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    return get_state_dict(t.model, t.optimizer, options=StateDictOptions(**options))
+
+
+def put(t, weights, found, **options):
+    from torch.distributed.checkpoint import state_dict as by_torch
+
+    kind = by_torch.StateDictOptions(**options)
+    by_torch.set_model_state_dict(t.model, weights, options=kind)
+    by_torch.set_optimizer_state_dict(t.model, t.optimizer, found, options=kind)
+
+
+def rolled_back(**options):
+    """Steps, a copy of the state, more steps, back to the copy."""
+
+    def run(t: Training) -> None:
+        t.train(2)
+        kept = copy.deepcopy(states(t, **options))
+        t.train(2, first=60)
+        put(t, *kept, **options)
+        t.train(1, first=70)
+
+    return run
+
+
+def weights_only(t):
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+    t.train(1)
+    kept = copy.deepcopy(get_model_state_dict(t.model))
+    t.train(1, first=60)
+    set_model_state_dict(t.model, kept)
+    t.train(1, first=70)
+
+
+def saved(t):
+    import torch.distributed.checkpoint as dcp
+
+    t.train(2)
+    path = folder(t)
+    weights, found = states(t)
+    dcp.save({"model": weights, "optimizer": found}, checkpoint_id=path, **alone(t))
+    t.train(2, first=60)
+    weights, found = states(t)
+    state = {"model": weights, "optimizer": found}
+    dcp.load(state, checkpoint_id=path, **alone(t))
+    put(t, state["model"], state["optimizer"])
+    t.train(1, first=70)
+
+
+def saved_objects(t):
+    import torch.distributed.checkpoint as dcp
+
+    t.train(2)
+    path = folder(t)
+    dcp.save({"model": t.model, "optimizer": t.optimizer}, checkpoint_id=path, **alone(t))
+    t.train(2, first=60)
+    dcp.load({"model": t.model, "optimizer": t.optimizer}, checkpoint_id=path, **alone(t))
+    t.train(1, first=70)
+
+
+def saved_weights(t):
+    """`model.state_dict()` itself, in place."""
+    import torch.distributed.checkpoint as dcp
+
+    t.train(1)
+    path = folder(t)
+    dcp.save({"model": t.model.state_dict()}, checkpoint_id=path, **alone(t))
+    t.train(1, first=60)
+    dcp.load({"model": t.model.state_dict()}, checkpoint_id=path, **alone(t))
+    t.train(1, first=70)
+
+
+def to_file(t):
+    t.train(1)
+    torch.save(t.model.state_dict(), io.BytesIO())
+
+
+def full_to_file(t):
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    t.train(1)
+    whole = get_model_state_dict(t.model, options=StateDictOptions(full_state_dict=True))
+    file = io.BytesIO()
+    torch.save(whole, file)
+    file.seek(0)
+    plain = Net(7).to(t.dtype)
+    plain.load_state_dict(torch.load(file))  # what leaves is an ordinary model
+    t.model.load_state_dict(plain.state_dict())
+    t.train(1, first=60)
+
+
+def averaged(t):
+    if not t.sharded:
+        t.train(3)
+        return
+    copied = t.optimizer.copy_of()
+    t.train(1)
+    copied.update(0.9)
+    with torch.no_grad(), copied.applied():
+        t.loss(50)
+    t.train(2, first=51)
+
+
+def blocks_compiled(t):
+    import dsx_zero
+
+    if t.sharded:
+        dsx_zero.compile_units(t.model, backend="aot_eager", fullgraph=True)
+    t.train(3)
+
+
+def mesh(t):
+    """A model over a device mesh of one dimension, and of two."""
+    import dsx_zero
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if not t.sharded:
+        t.train(2)
+        return
+    for shape, names in (((2,), ("dp",)), ((1, 2), ("replicate", "shard"))):
+        model, optimizer = dsx_zero.shard(
+            Net(), lambda p: torch.optim.SGD(p, lr=0.3, momentum=0.9), stage=t.stage if len(shape) == 1 else 3,
+            mesh=init_device_mesh("cpu", shape, mesh_dim_names=names),
+        )  # fmt: skip
+        for index in (50, 51):
+            t.loss(index, model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    t.train(2)
+    for mine, other in zip(model.parameters(), t.model.parameters()):
+        whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in (mine, other)]
+        torch.testing.assert_close(*whole)
+
+
+def given(prepare):
+    """A model that torch has prepared, given to `shard`."""
+
+    def run(t: Training) -> None:
+        import dsx_zero
+
+        if t.sharded:
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+            prepare(model)
+            dsx_zero.shard(model, lambda p: torch.optim.SGD(p, lr=0.1), stage=t.stage)
+
+    return run
+
+
+def tensor_parallel(model):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel()})
+
+
+def fully_sharded(model):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+
+
+class OneByte(torch.Tensor):
+    """A weight that FSDP2 would send in another form, as torchao's float8 weights are."""
+
+    @staticmethod
+    def __new__(cls, values):
+        return torch.Tensor._make_subclass(cls, values)
+
+    def fsdp_pre_all_gather(self, mesh):
+        raise AssertionError("never asked")
+
+    def fsdp_post_all_gather(self, outputs, metadata, dtype, *, out=None):
+        raise AssertionError("never asked")
+
+
+def one_byte(model):
+    model[0].weight = nn.Parameter(OneByte(model[0].weight.detach()))
+
+
+def deep_copy(t):
+    t.train(1)
+    copy.deepcopy(t.model)
+    t.train(1, first=60)
+
+
+PARTITIONED = {3: "is partitioned over the ranks"}
+ROWS = [
+    Row("`get_model_state_dict`, `set_model_state_dict`", weights_only),
+    Row("`get_state_dict`, `set_...`: each rank's part", rolled_back(), **ADAMW),
+    Row("`full_state_dict=True`", rolled_back(full_state_dict=True), **ADAMW),
+    Row("`cpu_offload=True`", rolled_back(cpu_offload=True), **ADAMW),
+    Row("`flatten_optimizer_state_dict=True`", rolled_back(flatten_optimizer_state_dict=True), **ADAMW),
+    Row("`dcp.save`, `dcp.load` of what `get_state_dict` gives", saved, **ADAMW),
+    Row("`dcp.save`, `dcp.load` of `{\"model\": model, \"optimizer\": optimizer}`", saved_objects, **ADAMW),
+    Row("`dcp.save`, `dcp.load` of `{\"model\": model.state_dict()}`", saved_weights),
+    Row("`torch.save(model.state_dict())`", to_file, PARTITIONED),
+    Row("`torch.save` of `get_model_state_dict(full_state_dict=True)`, and back", full_to_file),
+    Row("an EMA: `optimizer.copy_of()`", averaged),
+    Row("`copy.deepcopy(model)`", deep_copy, {3: "optimizer.copy_of()"}),
+    Row("`compile_units(model, fullgraph=True)`", blocks_compiled),
+    Row("`shard(mesh=...)` of one or two dimensions", mesh),
+    Row("a model of `parallelize_module` or `tp_plan`, given to `shard`", given(tensor_parallel),
+        dict.fromkeys(range(4), "is a DTensor")),
+    Row("a model of `fully_shard`, given to `shard`", given(fully_sharded),
+        dict.fromkeys(range(4), "remove the lines")),
+    Row("weights with `fsdp_pre_all_gather` (torchao's float8)", given(one_byte),
+        dict.fromkeys(range(4), "enable_fsdp_float8_all_gather=False")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_each_row(stage):
+    assert not (wrong := unexpected(ROWS, stage, run_ranks(outcomes, 2, ROWS, stage, timeout=180))), "\n".join(wrong)
+
+
+def test_the_page_says_what_is_tested():
+    assert not (wrong := misdocumented(ROWS, PAGE.read_text(), "What works")), "\n".join(wrong)
+    assert 3 * len({row.name for row in ROWS}) >= 24
