@@ -1,6 +1,8 @@
 """Which bytes lie where: sets of bytes against Python's sets, and the messages that bring them from node to node."""
 
 import itertools
+import json
+import pickle
 import random
 
 import pytest
@@ -9,8 +11,17 @@ from dsx_checkpoint.boxes import Box, Region
 from dsx_checkpoint.format import Placed, TensorSpec
 from dsx_checkpoint.node_part import NodePart, read_part
 from dsx_checkpoint.nodes.topology import Nodes
-from dsx_checkpoint.nodes.transfers import Holders, by_rank, in_rounds, planned_transfers, transfers_between
+from dsx_checkpoint.nodes.transfers import (
+    Holders,
+    Transfer,
+    by_rank,
+    in_rounds,
+    planned_transfers,
+    transfers_between,
+)
+from dsx_checkpoint.plan import FileStart, plan_file
 from dsx_checkpoint.spans import Spans, spans_of_region
+from dsx_comm.object_tree import packed
 
 
 def random_ranges(chosen, count):
@@ -42,6 +53,52 @@ def test_operations_are_those_of_sets_and_ranges_do_not_touch():
             assert left.covers(file, begin, end) == (as_set([(file, begin, end)]) <= as_set(one))
         pieces = list(left.pieces(5))
         assert all(end - begin <= 5 for _, begin, end in pieces) and Spans.of(pieces) == left
+
+
+def test_ranges_travel_as_they_are_and_regular_ones_as_almost_nothing():
+    chosen = random.Random(4)
+    for _ in range(100):
+        ranges = tuple(random_ranges(chosen, 9))
+        spans, transfer = Spans.of(ranges), Transfer(1, 2, ranges)
+        assert pickle.loads(pickle.dumps(spans)) == spans and pickle.loads(pickle.dumps(transfer)) == transfer
+    regular = Spans.of(("f", 1000 * number, 1000 * number + 17) for number in range(10_000))
+    assert len(packed(pickle.dumps(regular))) < 2000
+
+
+def test_a_header_travels_without_the_spaces_that_it_ends_in():
+    plan = plan_file("f", [TensorSpec("w", "F32", (1 << 18,))], align=1 << 20)
+    assert plan.header_bytes == 1 << 20 and len(pickle.dumps(plan.start)) < 500
+    start = pickle.loads(pickle.dumps(plan.start))
+    assert start.header == plan.header and len(start.header) == 1 << 20 and start.size == 2 << 20
+    assert FileStart.of("f", plan.header, plan.size) == start
+
+
+def test_a_header_is_the_json_of_its_tensors():
+    specs = [TensorSpec('a "name" ü\n', "BF16", (2, 3)), TensorSpec("b", "F32", ()), TensorSpec("c", "BF16", (0,))]
+    plan = plan_file("f", specs)
+    length = int.from_bytes(plan.header[:8], "little")
+    entries = {"__metadata__": {"format": "pt"}}
+    for spec, (begin, end) in zip((specs[1], specs[0], specs[2]), ((0, 4), (4, 16), (16, 16))):
+        entries[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [begin, end]}
+    assert plan.header[8:].rstrip() == json.dumps(entries, separators=(",", ":")).encode()
+    assert length == len(plan.header) - 8 and [placed.offset for placed in plan.tensors] == [
+        len(plan.header) + begin for begin in (0, 4, 16)
+    ]
+
+
+def test_the_nearest_node_sends_and_a_node_itself_is_nearest():
+    held = {0: Spans.of([("f", 0, 10)]), 2: Spans.of([("f", 5, 20)]), 3: Spans.of([("f", 0, 30)])}
+    holders = Holders.of(held)
+    assert holders.spans == Spans.of([("f", 0, 30)])
+    wanted = Spans.of([("f", 3, 25), ("g", 0, 1)])
+    nearest = {
+        1: {2: [(5, 20)], 3: [(3, 5), (20, 25)]},
+        3: {3: [(3, 25)]},
+        0: {0: [(3, 10)], 2: [(10, 20)], 3: [(20, 25)]},
+    }
+    for here, sources in nearest.items():
+        found = holders.nearest(wanted, here)
+        assert {node: list(spans.by_file["f"]) for node, spans in found.items()} == sources, here
 
 
 def test_a_region_lies_where_its_runs_lie():

@@ -8,6 +8,7 @@ import dsx_comm.shm.work
 import dsx_comm.works
 import pytest
 import torch
+from dsx_comm.shm import native
 from dsx_testkit import run_ranks
 
 
@@ -126,5 +127,6 @@ def failing(rank, n):
     assert not kept()
 
 
+@pytest.mark.skipif(native.module() is None, reason=f"no compiled module: {native.reason()}")
 def test_a_dropped_call_that_fails_is_logged():
     run_ranks(failing, 2, backend="dsx")

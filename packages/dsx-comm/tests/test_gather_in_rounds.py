@@ -9,6 +9,7 @@ import dsx_comm
 import pytest
 import torch
 from dsx_comm.doubling import fill_in_rounds, rounds
+from dsx_comm.shm import native
 from dsx_testkit import run_ranks
 
 
@@ -102,5 +103,6 @@ def refused(rank, world):
         dsx_comm.all_gather_in_rounds(torch.empty(2), torch.ones(1), lane=dsx_comm.StepLane())
 
 
+@pytest.mark.skipif(native.module() is None, reason=f"no compiled module: {native.reason()}")
 def test_another_backend_is_refused():
     run_ranks(refused, 2, backend="dsx")

@@ -183,7 +183,6 @@ class Told:
         return found
 
 
-@functools.lru_cache(maxsize=1 << 14)
 def stored_name(key: str, name: str) -> tuple[str, str]:
     """Family, and name in its files, of a parameter's or buffer's member."""
     return (MODEL, name) if key == MODEL_KEY else (OPTIMIZER, f"{key}/{name}")

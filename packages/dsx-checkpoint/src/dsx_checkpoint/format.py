@@ -24,7 +24,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .crc import Chunks
@@ -82,6 +82,11 @@ class TensorSpec:
     name: str
     dtype: str
     shape: tuple[int, ...]
+    nbytes: int = field(init=False, compare=False, repr=False)
+    """Bytes on disk. A plan of many tensors asks for it millions of times."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", math.prod(self.shape) * DTYPES[self.dtype][1])
 
     @property
     def numel(self) -> int:
@@ -93,10 +98,8 @@ class TensorSpec:
         """Bytes per element."""
         return DTYPES[self.dtype][1]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes on disk."""
-        return math.prod(self.shape) * DTYPES[self.dtype][1]  # millions of calls in a plan of many tensors
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TensorSpec, (self.name, self.dtype, self.shape)
 
 
 @dataclass(frozen=True, slots=True)

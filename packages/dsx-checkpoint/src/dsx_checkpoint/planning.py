@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 from .announcing import Told, stored_name
@@ -104,11 +103,11 @@ class WritePlan:
         if hosts is not None and max(hosts) > 0:
             striped = striped_files(plain, specs, writers.masks(specs), frozen, max_file_bytes, len(told.of_rank))
         files = [one for f in FAMILIES for one in numbered_files(f, plain[f])] if striped is None else striped
-        family_of = {id(spec): family for family, members in specs.items() for spec in members}
         placed: dict[str, dict[str, Placed]] = {family: {} for family in FAMILIES}
+        family_of = {id(spec): placed[family] for family, members in specs.items() for spec in members}
         for plan in files:
             for one in plan.tensors:
-                placed[family_of[id(one.spec)]][one.spec.name] = one
+                family_of[id(one.spec)][one.spec.name] = one
         writers.check(model)
         return WritePlan(
             told=told,
@@ -124,6 +123,11 @@ class WritePlan:
             striped=striped is not None,
             _writers=writers,
         )
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether several ranks hold one region."""
+        return bool(self._writers.replicated)
 
     def rows(self, rank: int) -> Iterator[PlannedRow]:
         """What a rank holds of parameters and buffers, in the order in which it has it."""
@@ -159,9 +163,12 @@ class WritePlan:
     @functools.cached_property
     def first_chunks(self) -> dict[tuple[str, str], int]:
         """The chunks of all tensors are numbered one tensor after the other: the number of each tensor's first."""
-        keys = [(family, name) for family, members in self.placed.items() for name in members]
-        counts = (-(-self.placed[family][name].spec.nbytes // self.chunk_bytes) for family, name in keys)
-        return dict(zip(keys, accumulate(counts, initial=0)))
+        found, number = {}, 0
+        for family, members in self.placed.items():
+            for name, placed in members.items():
+                found[family, name] = number
+                number += -(-placed.spec.nbytes // self.chunk_bytes)
+        return found
 
     @functools.cached_property
     def chunk_count(self) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import columns
-from .announcing import PieceKey, stored_name
+from .announcing import Holding, PieceKey, stored_name
 from .crc import Chunks
 from .format import CLIENT, Placed
 from .planning import PlannedRow, WritePlan
@@ -119,31 +119,58 @@ class _Tables:
     def __init__(self, plan: WritePlan) -> None:
         self._plan = plan
         self._numbers = {file.name: number for number, file in enumerate(plan.files)}
-        self._before: dict[tuple[str, KeySet], tuple[int, ...]] = {}
+        self._before: dict[tuple[str, int], tuple[int, ...]] = {}
+        self._key_sets: dict[KeySet, int] = {}
 
     def of(self, rank: int) -> tuple[dict[int, str], array[int]]:
         """Those of a rank."""
-        plan, before, kept = self._plan, self._before, {}
+        plan = self._plan
+        catalogue, number = plan.told.of_rank[rank]
+        names, holding = plan.told.names[catalogue], plan.told.holdings[number]
         rows = array("q")
-        for row in plan.rows(rank):
-            if row.replicated:
-                for key, _ in row.keys:
-                    rows.extend(self._shared(rank, row, key))
-                continue
-            key = row.name, row.keys
-            found = kept.get(key) or before.get(key) or self._alone(*key)
-            kept[key] = found
-            rows.extend(found)
-        self._before = kept
+        if plan.has_replicas:
+            self._one_by_one(rank, rows)
+        else:
+            self._all_alone(names, holding, rows)
         for client in plan.clients(rank):
             rows.extend((*self._place(CLIENT, client), plan.client_writer(client) == rank, 0))
         return {number: plan.files[number].name for number in sorted(set(rows[::_WIDTH]))}, rows
 
+    def _all_alone(self, names: Sequence[str], holding: Holding, rows: array[int]) -> None:
+        """Where no rank holds what another one holds."""
+        before, kept, key_sets = self._before, {}, holding.key_sets
+        sets = [self._key_sets.setdefault(keys, len(self._key_sets)) for keys in key_sets]
+        numbers = iter(holding.rows)
+        for tensor, _, start, stop, keys in zip(*[numbers] * 5):  # `rows` of the plan would take twice the time
+            if start < stop:
+                key = names[tensor], sets[keys]
+                found = kept.get(key)
+                if found is None:
+                    found = kept[key] = before.get(key) or self._alone(names[tensor], key_sets[keys])
+                rows.extend(found)
+        self._before = kept
+
+    def _one_by_one(self, rank: int, rows: array[int]) -> None:
+        before, kept = self._before, {}
+        for row in self._plan.rows(rank):
+            if row.replicated:
+                for key, _ in row.keys:
+                    rows.extend(self._shared(rank, row, key))
+                continue
+            key = row.name, self._key_sets.setdefault(row.keys, len(self._key_sets))
+            found = kept.get(key) or before.get(key) or self._alone(row.name, row.keys)
+            kept[key] = found
+            rows.extend(found)
+        self._before = kept
+
     def _alone(self, name: str, keys: KeySet) -> tuple[int, ...]:
         """Rows of what one rank alone holds, and writes."""
         found: list[int] = []
+        placed, numbers, firsts = self._plan.placed, self._numbers, self._plan.first_chunks
         for key, _ in keys:
-            found += (*self._place(*stored_name(key, name)), 1, 0)
+            stored = stored_name(key, name)
+            one = placed[stored[0]][stored[1]]
+            found += (numbers[one.file], one.offset, firsts[stored], 1, 0)
         return tuple(found)
 
     def _shared(self, rank: int, row: PlannedRow, key: str) -> tuple[int, ...]:

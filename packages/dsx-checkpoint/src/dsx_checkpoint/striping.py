@@ -90,7 +90,11 @@ def _grouped(specs: Sequence[TensorSpec], masks: Mapping[int, int], enough: int)
     by_mask: dict[int, _Group] = {}
     for spec in specs:
         mask = masks[id(spec)]
-        by_mask.setdefault(mask, _Group(mask)).add([spec], mask)
+        group = by_mask.get(mask)
+        if group is None:
+            group = by_mask[mask] = _Group(mask)
+        group.specs.append(spec)
+        group.nbytes += spec.nbytes
     large = sorted((group for group in by_mask.values() if group.nbytes >= enough), key=_writers_of)
     left: list[_Group] = []
     for group in sorted((g for g in by_mask.values() if g.nbytes < enough), key=_first_writer):
