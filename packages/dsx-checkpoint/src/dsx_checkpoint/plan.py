@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from json.encoder import encode_basestring_ascii
 from typing import NamedTuple
 
 from .format import DTYPES, MODEL, Placed, TensorSpec
 
 MAX_FILE_BYTES = 5 * 10**9
 STEADY_BYTES = 16 << 20  # frozen parameters of fewer bytes get no file of their own
-_quoted = json.encoder.encode_basestring_ascii
 _HEADER_BYTES = 64  # a header is filled up to a multiple of this
 
 
@@ -126,7 +126,7 @@ def plan_file(name: str, specs: Sequence[TensorSpec], align: int = _HEADER_BYTES
         if shape is None:
             shape = shapes[spec.shape] = ",".join(map(str, spec.shape))
         parts.append(
-            f'{_quoted(spec.name)}:{{"dtype":"{spec.dtype}","shape":[{shape}],"data_offsets":[{position},{end}]}}'
+            f'{encode_basestring_ascii(spec.name)}:{{"dtype":"{spec.dtype}","shape":[{shape}],"data_offsets":[{position},{end}]}}'
         )
         offsets.append(position)
         position = end

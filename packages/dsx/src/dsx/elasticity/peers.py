@@ -198,7 +198,8 @@ Told = Sequence[tuple[str, Spans, Spans]]
 
 def find_snapshots(ranks: Processes, memory: NodeMemory | None, nodes: Nodes) -> list[Snapshot]:
     """The whole snapshots that all nodes together hold, the newest first. Collective."""
-    leads, found = memory is not None and nodes.leads(ranks.rank), []
+    leads = memory is not None and nodes.leads(ranks.rank)
+    found: list[Snapshot] = []
 
     def look() -> Told:
         parts = memory.parts() if memory is not None and leads else []
