@@ -107,8 +107,8 @@ def refusing(rank, world, stage):
     needs = [
         lambda: optimizer.step(),
         lambda: model(torch.ones(1, 12).bfloat16()),
-        lambda: optimizer.state_dict(),
-        lambda: list(optimizer.slices()),
+        lambda: optimizer.load_state_dict(optimizer.state_dict()),
+        lambda: dsx_zero.full_state_dict(optimizer),
         lambda: dsx_zero.safe_get_full_fp32_param("first.weight", optimizer=optimizer),
     ]
     for need in needs:

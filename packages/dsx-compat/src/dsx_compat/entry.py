@@ -4,6 +4,7 @@ signatures.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from dsx.engine import EngineArgumentError
 from dsx.entry import config_source
 
 from .engine import renamed
+from .errors import CompatWarning
 from .getters import DeepSpeedConfig
 from .sequence import convert
 from .settings import client_config
@@ -84,4 +86,15 @@ class Init(dsx.zero.Init):
         super().__init__(module, *args, **kwargs)
 
 
-GatheredParameters = dsx_zero.GatheredParameters
+class GatheredParameters(dsx_zero.GatheredParameters):
+    """`dsx_zero.GatheredParameters`; changes without a `modifier_rank` are undone with a warning, not with an error.
+
+    DeepSpeed drops them without a word, and programs rely on it: trl, ms-swift and axolotl merge adapters into gathered
+    weights for a generator and unmerge them, which leaves other last digits.
+    """
+
+    def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
+        try:
+            super().__exit__(kind, value, trace)
+        except dsx_zero.UnownedEditError as error:
+            warnings.warn(f"{error} (DeepSpeed drops such changes, too)", CompatWarning, stacklevel=2)

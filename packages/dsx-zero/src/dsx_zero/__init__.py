@@ -42,6 +42,10 @@ from .estimate import (
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
+from .export.buckets import weight_buckets
+from .export.changes import WeightChange, WeightMark, apply_changes, pack_changes, unpack_changes
+from .export.contents import Names, PartOfModel
+from .export.shards import WeightRange, WeightShard, weight_ranges, weight_shards
 from .full_state import full_state_dict, load_full_state_dict
 from .gather.external import register_external_parameter, unit_index, unregister_external_parameter
 from .gathered import GatheredParameters, UnownedEditError
@@ -74,6 +78,12 @@ from .weights import LoadReport, load
 
 __all__ = [
     "AveragesItself",
+    "apply_changes",
+    "pack_changes",
+    "unpack_changes",
+    "weight_buckets",
+    "weight_ranges",
+    "weight_shards",
     "agree",
     "averages_itself",
     "compile_units",
@@ -104,6 +114,8 @@ __all__ = [
     "OffloadDeviceEnum",
     "OffloadStateTypeEnum",
     "ParamSlice",
+    "Names",
+    "PartOfModel",
     "Partition",
     "Precision",
     "RanksDifferError",
@@ -112,6 +124,10 @@ __all__ = [
     "SliceLoad",
     "StepOutcome",
     "StoredValues",
+    "WeightChange",
+    "WeightMark",
+    "WeightRange",
+    "WeightShard",
     "ZeroConfigError",
     "ZeroError",
     "ZeroLoadError",

@@ -151,6 +151,7 @@ def kinds_of_states(optimizer: ZeroOptimizer) -> dict[str, dict[str, Any]]:
     ranks, mine = optimizer.runtime.ranks, dict[str, dict[str, Any]]()
     with telling(ranks.group):
         check_plain(optimizer)
+        optimizer.check_states()
         for part in optimizer.slices(lazily=True):
             mine[part.name] = kinds_of(part.states)
     agree(_SAVE, {}, ranks.group)

@@ -24,6 +24,7 @@ from .params.init import InitParameter
 from .params.partitioned import PartitionedParameter
 from .params.partitioned_unit import UnitParameter
 from .params.restored import current_parameter
+from .state.moving import OffloadStateTypeEnum
 
 __all__ = ["GatheredParameters", "UnownedEditError"]
 
@@ -81,6 +82,8 @@ class GatheredParameters:
         return self
 
     def _open(self) -> None:
+        for owner in {id(o[0]): o[0] for p in self._parameters if (o := OWNERS.find(p)) is not None}.values():
+            owner.check_states(OffloadStateTypeEnum.lp_params)
         sources = [p.source for p in self._parameters if isinstance(p, PartitionedParameter)]
         by_owner: dict[int, list[UnitParameter]] = {}
         for source in sources:

@@ -34,7 +34,7 @@ from .replanning import Replanner
 from .state.loading import SliceLoad, publish_masters, read_slices
 from .state.local import count_bytes, load_local, save_local
 from .state.moving import MovedStates, OffloadStateTypeEnum
-from .state.slices import ParamSlice, Reader, iter_slices
+from .state.slices import ParamSlice, Reader, iter_slices, read_elements
 from .step.edits import EditAgreement, Edits
 from .step.failures import StepFailure
 from .step.host_late import LateUpdate
@@ -464,8 +464,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Move states to host memory, so that something else can use the device; `reload_states` brings them back.
 
-        To be called on every rank, between steps. Until they are back, `step`, checkpoints and accessors raise; so do
-        forwards, except those without gradients while the parameters are there. A second call adds to the first.
+        To be called on every rank, between steps. Until they are back, `step`, loads, whole states and accessors
+        raise; so do forwards, except those without gradients while the parameters are there. What reads only this
+        rank's part works: `state_dict`, the checkpoints of an engine, `dsx_zero.weight_buckets`. A second call adds to
+        the first.
 
         Args:
             include: classes of state, by `OffloadStateTypeEnum` or its values; None: all.
@@ -479,11 +481,24 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.released:
             self._check_not_released()
         self.check_update_ended()
+        if not self._moved.stashes:
+            self._edits.take_over()  # while states are away, masters cannot follow what was written before
         self._moved.move_out(include, device, pin=pin_memory, non_blocking=non_blocking)
 
-    def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring everything that `offload_states` moved back to where it was; nothing if there is nothing."""
-        self._moved.bring_back(non_blocking=non_blocking)
+    def reload_states(
+        self, non_blocking: bool = False, include: Iterable[OffloadStateTypeEnum | str] | None = None
+    ) -> None:
+        """Bring what `offload_states` moved back to where it was; nothing if there is nothing. Every rank calls it.
+
+        Args:
+            non_blocking: the host does not wait for the copies.
+            include: classes of state, as for `offload_states`; None: all. With `["lp_params"]` forwards without
+                gradients work again while the rest stays in host memory.
+
+        Raises:
+            ZeroConfigError: another class.
+        """
+        self._moved.bring_back(include, non_blocking=non_blocking)
 
     def release(self) -> None:
         """Take every hook off the model, which then trains no more through this optimizer, and hand its process groups
@@ -717,9 +732,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self._late is not None:
             self._late.abandon()
 
-    def check_states(self) -> None:
-        """Refuse what needs values, while `offload_states` has moved some of them. Raises ZeroStateError."""
-        self._moved.check()
+    def check_states(self, *kinds: OffloadStateTypeEnum) -> None:
+        """Refuse what needs values (of these classes; none: of all), while `offload_states` has moved some of them.
+        Raises ZeroStateError.
+        """
+        self._moved.check(*kinds)
 
     def follow_backward(self, watch: BackwardWatch) -> None:
         """Let the owner of the loss scale have a word on every backward: see `BackwardWatch`."""
@@ -744,6 +761,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._apply_late_update()
         if run.averaging is None:
             return
+        self.check_states()
         run.averaging.synchronize()
         for unit in run.trainable_units():
             for group in unit.trainable:
@@ -807,17 +825,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def slices(self, *, lazily: bool = False) -> Iterator[ParamSlice]:
         """What this rank owns of every parameter, frozen ones too, in definition order; over all ranks each element
-        once. `lazily`: values that are not in memory are given as `StoredValues`, whose `fetch` reads them.
+        once. `lazily`: values that are not in memory are given as `StoredValues`, whose `fetch` reads them. Values
+        that `offload_states` has moved are read in host memory.
         """
         self.collect_edits()
-        return iter_slices(self.runtime, self._by_name, self.states, lazily=lazily)
+        return iter_slices(self.runtime, self._by_name, self.states, where=self._moved.lying, lazily=lazily)
 
     def held_slices(self) -> Iterator[ParamSlice]:
         """Like `slices`, but everything that this rank keeps: whole tensors at stage 0, whole frozen ones up to
         stage 2.
         """
         self.collect_edits()
-        return iter_slices(self.runtime, self._by_name, self.states, held=True)
+        return iter_slices(self.runtime, self._by_name, self.states, where=self._moved.lying, held=True)
 
     def read_slices(self, reader: Reader) -> SliceLoad:
         """Read everything this rank holds from ranges of named tensors and check it; nothing is changed before
@@ -829,6 +848,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises:
             ZeroStateError: optimizer states are incomplete, or do not fit the optimizer.
         """
+        self.check_states()
         self._abandon_step()
         self.check_model()
         with self.step_groups.masters():
@@ -841,6 +861,33 @@ class ZeroOptimizer(torch.optim.Optimizer):
         `dsx_zero.Reader`.
         """
         self.read_slices(reader).install()
+
+    def parameter_slice(self, name: str, *, whole: bool) -> tuple[LocalSlice, Callable[[], torch.Tensor]]:
+        """The elements of a parameter that this rank owns, or all of one that every rank keeps (`whole`), and a
+        function that reads them, 1-D, wherever they lie: in host memory after `offload_states`, on disk.
+        """
+        group = self._groups[name]
+        index = group.layout.index(name)
+        part = group.whole_slice(index) if whole else group.layout.local_slice(name, group.rank)
+        part, home = part or LocalSlice(0, 0, 0), group.all_visible() if whole else group.shard
+        return part, lambda: read_elements(home, part.offset, part.numel, self._moved.lying)
+
+    @property
+    def states_away(self) -> tuple[OffloadStateTypeEnum, ...]:
+        """The classes of state that `offload_states` has moved to host memory."""
+        return tuple(self._moved.stashes)
+
+    def check_readable(self) -> None:
+        """What reading parameters from outside needs, also while states are offloaded.
+
+        Raises:
+            ZeroStateError: the optimizer was released, a step has begun and not ended, or parameters were replaced.
+        """
+        self._check_not_released()
+        if self._moved.stashes:
+            self.check_update_ended()
+        else:
+            self.check_model()
 
     def homes_of(self, name: str) -> Iterator[tuple[Home, LocalSlice]]:
         """Where this rank keeps the values of a parameter that all others follow: its master, or a frozen parameter
@@ -890,16 +937,26 @@ class ZeroOptimizer(torch.optim.Optimizer):
         found = save_local(self)
         if self.runtime.stage > 0 or not hasattr(self.inner, "state_dict"):
             return found
-        whole = self.inner.state_dict()
+        with self._members_of_states():
+            whole = type(self.inner).state_dict(self.inner)
         for group, saved in zip(found["param_groups"], whole["param_groups"]):
             group["params"] = saved["params"]
-        return {**found, "state": whole["state"]}
+        return {**found, "state": {number: self._lying(states) for number, states in whole["state"].items()}}
+
+    def _lying(self, states: dict[str, Any]) -> dict[str, Any]:
+        return {k: self._moved.lying(v) if isinstance(v, torch.Tensor) else v for k, v in states.items()}
 
     def collect_edits(self) -> None:
-        """Bring what was written into parameters into the masters."""
+        """Before this rank's values are read: check that they are the model's, and let masters follow edits."""
         self._check_not_released()
-        self.check_model()
-        self._edits.take_over()
+        if not self._moved.stashes:
+            self.check_model()
+            self._edits.take_over()
+            return
+        self.check_update_ended()
+        parameters_away = OffloadStateTypeEnum.lp_params in self.states_away  # then nobody can have written them
+        if self.runtime.averaging is not None or (not parameters_away and self._edits.were_written()):
+            self.check_states()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave on this rank of a job with the same stage and number of ranks (collective).
@@ -909,6 +966,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises:
             ZeroStateError: the slices are not this rank's. `dsx_zero.load_full_state_dict` has no such limit.
         """
+        self.check_states()
         self._abandon_step()
         plain = isinstance(state_dict, dict) and {"state", "param_groups"} <= set(state_dict)
         if plain and "slices" not in state_dict:
@@ -931,6 +989,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 " every rank, for whole states; its state_dict() and load_state_dict() for this rank's part"
             )
         self.check_states()
+        with self._members_of_states():
+            yield
+
+    @contextmanager
+    def _members_of_states(self) -> Iterator[None]:
         found = [[(self._find_master(p) or (None, ""))[0] for p in group] for group in self.step_groups.shown]
         members = [
             [p if master is None else master for p, master in zip(group, masters)]

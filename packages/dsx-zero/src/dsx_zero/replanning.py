@@ -251,7 +251,7 @@ class _Moves:
     def _states_of(self, move: _Move, templates: StateTemplates, *, lazily: bool) -> dict[str, Any]:
         if move.part is None or not move.part.numel:
             return {}
-        return own_states(self.states, move.masters, move.part, templates, lazily)
+        return own_states(self.states, move.masters, move.part, templates, lazily, lambda tensor: tensor)
 
     def _describe(self, templates: StateTemplates) -> dict[str, _Described]:
         """Which states each parameter has, on all ranks alike: some may own nothing of it."""

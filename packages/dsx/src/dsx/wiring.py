@@ -33,7 +33,7 @@ from .engine.places import places_of_model
 from .engine.report import Counters
 from .engine.request import Request, joins_others, launched_as
 from .engine.stepper import LossScaler, NoStepper, ScheduleDriver, ShardedStepper, StepGate, Stepper
-from .engine.weights import NOTHING_TO_GATHER, Gather
+from .engine.weights import Gather
 from .errors import DsxConfigError
 from .extension import Extension, Watch, Watched, sections_of, states_of
 from .features import FEATURES, all_extensions
@@ -227,5 +227,6 @@ def _stepper(to: Watched, watch: Watch, scaler: LossScaler) -> Stepper:
 
 def _gather(stage: int, topology: RankSets) -> Gather:
     groups = topology.groups
-    found = Gather(dsx_zero.GatheredParameters, dsx_zero.unit_index) if stage == 3 else NOTHING_TO_GATHER
+    # Below stage 3 nothing is gathered, but the context looks whether the parameters are there (`offload_states`).
+    found = Gather(dsx_zero.GatheredParameters, dsx_zero.unit_index if stage == 3 else lambda parameter: None)
     return found if groups is None or groups.size("pipe") == 1 else replace(found, stages=groups.axis("pipe"))

@@ -3,8 +3,9 @@
 This serves programs that share a device between training and something else, such as reinforcement learning, where the
 model generates between two updates. The bytes of each storage are copied into host memory and freed on the device;
 tensor objects stay. When the bytes are back, every view (masters, slices, states, parameters) is valid again. Until
-then no value can be read by mistake: homes raise, a forward raises, and parameters and `.grad` show NaNs of their
-shape.
+then no value can be read by mistake: homes raise, a forward and the model's `state_dict()` raise, and parameters and
+`.grad` show NaNs of their shape. What only reads this rank's values can have them where they lie, in host memory
+(`lying`): checkpoints of states that sleep, and weights for a generator.
 
 State that already lives on the host or on disk (`offload_optimizer`, `offload_param`) stays where it is, and so does
 memory that the ranks of a host share, which is host memory. Moves to disk are left out; `offload_optimizer` does that.
@@ -75,6 +76,8 @@ class _Stash:
 
     def __init__(self, tensor: torch.Tensor, *, pin: bool, non_blocking: bool) -> None:
         self._storage, self._device = tensor.untyped_storage(), tensor.device
+        self.key = self._storage._cdata
+        """Which storage this is, in this process."""
         self.nbytes = self._storage.nbytes()
         empty = locked_empty if pin and self._device.type == "cuda" else torch.empty
         self._host = empty(self.nbytes, dtype=torch.uint8)
@@ -88,6 +91,12 @@ class _Stash:
         """Of the way out; None on the CPU."""
         self._storage.resize_(0)
 
+    def reading(self) -> torch.UntypedStorage:
+        """The bytes in host memory, once they are all there."""
+        if self._left is not None:
+            self._left.synchronize()
+        return self._host.untyped_storage()
+
     def bring_back(self, *, non_blocking: bool) -> None:
         """Allocate the storage's memory again and copy its values back."""
         Device.of(self._device).wait_for(self._left)  # the caller's stream may be another one than on the way out
@@ -98,25 +107,43 @@ class _Stash:
         return torch.empty(0, dtype=torch.uint8, device=self._device).set_(self._storage)  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True)
+class _Moved:
+    """One class of state in host memory, and what has to be made whole again when it comes back."""
+
+    stashes: list[_Stash]
+    homes: list[DeviceHome]
+    faces: list[tuple[torch.Tensor, torch.Tensor]]
+
+
 class MovedStates:
     """Moves the states of one sharded model off the device and back."""
 
     def __init__(self, runtime: Runtime, states: OptimizerStates) -> None:
         self._runtime, self._states = runtime, states
-        self.stashes: dict[OffloadStateTypeEnum, list[_Stash]] = {}
+        self.stashes: dict[OffloadStateTypeEnum, _Moved] = {}
         """What is in host memory now, by class."""
-        self._homes: list[DeviceHome] = []
-        self._faces: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._guard: Any = None
+        self._guards: list[Any] = []
 
-    def check(self) -> None:
-        """Refuse an operation that needs all states on the device.
+    def check(self, *kinds: OffloadStateTypeEnum) -> None:
+        """Refuse an operation that needs all states on the device, or those of some classes.
 
         Raises:
             ZeroStateError: some states are offloaded; names them.
         """
-        if self.stashes:
+        if self.stashes and (not kinds or any(kind in self.stashes for kind in kinds)):
             raise ZeroStateError(self._refusal())
+
+    def lying(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The values of a tensor of the model's states where they lie now, for reading: itself, or its bytes in host
+        memory while they are offloaded. The host waits for a copy that is under way.
+        """
+        key = tensor.untyped_storage()._cdata
+        stash = next((s for moved in self.stashes.values() for s in moved.stashes if s.key == key), None)
+        if stash is None:
+            return tensor
+        found = torch.empty(0, dtype=tensor.dtype)
+        return found.set_(stash.reading(), tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
 
     def _refusal(self) -> str:
         names = ", ".join(kind.value for kind in self.stashes)
@@ -127,13 +154,13 @@ class MovedStates:
 
     def nbytes(self) -> dict[str, int]:
         """Bytes in host memory, by the classes of `state_bytes`."""
-        return {_CLASSES[kind]: sum(s.nbytes for s in stashes) for kind, stashes in self.stashes.items()}
+        return {_CLASSES[kind]: sum(s.nbytes for s in moved.stashes) for kind, moved in self.stashes.items()}
 
     def move_out(
         self, include: Iterable[OffloadStateTypeEnum | str] | None, device: Any, *, pin: bool, non_blocking: bool
     ) -> None:
         """See `ZeroOptimizer.offload_states`."""
-        kinds = _kinds(include)
+        kinds = _kinds(include, "offload_states")
         _check_device(device)
         if not self.stashes:
             self._runtime.gradients.complete_due()  # nothing may be under way
@@ -142,44 +169,57 @@ class MovedStates:
                 self._runtime.gradients.drop_idle()
             elif kind not in self.stashes:
                 self.stashes[kind] = self._move(self._find(kind), pin=pin, non_blocking=non_blocking)
-        if self.stashes and self._guard is None:
-            self._guard = self._runtime.model.register_forward_pre_hook(self._before_forward, prepend=True)
+        if self.stashes and not self._guards:
+            model = self._runtime.model
+            self._guards = [
+                model.register_forward_pre_hook(self._before_forward, prepend=True),
+                model.register_state_dict_pre_hook(self._before_state_dict),
+            ]
         self._runtime.gradients.refuse_backwards(self._refusal() if self.stashes else None)
 
-    def bring_back(self, *, non_blocking: bool = False) -> None:
+    def bring_back(
+        self, include: Iterable[OffloadStateTypeEnum | str] | None = None, *, non_blocking: bool = False
+    ) -> None:
         """See `ZeroOptimizer.reload_states`."""
-        stashes, self.stashes = self.stashes, {}
-        for kept in stashes.values():
-            for stash in kept:
+        for kind in _kinds(include, "reload_states"):
+            moved = self.stashes.pop(kind, None)
+            if moved is None:
+                continue
+            for stash in moved.stashes:
                 stash.bring_back(non_blocking=non_blocking)
-        for home in self._homes:
-            home.away = None
-        for face, values in self._faces:
-            face.data = values
-        self._homes, self._faces = [], []
-        if self._guard is not None:
-            self._guard.remove()
-            self._guard = None
-        self._runtime.gradients.refuse_backwards(None)
+            for home in moved.homes:
+                home.away = None
+            for face, values in moved.faces:
+                face.data = values
+        if not self.stashes:
+            for guard in self._guards:
+                guard.remove()
+            self._guards = []
+        self._runtime.gradients.refuse_backwards(self._refusal() if self.stashes else None)
 
-    def _move(self, found: _Found, *, pin: bool, non_blocking: bool) -> list[_Stash]:
+    def _move(self, found: _Found, *, pin: bool, non_blocking: bool) -> _Moved:
+        faces = []
         for face in found.faces:
-            self._faces.append((face, face.detach()))
+            faces.append((face, face.detach()))
             nothing = float("nan") if face.is_floating_point() else 0
             face.data = torch.full((), nothing, dtype=face.dtype, device=face.device).expand(face.shape)
         for home in found.homes:
             home.away = "offload_states() has moved it to host memory; call reload_states() on every rank first"
-        self._homes += found.homes
         storages = {
             tensor.untyped_storage()._cdata: tensor
             for tensor in found.tensors
             if tensor.untyped_storage().nbytes() and tensor.untyped_storage().resizable()
         }
-        return [_Stash(tensor, pin=pin, non_blocking=non_blocking) for tensor in storages.values()]
+        stashes = [_Stash(tensor, pin=pin, non_blocking=non_blocking) for tensor in storages.values()]
+        return _Moved(stashes, found.homes, faces)
 
     def _before_forward(self, module: Any, args: Any) -> None:
         if OffloadStateTypeEnum.lp_params in self.stashes or torch.is_grad_enabled():
             self.check()
+
+    def _before_state_dict(self, module: Any, prefix: str, keep_vars: bool) -> None:
+        if self._runtime.stage < 3:  # at stage 3 there are partitioned parameters in it, which raise when they are read
+            self.check(OffloadStateTypeEnum.lp_params)
 
     # What there is ----------------------------------------------------------------------------------------------------
 
@@ -235,7 +275,7 @@ def _on_device(homes: Iterable[Home]) -> Iterator[DeviceHome]:
     return (home for home in homes if isinstance(home, DeviceHome))
 
 
-def _kinds(include: Iterable[OffloadStateTypeEnum | str] | None) -> list[OffloadStateTypeEnum]:
+def _kinds(include: Iterable[OffloadStateTypeEnum | str] | None, call: str) -> list[OffloadStateTypeEnum]:
     if include is None:
         return list(OffloadStateTypeEnum)
     known = [kind.value for kind in OffloadStateTypeEnum]
@@ -243,7 +283,7 @@ def _kinds(include: Iterable[OffloadStateTypeEnum | str] | None) -> list[Offload
     for kind in given:
         if kind not in known:
             raise ZeroConfigError(
-                "offload_states(include=...)", f"got {kind!r}, expected a set of {', '.join(known)}, or None for all"
+                f"{call}(include=...)", f"got {kind!r}, expected a set of {', '.join(known)}, or None for all"
             )
     return [kind for kind in OffloadStateTypeEnum if kind in given]
 

@@ -8,14 +8,14 @@ every rank asks a reader for the ranges it holds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from ..errors import ZeroStateError
-from ..homes.home import Home, read
+from ..homes.home import DeviceHome, Home, read
 from ..params.flat import FlatGroup
 from ..plan.layout import LocalSlice, pieces
 from ..step.masters import Master
@@ -26,9 +26,21 @@ from .templates import StateTemplates, is_single
 if TYPE_CHECKING:
     from ..runtime import Runtime
 
-__all__ = ["ParamSlice", "Place", "Reader", "State", "StoredValues", "iter_slices", "own_states", "places_of"]
+__all__ = [
+    "ParamSlice",
+    "Place",
+    "Reader",
+    "State",
+    "StoredValues",
+    "iter_slices",
+    "own_states",
+    "places_of",
+    "read_elements",
+]
 
 State = torch.Tensor | int | float | bool
+Where = Callable[[torch.Tensor], torch.Tensor]
+"""Gives the values of a tensor of the states where they lie now (`MovedStates.lying`)."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +152,7 @@ def iter_slices(
     masters: Mapping[str, tuple[Master, ...]],
     states: OptimizerStates,
     *,
+    where: Where,
     held: bool = False,
     lazily: bool = False,
 ) -> Iterator[ParamSlice]:
@@ -158,7 +171,7 @@ def iter_slices(
             # with hybrid sharding several ranks hold equal shards; only those of the first copy count
             owned = group.layout.local_slice(info.name, group.rank) if held or group.ranks.first_copy else None
             part, home = owned or LocalSlice(0, 0, 0), group.shard
-        param: Any = _elements(home, part.offset, part.numel, lazily)
+        param: Any = read_elements(home, part.offset, part.numel, where, lazily=lazily)
         pieces = masters.get(info.name, ())
         trainable = info.trainable
         yield ParamSlice(
@@ -169,9 +182,9 @@ def iter_slices(
             start=part.start,
             stop=part.stop,
             param=param,
-            master=_own_master(group, pieces, part, param, lazily) if trainable else None,
+            master=_own_master(group, pieces, part, param, lazily, where) if trainable else None,
             states={
-                **(own_states(states, pieces, part, templates, lazily) if part.numel else {}),
+                **(own_states(states, pieces, part, templates, lazily, where) if part.numel else {}),
                 **errors.numbers_of(group),
             },
             ranges=(
@@ -209,19 +222,24 @@ def _own_ranges(inner: Any, master: Master) -> tuple[tuple[str, int, torch.Tenso
     return () if give is None else tuple(give(master.tensor))
 
 
-def _elements(home: Home, start: int, numel: int, lazily: bool) -> Any:
+def read_elements(home: Home, start: int, numel: int, where: Where, *, lazily: bool = False) -> Any:
+    """Elements of a home for reading, 1-D. `lazily`: a `StoredValues` if they are not in memory."""
+    if isinstance(home, DeviceHome):
+        return where(home.memory)[start : start + numel].detach()
     if lazily and numel and home.view() is None:
         return StoredValues(((home, start, start + numel),))
     return read(home, start, start + numel).detach()
 
 
-def _own_master(group: FlatGroup, pieces: Sequence[Master], part: LocalSlice, param: Any, lazily: bool) -> Any:
+def _own_master(
+    group: FlatGroup, pieces: Sequence[Master], part: LocalSlice, param: Any, lazily: bool, where: Where
+) -> Any:
     if group.own_master is None:
         return param
     if not pieces or not part.numel:
-        return read(group.own_master, 0, 0)
+        return read_elements(group.own_master, 0, 0, where)
     start = pieces[0].slice.offset + part.start - pieces[0].slice.start
-    return _elements(group.own_master, start, part.numel, lazily)
+    return read_elements(group.own_master, start, part.numel, where, lazily=lazily)
 
 
 def _cut(master: Master, tensor: torch.Tensor, part: LocalSlice) -> torch.Tensor:
@@ -231,14 +249,19 @@ def _cut(master: Master, tensor: torch.Tensor, part: LocalSlice) -> torch.Tensor
 
 
 def own_states(
-    states: OptimizerStates, pieces: Sequence[Master], part: LocalSlice, templates: StateTemplates, lazily: bool
+    states: OptimizerStates,
+    pieces: Sequence[Master],
+    part: LocalSlice,
+    templates: StateTemplates,
+    lazily: bool,
+    where: Where,
 ) -> dict[str, Any]:
     """The states of the elements `part` of a parameter; `pieces` are this rank's masters of it.
 
     Raises:
         ZeroStateError: a state is neither one value nor one value per element.
     """
-    found = [_states_of(states, master, part, templates, lazily) for master in pieces]
+    found = [_states_of(states, master, part, templates, lazily, where) for master in pieces]
     stored: dict[str, Any] = _stored_states(states, pieces, part) if lazily else {}
     if len(found) <= 1:
         return (found[0] if found else {}) | stored
@@ -263,10 +286,17 @@ def _joined(values: Sequence[State]) -> State:
 
 
 def _states_of(
-    states: OptimizerStates, master: Master, part: LocalSlice, templates: StateTemplates, lazily: bool
+    states: OptimizerStates,
+    master: Master,
+    part: LocalSlice,
+    templates: StateTemplates,
+    lazily: bool,
+    where: Where,
 ) -> dict[str, State]:
     found: dict[str, State] = {}
     for key, value in states.of(master, stored=not lazily).items():
+        if isinstance(value, torch.Tensor):
+            value = where(value)
         if _is_elementwise(key, value, master, templates):
             found[key] = _cut(master, value, part)
         elif isinstance(value, torch.Tensor) and value.numel() == 1:

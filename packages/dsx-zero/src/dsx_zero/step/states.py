@@ -15,13 +15,20 @@ from typing import Any
 import torch
 from dsx_comm.lanes import Lane, Ticket
 
-from ..homes.home import Home, discard, opened, read, write
+from ..homes.home import DeviceHome, Home, discard, opened, read, write
 from ..homes.tiers import Tier
 from ..params.flat import label_of
 from ..params.memory import OrdinaryMemory
 from .masters import Master
 
 __all__ = ["OptimizerStates", "Visit"]
+
+
+def _there(home: Home) -> torch.Tensor:
+    """The elements for reading; of a home on the device the tensor itself, which may have no values now
+    (`offload_states`).
+    """
+    return home.memory if isinstance(home, DeviceHome) else read(home)
 
 
 @dataclass
@@ -77,11 +84,12 @@ class OptimizerStates:
         found = {key: value for key, value in self.inner.state.get(master.tensor, {}).items() if value is not None}
         left_out = () if stored else self.stored(master)
         homes = {key: home for key, home in self._homes[id(master.tensor)].items() if key not in left_out}
-        return found | {key: read(home).view(master.shape) for key, home in homes.items()}
+        return found | {key: _there(home).view(master.shape) for key, home in homes.items()}
 
     def stored(self, master: Master) -> dict[str, Home]:
         """The homes of the master's states that are not in memory, 1-D, by name."""
-        return {key: home for key, home in self._homes[id(master.tensor)].items() if home.view() is None}
+        homes = self._homes[id(master.tensor)].items()
+        return {key: home for key, home in homes if not isinstance(home, DeviceHome) and home.view() is None}
 
     def names(self, master: Master) -> list[str]:
         """The names of the master's states."""

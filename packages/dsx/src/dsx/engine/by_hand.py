@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .errors import EngineArgumentError, EngineError
+from .model_weights import ModelWeights
 
 if TYPE_CHECKING:
     from .parts import EngineParts
@@ -87,11 +88,21 @@ class EngineByHand:
         """
         self._living().shards.offload_states(include, device, pin_memory, non_blocking)
 
-    def reload_states(self, non_blocking: bool = False) -> None:
+    def reload_states(self, non_blocking: bool = False, include: Iterable[Any] | None = None) -> None:
         """Bring the states that `offload_states` moved back to the device. Every rank must call it before the next
         step.
+
+        Args:
+            non_blocking: the host does not wait for the copies.
+            include: classes of state; None: all. `["lp_params"]` is enough for forwards without gradients.
         """
-        self._living().shards.reload_states(non_blocking)
+        self._living().shards.reload_states(non_blocking, include)
+
+    @property
+    def weights(self) -> ModelWeights:
+        """Whole weights for other programs, such as a generator: in buckets, as this rank's boxes, as changes."""
+        parts = self._living()
+        return ModelWeights(parts.shards, parts.topology, parts.checkpointer.places)
 
     def load_module_state_dict(
         self,

@@ -40,9 +40,6 @@ class Gather:
         return self.whole(parameters)
 
 
-NOTHING_TO_GATHER = Gather(lambda parameters: contextlib.nullcontext(), lambda parameter: None)
-
-
 def whole_tensors(
     module: nn.Module, gather: Gather, *, exclude_frozen: bool
 ) -> Iterator[tuple[list[str], torch.Tensor]]:
