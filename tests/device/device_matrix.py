@@ -158,6 +158,8 @@ VARIANTS = [
     variant("states-moved-out-stage-2", {"stage": 2}, body="states_moved_out"),
     variant("states-moved-out-aside", {"stage": 2}, "states_moved_out", {"aside": True}, sample=(1,)),
     variant("states-moved-out-in-bf16", {"stage": 3, **WHOLE}, "states_moved_out", PRECISIONS["bf16"], tolerance=3e-2),
+    variant("pushed-asleep", {"stage": 3, **WHOLE, **SMALL}, body="pushed_asleep", sample=(2,)),
+    variant("pushed-asleep-stage-2", {"stage": 2}, body="pushed_asleep"),
     variant("evaluated-between", {"stage": 3, **WHOLE, **SMALL}, body="evaluated_between", sample=(2,)),
     variant("evaluated-between-on-host", ON_HOST, body="evaluated_between"),
     variant("evaluated-between-stage-2", {"stage": 2}, "evaluated_between", PRECISIONS["bf16"], tolerance=3e-2),

@@ -193,6 +193,28 @@ def states_moved_out(settings: dict[str, Any]) -> list[float]:
     return numbers(losses)
 
 
+def pushed_asleep(settings: dict[str, Any]) -> list[float]:
+    """Weights leave in buckets while states sleep, a forward needs the parameters only, and training goes on."""
+    made = make_engine(settings)
+    losses = trained(made, 2)
+    mark = made.weights.mark()
+    for asleep in (None, ["optim_states", "hp_params", "lp_grads"]):
+        made.offload_states(asleep, non_blocking=True)
+        sums = [
+            value.double().sum() for bucket in made.weights.buckets(bucket_bytes=1 << 14) for value in bucket.values()
+        ]
+        losses.append(torch.stack([one.to(DEVICE) for one in sums]).sum())
+        made.reload_states(non_blocking=True, include=["lp_params"])
+        with torch.no_grad():
+            (tokens,) = batches(1)
+            losses.append(made(tokens[:, :-1], tokens[:, 1:]).detach())
+        made.reload_states(non_blocking=True)
+        losses += trained(made, 1)
+    assert mark.pack().numel() > 100
+    made.destroy()
+    return numbers(losses)
+
+
 def evaluated_between(settings: dict[str, Any]) -> list[float]:
     """Tokens are generated between the steps, and inside an accumulation."""
     made = make_engine(settings)

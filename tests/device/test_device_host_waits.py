@@ -56,6 +56,7 @@ BUDGETS = [
     # read and the last write of masters.
     Budget("accumulation-pageable", 1, UNITS * 4 + 2),
     Budget("accumulation-on-disk", 1, UNITS * 4 + 4),
+    Budget("pushed-asleep", 2, 0),  # the last step, behind pushes and a wake that does not block
     Budget("activations-alone", 1, 0),
     Budget("activations-under-ddp", 2, 0),
     Budget("activations-under-fsdp", 2, 0),

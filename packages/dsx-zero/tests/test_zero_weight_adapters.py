@@ -5,7 +5,8 @@ from __future__ import annotations
 import dsx_zero
 import pytest
 import torch
-from dsx_testkit import count_allocations, most_allocated, run_ranks
+from dsx_testkit import run_ranks
+from dsx_testkit.allocated import count_allocations, most_allocated
 from torch import nn
 
 WIDTH = 16
@@ -164,11 +165,13 @@ def refused(rank, world):
     for spoil, text in (
         (lambda layer: layer.lora_variant.update(default=nn.Identity()), r"it is a variant \(Identity\)"),
         (lambda layer: layer.lora_bias.update(default=True), "its lora_B has a bias"),
-        (lambda layer: layer.lora_A.pop("default"), "its adapter is of an embedding"),
+        (lambda layer: layer.active_adapters.append("of an embedding"), "its adapter is of an embedding"),
     ):
         model, optimizer = built(rank, 3, torch.float32)
-        spoil(model.base_model.model.layers[1])
-        with pytest.raises(dsx_zero.ZeroConfigError, match=rf"layers.1: the adapter 'default' .*{text}.*lora='apart'"):
+        layer = model.base_model.model.layers[1]
+        layer.scaling["of an embedding"] = 1.0
+        spoil(layer)
+        with pytest.raises(dsx_zero.ZeroConfigError, match=rf"layers.1: the adapter '.*{text}.*lora='apart'"):
             dsx_zero.weight_buckets(optimizer)
         streamed(optimizer, lora="apart")
 

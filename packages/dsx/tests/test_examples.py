@@ -62,6 +62,13 @@ def test_lora_saves_its_adapters_only(tmp_path):
         assert any(file.get_tensor(name).abs().sum() > 0 for name in names if ".up." in name)
 
 
+def test_grpo_learns_between_sleeps(tmp_path):
+    text = run(tmp_path, "grpo.py", "--rounds", "12", processes=2)
+    assert "round 10: reward" in text
+    assert re.search(r"reward [0-9.]+ in the last round", text)
+    assert list((tmp_path / "runs" / "grpo").glob("global_step12"))
+
+
 def test_pipeline_on_two_stages_learns_as_on_one(tmp_path):
     one = first_and_last(run(tmp_path, "pipeline.py", "--steps", "4"))
     two = first_and_last(

@@ -125,5 +125,5 @@ def merged_weight(weight: torch.Tensor, pairs: list[tuple[Adapter, torch.Tensor,
         slow = up.device.type == "cpu" and dtype in (torch.float16, torch.bfloat16)
         first, second = (down.float(), up.float()) if slow else (down, up)
         change = second @ first
-        change = (change.T if adapter.transposed else change) * adapter.scaling
+        change = (change.T if adapter.transposed else change).mul_(adapter.scaling)
         weight.add_(change.to(dtype) if slow else change)
