@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import dsx_comm
 import torch
@@ -94,13 +94,14 @@ def weight_buckets(
     contents = contents_of(optimizer, names, part, merge=lora == "merged")
     stream = _Stream(contents, dtype, quantised)
     buckets = stream.plan(bucket_bytes)
-    texts = (f"{i.name} {i.key} {i.shape} {i.dtype} {i.matrix} {i.whole}" for i in contents.items)
-    facts = {
-        "names, shapes and dtypes": hash_of(texts),
-        "bucket_bytes, dtype, lora, quantised": f"{bucket_bytes} {dtype} {lora} {quantised}",
-    }
-    agree(_CALL, facts, group)
+    _agree(contents, f"{bucket_bytes} {dtype} {lora} {quantised}", group)
     return stream.run(buckets)
+
+
+def _agree(contents: Contents, arguments: str, group: Any) -> None:
+    texts = (f"{i.name} {i.key} {i.shape} {i.dtype} {i.matrix} {i.whole}" for i in contents.items)
+    facts = {"names, shapes and dtypes": hash_of(texts), "bucket_bytes, dtype, lora, quantised": arguments}
+    agree(_CALL, facts, group)
 
 
 def _check_arguments(bucket_bytes: int, dtype: torch.dtype | None, lora: str, quantised: str | None) -> None:
@@ -139,7 +140,9 @@ class _Stream:
         return [item, *(self._by_key[name] for one in adapters for name in (one.down, one.up))]
 
     def _extra(self, item: Item) -> int:
-        """Bytes beside the bucket's buffer that giving the item needs."""
+        """Bytes beside the buffer that giving the item needs. Copies count twice: the caller still holds those of
+        the bucket before while this one is made.
+        """
         numel, given = prod(item.shape), self._given_dtype(item)
         extra = 0
         if item.key in self._contents.adapters:
@@ -147,9 +150,9 @@ class _Stream:
             if any(self._by_key[a.up].dtype.itemsize < 4 for a in self._contents.adapters[item.key]):
                 extra += 4 * numel  # on a CPU the product is made in fp32
         if given != self._sent_dtype(item) or (item.whole and given != item.dtype):
-            extra += numel * given.itemsize
+            extra += 2 * numel * given.itemsize
         if self._codes(item):
-            extra += 5 * numel + 4 * item.shape[0]  # in fp32, and the codes
+            extra += 4 * numel + 2 * (numel + 4 * item.shape[0])  # in fp32; codes and factors
         return extra
 
     def plan(self, bucket_bytes: int) -> list[_Bucket]:
