@@ -372,7 +372,7 @@ def unowned(rank, world):
     )
     weight = engine.module.layers[0].weight
     before = engine.module_state_dict()["layers.0.weight"]
-    with pytest.warns(dsx_compat.CompatWarning, match=r"layers.0.weight.* DeepSpeed drops such changes"):
+    with pytest.warns(dsx_compat.CompatWarning, match=r"layers.0.weight.*DeepSpeed drops such changes"):
         with deepspeed.zero.GatheredParameters(weight):
             weight.data.zero_()
     assert torch.equal(engine.module_state_dict()["layers.0.weight"], before)
