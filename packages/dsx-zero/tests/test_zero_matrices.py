@@ -396,3 +396,27 @@ def test_slices_are_joined_to_whole_matrices(world, stage):
     for part, found in run_ranks(train_cut, world, stage):
         for name, value in model.named_parameters():
             assert torch.equal(found[name], Cut.own(name, value.detach(), part, 2)), name
+
+
+def after_a_failure(rank, world):
+    """As in a pipeline, whose stages agree behind the step: a rank that has failed must not keep the others waiting."""
+    import dsx_zero
+
+    model = Model()
+    model, optimizer = dsx_zero.shard(model, ours(model), stage=2)
+    optimizer.defer_failures()
+    model([1, 2]).backward()
+    if rank == 1:
+
+        def fail(*arguments):
+            raise ValueError("the masters of rank 1")
+
+        optimizer._edits.take_over = fail
+        with pytest.raises(ValueError, match="rank 1"):
+            optimizer.step()
+    else:
+        optimizer.step()
+
+
+def test_a_rank_that_has_failed_takes_part_in_the_messages():
+    run_ranks(after_a_failure, 2)

@@ -113,6 +113,11 @@ class MatrixStep:
             foreach_mul_(grads, factor)
         self._call(self._inner)
 
+    def take_part(self) -> None:
+        """Exchange zeros, on a rank that steps nothing because something has failed before (collective)."""
+        for exchange in self._exchanges:
+            exchange.run(mine=False)
+
     def _run(self) -> None:
         for settings in self._inner.param_groups:
             for param in settings["params"]:
@@ -210,14 +215,18 @@ class _Exchange:
             _check_alike(sizes, ranks.tensor_groups[0])
         self._planned: tuple[tuple[bool, ...], _Plan] | None = None
 
-    def run(self) -> None:
-        """Step the matrices (collective)."""
+    def run(self, *, mine: bool = True) -> None:
+        """Step the matrices (collective); without `mine` those of other ranks only."""
         plan = self._plan()
         messages = [
             _Message(self._buffer(sum(around.send_sizes)), self._buffer(sum(around.receive_sizes)))
             for around in plan.rounds
         ]
-        self._begin(plan, messages)
+        if mine:
+            self._begin(plan, messages)
+        else:
+            for message in messages:
+                message.there.zero_()
         rounds = tuple(zip(plan.rounds, messages))
         for number, (around, message) in enumerate(rounds):
             if number == 0:
@@ -229,7 +238,8 @@ class _Exchange:
             self._send(around, message, back=True)
         for message in messages:
             message.wait()
-        self._apply(plan, messages)
+        if mine:
+            self._apply(plan, messages)
 
     def _plan(self) -> _Plan:
         """The plan for what trains now, which is the same on all ranks."""

@@ -65,6 +65,7 @@ class StepRunner:
         """
         apart_plan = apart_plan or plan
         self._inner, self._runtime, self._masters = inner, runtime, tuple(masters)
+        self._matrices = matrices
         self._frozen, self._lane, self._failure = frozen, lane or HostLane(), failure
         self._transfers = SubGroupTransfers(states, self._lane, behind=plan.pipeline.behind)
         self._units = {unit.index: unit for unit in runtime.trainable_units()}
@@ -106,6 +107,8 @@ class StepRunner:
             for action in plan.actions:
                 if action.kind is Kind.PUBLISH:
                     self._publish(action.target)
+                elif action.kind is Kind.STEP and self._matrices is not None and self._failure.first is not None:
+                    self._matrices.take_part()  # the other ranks wait for its pieces
                 else:
                     self._failure.run(partial(self._do, action, plan, factor, action.target in stepped), None)
         finally:

@@ -65,8 +65,8 @@ _CHOICES = {
     "compression": ("on", "off"),
     "scale": ("rms", "mean"),
     "ns_method": ("standard", "gram"),
-    "ns_dtype": (None, "bfloat16", "float16", "float32", "float64"),
-    "adjust_lr_fn": (None, "original", "match_rms_adamw", "spectral", "unit_rms_norm"),
+    "ns_dtype": ("bfloat16", "float16", "float32", "float64"),
+    "adjust_lr_fn": ("original", "match_rms_adamw", "spectral", "unit_rms_norm"),
     "decay": ("decoupled", "cautious"),
 }
 
