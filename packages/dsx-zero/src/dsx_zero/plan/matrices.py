@@ -1,4 +1,4 @@
-"""Which rank computes which matrix, and which elements travel for it: arithmetic without tensors and communication.
+"""Owners of matrices, and the elements that travel to them: arithmetic without tensors and communication.
 
 The shards of flat buffers are equal and end anywhere, also inside a matrix. For an optimizer whose rule has a function
 of whole matrices, every matrix of the model gets an *owner*. Before the function, the pieces of a matrix travel to its
@@ -65,7 +65,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Round:
-    """What one rank sends and computes in one round.
+    """One rank's messages and matrices in one round.
 
     Attributes:
         sends: its pieces, by owner and then by matrix; `send_sizes`: elements for each rank.
@@ -92,8 +92,8 @@ def owners_of(works: Sequence[float], ranks: int) -> list[int]:
 
 
 def largest_load_at_least(works: Sequence[float], ranks: int) -> float:
-    """What the rank with the most work has in the best division that there is, at least: the mean; the heaviest
-    matrix; and, as of `k * ranks + 1` matrices one rank gets `k + 1`, the lightest `k + 1` of the heaviest of these.
+    """A bound: the rank with the most work has this at least, in any division. The largest of the mean, the heaviest
+    matrix, and, as one rank gets `k + 1` of `k * ranks + 1` matrices, the lightest `k + 1` of that many heaviest ones.
     """
     heavy = sorted(works, reverse=True)
     bounds = [sum(heavy) / ranks]
@@ -105,7 +105,7 @@ def largest_load_at_least(works: Sequence[float], ranks: int) -> float:
 def rounds_of(
     matrices: Sequence[Matrix], layouts: Sequence[tuple[FlatLayout, str]], rank: int, rounds: int = ROUNDS
 ) -> tuple[Round, ...]:
-    """What `rank` does in each round. The number of rounds is the same on all ranks.
+    """Messages and matrices of `rank` in each round. The number of rounds is the same on all ranks.
 
     Args:
         layouts: the layout of each parameter, and its name there. All of them have the same ranks.

@@ -257,7 +257,7 @@ class _Exchange:
         return self._planned[1]
 
     def _layout(self, tensor: _Tensor) -> FlatLayout:
-        """Where the masters of a tensor lie: at stage 0 every rank has them all."""
+        """The layout of the masters of a tensor: at stage 0 every rank has them all."""
         if not self._whole:
             return tensor.group.layout
         return FlatLayout.build([(tensor.name, tensor.shape)], world_size=1, itemsize=1)

@@ -24,7 +24,7 @@ Settings = Mapping[str, Any]
 
 
 class MatrixRule(Protocol):
-    """What an optimizer can do with parts of tensors. `group` is the parameter group, for its settings."""
+    """The parts of a rule, which work on parts of tensors. `group` is the parameter group, for its settings."""
 
     def matrices(self, shape: Sequence[int], group: Settings) -> Sequence[tuple[int, int]]:
         """(rows, columns) of the matrices that a tensor consists of, one behind the other in row-major order; none for
@@ -49,7 +49,7 @@ class MatrixRule(Protocol):
         ...
 
     def work(self, matrix: tuple[int, int], group: Settings) -> float:
-        """How long `of_matrix` takes, in any unit: work is balanced over ranks by it."""
+        """The time that `of_matrix` takes, in any unit: work is balanced over ranks by it."""
         ...
 
     def element_wise(self, param: torch.Tensor, grad: torch.Tensor, group: Settings) -> None:

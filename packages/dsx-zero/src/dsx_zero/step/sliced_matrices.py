@@ -25,7 +25,7 @@ __all__ = ["Cut", "compute_sliced", "cut_dimension"]
 
 @dataclass(frozen=True)
 class Cut:
-    """How the slices of a tensor's matrices were cut.
+    """The way in which the slices of a tensor's matrices were cut.
 
     Attributes:
         dim: 0 by rows, 1 by columns; `parts`: fused parts, each cut alone.
