@@ -1,5 +1,6 @@
 """Pipelines under the engine: every schedule and ZeRO stage gives the losses and norms of one process."""
 
+import json
 import logging
 
 import dsx
@@ -278,6 +279,25 @@ def _fails(rank, world_size):
 def test_a_stage_that_fails_is_named_on_all_ranks_and_training_can_go_on():
     first, second = run_ranks(_fails, 2, timeout=120)
     assert first == second
+
+
+def _traced(rank, world_size, folder, start):
+    section = {"enabled": True, "output_path": folder, "start_step": start, "steps": 1}
+    losses = train(engine_of(2, 1, timeline=section), range(3))
+    with open(f"{folder}/trace.json") as file:
+        found = [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X"]
+    return losses, {(e["pid"], e["cat"]) for e in found}
+
+
+@pytest.mark.parametrize("start", [0, 1])
+def test_a_timeline_begins_before_the_stages_wait_for_each_other(tmp_path, start):
+    expected = run_ranks(_plainly, 2)
+    for (losses, lanes), plain in zip(run_ranks(_traced, 2, str(tmp_path), start), expected):
+        assert losses == plain and {(0, "compute"), (1, "compute")} <= lanes
+
+
+def _plainly(rank, world_size):
+    return train(engine_of(2, 1), range(3))
 
 
 def _other_mpu(rank, world_size):

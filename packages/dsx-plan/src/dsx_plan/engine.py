@@ -146,6 +146,9 @@ class StepWatcher:
 
     needs_engine_backward = False
 
+    def before_batch(self) -> None:
+        """A pipeline begins an update."""
+
     def micro_batch_read(self, item: Any) -> None:
         """A pipeline has read a micro-batch, (inputs, labels)."""
 

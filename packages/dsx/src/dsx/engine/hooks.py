@@ -44,6 +44,9 @@ class StepHook:
     too.
     """
 
+    def before_batch(self) -> None:
+        """A pipeline begins an update, on all ranks: the place for what is collective. Elsewhere it is not called."""
+
     def micro_batch_read(self, item: Any) -> None:
         """A pipeline has read a micro-batch, (inputs, labels), to be looked at only. Elsewhere nothing is read."""
 

@@ -106,6 +106,8 @@ class PipelineEngine(Engine):
         self._pipe.set_batch_fn(self._read)
         stages = len(self._pipe.stages)
         self._backwards_left = stages * self.micro_batches
+        for hook in parts.watch.hooks:
+            hook.before_batch()
         try:
             with parts.backwards.known(), self._held(), parts.watch.clock.range("forward_backward"):
                 loss = self._pipe.train_batch(source)

@@ -242,6 +242,12 @@ class TimelineSession(StepHook):
         self._left = section.steps
         self._stop: Callable[[], None] = lambda: None
 
+    def before_batch(self) -> None:
+        """Start with the update of a pipeline: the forward of a later stage waits for an earlier one, which would wait
+        for it here. Collective.
+        """
+        self.before_forward((), {})
+
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Start with the first forward of the chosen step. Collective."""
         if self._timeline is None and self._left and self._counters.global_steps >= self._section.start_step:
