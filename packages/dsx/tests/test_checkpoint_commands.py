@@ -174,6 +174,7 @@ def test_what_cannot_be_exported_is_an_error_and_leaves_nothing(saved, tmp_path,
     for words, said in (
         ([str(tmp_path / "there")], "exists already"),
         ([str(tmp_path / "none"), "--only", "zzz"], "no tensor matches"),
+        ([str(tmp_path / "none"), "--only", "*.weight"], "is no regular expression"),
         ([str(tmp_path / "size"), "--max-shard-size", "five"], "got the size 'five'"),
     ):
         assert main(["export", str(folder), *words]) == 1

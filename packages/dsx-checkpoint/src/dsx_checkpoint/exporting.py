@@ -30,6 +30,7 @@ from .foreign.source import Progress, Source, Tensor
 from .format import CHUNK_BYTES, MODEL, WEIGHT_MAP_NAME, TensorSpec, dtype_name
 from .plan import FilePlan, plan_files, weight_map
 from .regions import write_region
+from .selecting import compiled
 from .torch_file import write_torch_file
 
 __all__ = ["DTYPES_OF_EXPORTS", "bytes_of", "export"]
@@ -119,7 +120,7 @@ def _chosen(
     source: Source, dtype: str, only: Sequence[str], exclude_frozen: bool, *, aliases: bool
 ) -> dict[str, Tensor]:
     wanted = DTYPES_OF_EXPORTS[dtype]
-    patterns = [re.compile(pattern) for pattern in only]
+    patterns = [compiled("only", pattern) for pattern in only]
     converted: dict[int, Tensor] = {}  # a tied tensor is one under all its names
     found: dict[str, Tensor] = {}
     for name, tensor in source.weights(masters=wanted is not None, aliases=aliases):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from .files import read_text
 from .folder import find_checkpoint, meant_as_latest, resolve_tag, tags_in
 from .format import DTYPES, FAMILIES, INDEX_NAME, LATEST_NAME, MASTER, MODEL, OPTIMIZER, Entry, Index
 from .parsing import parse_index
+from .selecting import compiled
 
 __all__ = ["Difference", "differences", "open_index", "summary", "tags_of", "tensor_lines"]
 
@@ -71,7 +71,7 @@ def _sizes(entries: Mapping[str, Entry]) -> dict[str, Any]:
 
 def tensor_lines(index: Index, pattern: str = "") -> Iterator[str]:
     """A line for each tensor whose name has a match of the pattern."""
-    wanted = re.compile(pattern)
+    wanted = compiled("pattern", pattern)
     for family in FAMILIES:
         for name, entry in index.tensors[family].items():
             if wanted.search(name):

@@ -49,7 +49,7 @@ class Selection:
                     f"{argument}: got the text {shown(patterns)}, expected a list of patterns"
                 )
             for pattern in patterns:
-                _check_pattern(argument, pattern)
+                compiled(argument, pattern)
 
     def wants(self, name: str) -> bool:
         """Whether a tensor of the model is to be loaded."""
@@ -87,10 +87,15 @@ class Selection:
         return found
 
 
-def _check_pattern(argument: str, pattern: object) -> None:
+def compiled(argument: str, pattern: object) -> re.Pattern[str]:
+    """The regular expression of an argument.
+
+    Raises:
+        CheckpointArgumentError: it is none.
+    """
     if not isinstance(pattern, str):
         raise CheckpointArgumentError(f"{argument}: got {shown(pattern)}, expected regular expressions as text")
     try:
-        re.compile(pattern)
+        return re.compile(pattern)
     except re.error as error:
         raise CheckpointArgumentError(f"{argument}: {shown(pattern)} is no regular expression: {error}") from error
