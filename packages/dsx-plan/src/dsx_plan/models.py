@@ -8,7 +8,9 @@ import importlib.util
 import inspect
 import json
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +146,8 @@ def _named(text: str) -> Callable[[], Any]:
             if spec is None or spec.loader is None or not Path(where).is_file():
                 raise PlanError(f"model: there is no file {where}")
             module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
+            with _importing_beside(Path(where)):
+                spec.loader.exec_module(module)
         else:
             module = importlib.import_module(where)
     except ImportError as error:
@@ -153,6 +156,17 @@ def _named(text: str) -> Callable[[], Any]:
     if not callable(found):
         raise PlanError(f"model: {where} has no function {name!r}")
     return found
+
+
+@contextmanager
+def _importing_beside(file: Path) -> Iterator[None]:
+    """Modules beside a file can be imported, as when `python FILE` runs it."""
+    folder = str(file.resolve().parent)
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
 
 
 def _from_hub(name: str) -> Path:
