@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 import subprocess
+from importlib import resources
 from itertools import count
 from pathlib import Path
 
@@ -272,6 +273,50 @@ def test_groups_of_curves_share_a_chart(tmp_path):
     panels = panels_by_title(write_report(tmp_path).read_text())
     assert [(s["name"], s["y"]) for s in panels["Memory by class"]["series"]] == [("params", [1.0]), ("grads", [2.0])]
     assert len(panels["Largest curvature of each block"]["series"]) == 3
+    assert panels["Memory by class"]["stacked"] and not panels["Largest curvature of each block"]["stacked"]
+
+
+def test_memory_by_class_is_stacked_per_start_and_its_total_is_a_line(tmp_path, monkeypatch):
+    writers = {"jsonl": {"enabled": True, "output_path": str(tmp_path), "job_name": ""}}
+    ticks = count(1)
+    monkeypatch.setattr("time.time", lambda: 1_700_000_000 + next(ticks))
+    for start in (1, 2):  # the same steps twice
+        monkeypatch.setattr("dsx_monitor.run._born", lambda start=start: str(start))  # each in its own process
+        start_run(tmp_path, title="twice", world_size=1)
+        with MonitorMaster(writers, rank=0) as monitor:
+            for step in (1, 2):
+                events = [("params", 1), ("grads", 2), ("total", 3)]
+                monitor.write_events([(f"Train/Memory/{name}", size * 2**20, step) for name, size in events])
+    series = panels_by_title(write_report(tmp_path).read_text())["Memory by class"]["series"]
+    assert {(s["name"], s["start"], s.get("line", False)) for s in series} == {
+        (f"{name}, start {start}", start, name == "total") for name in ("params", "grads", "total") for start in (1, 2)
+    }
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node here")
+def test_the_script_puts_the_parts_of_a_sum_on_each_other():
+    script = (resources.files("dsx_monitor.report") / "assets" / "report.js").read_text()
+    function = script[script.index("function stack(") : script.index("const origin")]
+    curves = [
+        {"x": [1, 3], "s": {"start": 1, "y": [1, 2]}}, {"x": [2, 3], "s": {"start": 1, "y": [10, None]}},
+        {"x": [1, 3], "s": {"start": 1, "y": [9, 9], "line": True}}, {"x": [1], "s": {"start": 2, "y": [5]}},
+    ]  # fmt: skip
+    program = (
+        f"const c = {json.dumps(curves)}; {function} stack(c); console.log(JSON.stringify(c.map(one => one.area)))"
+    )
+    done = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True)
+    first, second, line, other = [json.loads(done.stdout)[i] for i in range(4)]
+    assert first == {"x": [1, 2, 3], "low": [0, 0, 0], "top": [1, 1, 2]}
+    assert second == {"x": [1, 2, 3], "low": [1, 1, 2], "top": [1, 11, 12]}
+    assert line is None and other == {"x": [1], "low": [0], "top": [5]}
+
+
+def test_on_paper_the_report_is_light():
+    style = (resources.files("dsx_monitor.report") / "assets" / "report.css").read_text()
+    assert "@media screen and (prefers-color-scheme: dark)" in style and "(prefers-color-scheme: dark)" not in (
+        style.replace("@media screen and (prefers-color-scheme: dark)", "")
+    )
+    assert "break-inside:avoid" in style[style.index("@media print") :]
 
 
 def test_a_run_with_tensorboard_only_is_drawn_too(tmp_path):

@@ -22,8 +22,10 @@ class Panel:
 
     Attributes:
         title, unit: the quantity that is drawn, and its unit.
-        series: `{"name", "x", "y", "t"}` per curve; y is null where the value was not finite.
+        series: `{"name", "start", "x", "y", "t"}` per curve; y is null where the value was not finite; `line` is true
+            for a curve that is drawn over a stack and is not a part of it.
         log: whether the y axis may be logarithmic (all values positive and far apart).
+        stacked: whether the curves of one start are parts of a sum, to be drawn as areas on each other.
         main: whether the chart is at the top; the others are folded under "more".
     """
 
@@ -31,6 +33,7 @@ class Panel:
     unit: str
     series: list[dict[str, Any]] = field(default_factory=list)
     log: bool = False
+    stacked: bool = False
     main: bool = True
 
 
@@ -50,11 +53,13 @@ _KNOWN = (
     ("Gradient noise scale", "samples", (("gradient_noise_scale", "estimate"),)),
     ("Sent to other ranks", "bytes per step, rank 0", (("bytes_communicated", "rank 0"),)),
 )
-# Charts of all curves of a group: title, unit, beginning of labels, factor.
+# Charts of all curves of a group: title, unit, beginning of labels, factor, whether they are parts of a sum.
 _GROUPS = (
-    ("Memory by class", "MiB, rank 0", "Train/Memory/", 2**-20),
-    ("Largest curvature of each block", "relative", "Train/Eigenvalues/", 1.0),
+    ("Memory by class", "MiB, rank 0", "Train/Memory/", 2**-20, True),
+    ("Largest curvature of each block", "relative", "Train/Eigenvalues/", 1.0, False),
 )
+_SUMS = ("total",)
+"""Curves of a stacked chart that are the sum of others."""
 _TIMES = "elapsed_time_ms_"
 _MOST_POINTS = 2000
 
@@ -92,11 +97,15 @@ def _known(left: dict[str, Runs], title: str, unit: str, names: tuple[tuple[str,
     return Panel(title, unit, series, log=title == "Loss scale") if series else None
 
 
-def _group(left: dict[str, Runs], title: str, unit: str, start: str, scale: float) -> Panel | None:
+def _group(left: dict[str, Runs], title: str, unit: str, start: str, scale: float, stacked: bool) -> Panel | None:
     # The CSV writer's file names have "_" for "/".
     labels = [label for label in left if label.startswith((start, start.replace("/", "_")))]
-    series = [one for label in labels for one in _series(left.pop(label), label[len(start) :], scale)]
-    return Panel(title, unit, series) if series else None
+    series = []
+    for label in labels:
+        name = label[len(start) :]
+        line = {"line": True} if stacked and name in _SUMS else {}
+        series += [{**one, **line} for one in _series(left.pop(label), name, scale)]
+    return Panel(title, unit, series, stacked=stacked) if series else None
 
 
 def _memory(data: RunData) -> list[Panel]:
@@ -124,15 +133,16 @@ def _memory(data: RunData) -> list[Panel]:
 def _series(runs: Runs, name: str, scale: float = 1.0) -> list[dict[str, Any]]:
     """The pieces of a curve as JSON."""
     one = len(runs) == 1
-    return [_piece(curve, name if one else f"{name}, start {start}", scale) for start, curve in runs]
+    return [_piece(curve, name if one else f"{name}, start {start}", start, scale) for start, curve in runs]
 
 
-def _piece(curve: Curve, name: str, scale: float) -> dict[str, Any]:
+def _piece(curve: Curve, name: str, start: int, scale: float) -> dict[str, Any]:
     """A curve as JSON. A long curve is thinned: of each stretch the lowest and the highest point are kept."""
     points = curve.thinned(_MOST_POINTS)
     return {
         "name": name,
         "label": curve.label,
+        "start": start,
         "x": [curve.steps[i] for i in points],
         "y": [_number(curve.values[i] * scale) for i in points],
         "t": [round(curve.times[i], 1) for i in points] if len(curve.times) == len(curve.steps) else [],

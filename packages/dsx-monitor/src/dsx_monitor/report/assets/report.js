@@ -4,7 +4,7 @@ const { panels, starts } = JSON.parse(document.getElementById("data").textConten
 const state = { axis: "step", smooth: 0, at: null };
 const charts = [];
 const NS = "http://www.w3.org/2000/svg";
-const M = { left: 62, right: 14, top: starts.length > 1 ? 26 : 10, bottom: 26 };
+const M = { left: 62, right: 14, top: starts.length > 1 ? 26 : 10, bottom: 42 };
 const SPARSE = 40; // curves with fewer points get dots and no smoothing
 
 function el(parent, name, attributes, text) {
@@ -58,6 +58,25 @@ function smoothed(y, weight) {
     norm = weight * norm + 1 - weight;
     return sum / norm;
   });
+}
+
+// Parts of a sum: the curves of one start get areas that lie on each other. A curve that has no point at a place keeps
+// its last value there; before its first it has none.
+function stack(curves) {
+  for (const start of new Set(curves.map(c => c.s.start))) {
+    const parts = curves.filter(c => c.s.start === start && !c.s.line);
+    const x = [...new Set(parts.flatMap(c => c.x))].sort((a, b) => a - b);
+    let low = x.map(() => 0);
+    for (const c of parts) {
+      let k = -1, held = 0;
+      const top = x.map((at, n) => {
+        while (k + 1 < c.x.length && c.x[k + 1] <= at) { k++; if (c.s.y[k] !== null) held = c.s.y[k]; }
+        return low[n] + held;
+      });
+      c.area = { x, low, top };
+      low = top;
+    }
+  }
 }
 
 const origin = Math.min(...panels.flatMap(p => p.series.flatMap(s => s.t.length ? [s.t[0]] : [])));
@@ -123,7 +142,8 @@ class Chart {
       .map((s, i) => ({ s, i, x: this.xs(s), y: smoothed(s.y, state.smooth) }))
       .filter(c => !this.hidden.has(c.i));
     this.shown = shown;
-    const allY = shown.flatMap(c => c.s.y.filter(v => v !== null));
+    if (this.panel.stacked) stack(shown);
+    const allY = shown.flatMap(c => c.area ? c.area.top : c.s.y.filter(v => v !== null));
     if (!allY.length) {
       el(this.svg, "text", { x: width / 2, y: height / 2, "text-anchor": "middle" }, "nothing to show");
       return;
@@ -133,14 +153,15 @@ class Chart {
     if (x1 === x0) x1 = x0 + 1;
     const log = this.panel.log && y0 > 0 && y1 / y0 > 20;
     const f = log ? Math.log10 : v => v;
-    if (y0 > 0 && !log && y0 < 0.4 * y1) y0 = 0;
+    if (this.panel.stacked || (y0 > 0 && !log && y0 < 0.4 * y1)) y0 = 0;
     const pad = (f(y1) - f(y0)) * 0.06 || Math.abs(f(y1)) * 0.05 || 1;
     const low = y0 === 0 && !log ? 0 : f(y0) - pad, high = f(y1) + pad;
     const X = v => M.left + (v - x0) / (x1 - x0) * (width - M.left - M.right);
     const Y = v => height - M.bottom - (f(v) - low) / (high - low) * (height - M.top - M.bottom);
     this.scale = { X, Y, x0, x1 };
     this.axes(width, height, { low, high, log, x0, x1, X, Y });
-    for (const { s, i, x, y } of shown) {
+    for (const { s, i, x, y, area } of shown) {
+      if (area) { this.area(area, X, Y, i); continue; }
       if (y !== s.y) this.path(x, s.y, X, Y, i, "curve faint");
       this.path(x, y, X, Y, i, "curve");
     }
@@ -156,7 +177,9 @@ class Chart {
     }
     const count = Math.max(2, width / 110), time = state.axis === "time";
     for (const v of time ? clockTicks(x1, count).filter(v => v >= x0) : ticks(x0, x1, count))
-      el(this.svg, "text", { x: X(v), y: height - 8, "text-anchor": "middle" }, time ? clock(v) : short(v));
+      el(this.svg, "text", { x: X(v), y: height - 24, "text-anchor": "middle" }, time ? clock(v) : short(v));
+    const middle = { x: (M.left + width - M.right) / 2, y: height - 7, "text-anchor": "middle" };
+    el(this.svg, "text", middle, time ? "time since the start, h:mm:ss" : "samples");
     const base = height - M.bottom;
     el(this.svg, "line", { x1: M.left, x2: width - M.right, y1: base, y2: base, class: "axis" });
     if (time) return;
@@ -167,6 +190,12 @@ class Chart {
       const at = { x: X(start.step) + (right ? 4 : -4), y: M.top - 8, "text-anchor": right ? "end" : "start" };
       el(this.svg, "text", at, `resumed on ${ranks}`);
     }
+  }
+
+  area({ x, low, top }, X, Y, i) {
+    const edge = (ys, order) => order.map(k => `${X(x[k]).toFixed(1)},${Y(ys[k]).toFixed(1)}`).join(" ");
+    const there = x.map((_, k) => k), points = `${edge(top, there)} ${edge(low, there.slice().reverse())}`;
+    el(this.svg, "polygon", { points, class: "area", style: `fill:var(--c${i % 8});stroke:var(--c${i % 8})` });
   }
 
   path(x, y, X, Y, i, cls) {
@@ -197,13 +226,14 @@ class Chart {
       const where = { x: px + (right ? -6 : 6), y: M.top + 10, "text-anchor": right ? "end" : "start" };
       el(this.cursor, "text", where, state.axis === "time" ? clock(at) : short(at));
     }
-    for (const { s, i, x, y } of this.shown) {
+    for (const { s, i, x, y, area } of this.shown) {
       const k = at === null ? last(y) : nearest(x, y, at);
       if (k < 0) continue;
       this.values[i].textContent = s.y[k] === null ? "not finite" : short(y[k]);
       if (at === null || y[k] === null) continue;
       const style = `fill:var(--c${i % 8});stroke:var(--card);stroke-width:1.5`;
-      el(this.cursor, "circle", { cx: this.scale.X(x[k]), cy: this.scale.Y(y[k]), r: 4, style });
+      const top = area ? area.top[area.x.indexOf(x[k])] : y[k];
+      el(this.cursor, "circle", { cx: this.scale.X(x[k]), cy: this.scale.Y(top), r: 4, style });
     }
   }
 }
