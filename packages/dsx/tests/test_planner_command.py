@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import dsx_plan.calibrate as calibrating
 import pytest
@@ -84,6 +85,40 @@ def test_text_json_and_page(files, capsys):
     assert "prefers-color-scheme:dark" in page and page.count("<svg") >= 2
     assert main(words(files, "-n", "4", "-m", "A100-80", "--json", "-")) == 0
     assert json.loads(capsys.readouterr().out)["world_size"] == 4
+
+
+def bytes_by_class(picture):
+    """{class: [bytes of each bar]} by the titles in a picture."""
+    found = {}
+    for name, nbytes in re.findall(r"<title>(\w+): (\d+) bytes</title>", picture):
+        found.setdefault(name, []).append(int(nbytes))
+    return found
+
+
+def test_a_picture_has_the_plans_bytes_and_its_lanes(files):
+    assert (
+        main(words(files, "-n", "4", "-m", "A100-80", "--picture", f"{files}/p.svg", "--json", f"{files}/p.json")) == 0
+    )
+    picture, found = (files / "p.svg").read_text(), Plan.from_json((files / "p.json").read_text())
+    drawn = bytes_by_class(picture)
+    assert drawn["gradients"] == [found.state_bytes()["grads"], found.peak_parts["gradients"]]
+    assert drawn["states"][0] == found.state_bytes()["optimizer"] and drawn["activations"]
+    assert picture.count('class="forward"') - 2 == sum(name == "forward" for _, name, _, _ in found.timeline)
+    assert ">all-gather</text>" in picture and "prefers-color-scheme: dark" in picture
+    assert main(staged(files, "--picture", f"{files}/staged.svg")) == 0
+    staged_picture = (files / "staged.svg").read_text()
+    assert staged_picture.count(">rank ") == 2 and "<title>0F0, " in staged_picture
+
+
+def test_a_file_imports_what_lies_beside_it(files, monkeypatch):
+    (files / "beside_the_model.py").write_text("WIDTH = 16\n")
+    text = "from beside_the_model import WIDTH\n" + MODEL.replace("nn.Linear(512, 512)", "nn.Linear(WIDTH, WIDTH)")
+    (files / "model.py").write_text(text.replace("(4, 512)", "(4, WIDTH)"))
+    monkeypatch.chdir("/")
+    before = list(sys.path)
+    assert main(words(files, "-n", "2", "-m", "A100-80", "--json", f"{files}/p.json")) == 0
+    assert Plan.from_json((files / "p.json").read_text()).parameters == 8 * (16 * 16 + 16)
+    assert sys.path == before
 
 
 def test_the_page_on_a_narrow_screen(files):

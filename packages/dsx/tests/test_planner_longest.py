@@ -122,4 +122,3 @@ def test_the_command(tmp_path, capsys):
     assert picture.read_text().startswith("<svg")
     assert main([*words, "--longest", "--search"]) == 1
     assert "--longest: got --search beside it" in capsys.readouterr().err
-    assert main([*words, "--picture", "x"]) == 1

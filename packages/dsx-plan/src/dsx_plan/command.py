@@ -77,8 +77,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         " a function as MODEL is then one of the number of blocks",
     )  # fmt: skip
     parser.add_argument(
-        "--picture", metavar="FILE", help="with --longest or --largest: write memory over the size as SVG"
-    )
+        "--picture", metavar="FILE", help="write memory and timeline of a step as SVG; with --longest or --largest:"
+        " memory over the size",
+    )  # fmt: skip
     parser.add_argument(
         "--vary", action="append", default=[], metavar="PATH=JSON", help="a list of values to search, as "
         "zero_optimization.stage=[1,2,3]; may be given several times",
@@ -99,7 +100,6 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from .errors import PlanError
     from .models import _named
     from .planner import plan
     from .searching import search
@@ -107,8 +107,6 @@ def _plan(args: argparse.Namespace) -> int:
 
     if args.longest or args.largest:
         return _farthest(args)
-    if args.picture:
-        raise PlanError("--picture: got it without --longest or --largest, which find what it shows; give one of them")
     batch = _named(args.batch)() if args.batch else None
     common: dict[str, Any] = {
         "world_size": args.gpus, "ranks_per_host": args.per_host, "machine": _machine(args.machine), "batch": batch,
@@ -139,6 +137,10 @@ def _plan(args: argparse.Namespace) -> int:
         from .page import plan_page
 
         Path(args.html).write_text(plan_page(best), encoding="utf-8")
+    if args.picture:
+        from .page import plan_picture
+
+        Path(args.picture).write_text(plan_picture(best), encoding="utf-8")
     if args.emit:
         _emit(best, args.emit)
     return 0 if best.fits else 3

@@ -11,6 +11,8 @@ import html
 import json
 from collections.abc import Iterable, Sequence
 
+from dsx_monitor.picture import Bar, Lane, step_picture
+
 from .plans import Plan
 from .text import (
     _PARTS,
@@ -24,7 +26,7 @@ from .text import (
     verdict,
 )
 
-__all__ = ["plan_page"]
+__all__ = ["plan_page", "plan_picture"]
 
 _STYLE = """
 :root{--ground:#fff;--ink:#1c2430;--soft:#5a6675;--line:#d5dbe3;--a:#2563a8;--b:#c2571a;--c:#3a7d44;--d:#8a5fb0;
@@ -90,6 +92,41 @@ def plan_page(plan: Plan) -> str:
         "</body></html>",
     ]
     return head + "".join(body)
+
+
+def plan_picture(plan: Plan, title: str | None = None) -> str:
+    """The plan's memory and its step as one SVG file, in the form in which `dsx report --picture` draws a run."""
+    state = {kind: nbytes for kind, nbytes in plan.state_bytes().items() if "buffers" not in kind}
+    bars = [Bar("model state", state), Bar("at the peak", plan.peak_parts)]
+    return step_picture(title or f"A planned step: {plan.model}, {layout_text(plan)}", bars, _lanes(plan))
+
+
+def _lanes(plan: Plan) -> list[Lane]:
+    """Of a pipeline what each rank computes, otherwise what the planned rank does, lane by lane."""
+    found = plan.pipeline
+    if found is not None:
+        spans = [(place, _ACTIONS[text.lstrip("0123456789")[0]][0].split()[0], text, start, end)
+                 for place, text, start, end in found.timeline]  # fmt: skip
+        return [
+            Lane(f"rank {stage.rank}", [span[1:] for span in spans if span[0] == place])
+            for place, stage in enumerate(found.ranks)
+        ]
+    kinds = {"compute": "step", "communication": "other", "copies": "other", "waiting": "waiting"}
+    lanes: dict[str, list[tuple[str, str, float, float]]] = {}
+    for lane, name, start, end in plan.timeline:
+        kind, title = _MESSAGES.get(name.split()[0], (kinds[lane], _PICTURED[lane]))
+        if lane == "compute" and name in ("forward", "backward", "step"):
+            kind = name
+        lanes.setdefault(title, []).append((kind, name, start, end))
+    order = [*_PICTURED.values(), *(title for _, title in _MESSAGES.values())]
+    return [Lane(title, lanes[title]) for title in sorted(lanes, key=order.index)]
+
+
+_PICTURED = {"compute": "compute", "communication": "messages", "copies": "copies", "waiting": "compute waits"}
+_MESSAGES = {
+    "all_gather": ("gather", "all-gather"), "reduce_scatter": ("reduce", "reduce-scatter"),
+    "all_reduce": ("reduce", "all-reduce"),
+}  # fmt: skip
 
 
 def _tiles(plan: Plan) -> str:

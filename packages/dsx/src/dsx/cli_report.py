@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from dsx_core import CommandParser
 
@@ -18,11 +19,18 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "dsx report") -> int:
     )
     parser.add_argument("run_dir", help="the folder the run wrote its metrics to")
     parser.add_argument("-o", "--out", help="the file to write (default: report.html in that folder)")
+    parser.add_argument(
+        "--picture", metavar="FILE", help="also write memory and timeline of the last recorded step as SVG"
+    )
     parser.add_argument("--json", action="store_true", help="print the page's path as JSON")
     args = parser.parse_args(argv)
-    from dsx_monitor.report import write_report  # lazy import: `--help` needs none of it
+    # Lazy imports: `--help` needs none of it.
+    from dsx_monitor.picture import run_picture
+    from dsx_monitor.report import write_report
 
     try:
+        if args.picture:  # first: where the run has recorded no step, nothing is written
+            Path(args.picture).write_text(run_picture(args.run_dir), encoding="utf-8")
         path = write_report(args.run_dir, args.out)
     except (OSError, ValueError) as error:
         sys.stderr.write(f"{prog}: {error}\n")
