@@ -176,7 +176,12 @@ def clients(arguments: list[str]) -> int:
     folder = all_packages()["dsx-compat"].path / "tests_clients"
     wanted = [line for line in (folder / "requirements.txt").read_text().splitlines() if line[:1] not in ("", "#")]
     environment = ensure(".venvs/clients", extra=wanted)
-    return environment.run("-m", "pytest", "-q", str(folder), *arguments, env=TEST_ENV, check=False)
+    report = ROOT / "build" / "clients.xml"
+    command = ["-m", "pytest", "-q", str(folder), f"--junit-xml={report}", *arguments]
+    code = environment.run(*command, env=TEST_ENV, check=False)
+    if not arguments and code in (0, TESTS_FAILED):  # a whole run: what passed and what did not stands on the page
+        environment.run("tools/compatibility.py", "record", str(report))
+    return code
 
 
 def device(arguments: list[str]) -> int:

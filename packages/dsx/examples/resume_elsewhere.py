@@ -35,9 +35,8 @@ def main() -> None:
     engine, _, loader, _ = dsx.initialize(model=model, training_data=Windows(training, 64), config=config)
     path, _ = engine.load_checkpoint(options.out)
     start, loss = engine.global_steps, torch.zeros(())
-    for tokens, targets in loader:
-        if engine.global_steps >= options.steps:
-            break
+    # The steps are counted first: a batch that the loader has given counts as used.
+    for _, (tokens, targets) in zip(range(start, options.steps), loader):
         loss = engine(tokens, targets)
         engine.backward(loss)
         engine.step()
