@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import subprocess
 import sys
@@ -43,6 +44,61 @@ def test_the_diff_shards_a_plain_loop_and_keeps_its_loss(tmp_path):
         assert done.returncode == 0, done.stderr
         said.append(set(re.findall(r"loss \d\.\d{4}", done.stdout)))
     assert all(len(losses) == 1 for losses in said), said
+
+
+# A script of somebody who has read the README: another model, a loader, a schedule, clipping, printing at the end.
+OWN = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(1)
+layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+model = nn.Sequential(nn.Embedding(50, 32), nn.TransformerEncoder(layer, 3), nn.Linear(32, 50))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 10)
+tokens = torch.randint(0, 50, (40, 12), generator=torch.Generator().manual_seed(0))
+for (batch,) in DataLoader(TensorDataset(tokens), batch_size=4):
+    loss = nn.functional.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    schedule.step()
+    optimizer.zero_grad()
+print(f"loss {loss.item():.4f}")
+"""
+
+
+def changed_as_the_readme_says(script: str) -> str:
+    """The README's additions in another script: its two imports, its call, its line for the optimizer."""
+    (block,) = re.findall(r"```diff\n(.*?)```", README, re.S)
+    added = [line[1:] for line in block.splitlines() if line[:1] == "+"]
+    imports, (start,) = added[:2], [line for line in added if "init_distributed" in line]
+    (shard,) = [line for line in added if ".shard(" in line]
+    script = script.replace("import torch\n", "\n".join([*imports, "import torch\n"]), 1)
+    script = script.replace("torch.manual_seed", f"{start}\ntorch.manual_seed", 1)
+    (settings,) = re.findall(r"function of the parameters: `(lambda p: torch.optim.SGD\(p, )lr=0.1\)`", README)
+    mine = "torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)"
+    given = shard.replace("torch.optim.AdamW", f"{settings}lr=0.1, momentum=0.9)")
+    return script.replace(f"optimizer = {mine}", given, 1)
+
+
+def test_ones_own_script_is_sharded_by_ten_lines_and_in_three_minutes(tmp_path):
+    sharded = changed_as_the_readme_says(OWN)
+    touched = [line for line in difflib.ndiff(OWN.splitlines(), sharded.splitlines()) if line[:1] in "+-"]
+    assert 4 <= len(touched) <= 10, touched
+    show = "\nprint('divided', sum(optimizer.state_bytes().values()))\n"
+    (tmp_path / "plain.py").write_text(OWN)
+    (tmp_path / "train.py").write_text(sharded + show)
+    plain = subprocess.run([sys.executable, "plain.py"], cwd=tmp_path, capture_output=True, text=True, timeout=180)
+    launch = [sys.executable, "-m", "dsx", "launch", "--num_procs", "2", "train.py"]
+    done = subprocess.run(launch, cwd=tmp_path, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    losses = set(re.findall(r"loss \d\.\d{4}", plain.stdout + done.stdout))
+    assert len(losses) == 1 and done.stdout.count("loss ") == 2, (plain.stdout, done.stdout)
+    held = [int(found) for found in re.findall(r"divided (\d+)", done.stdout)]
+    whole = 4 * 3 * 29_138  # parameters, gradients and momentum of the whole model
+    assert len(held) == 2 and all(size < 1.1 * whole for size in held), held
 
 
 def test_the_first_screen_says_for_whom_and_shows_the_change():
