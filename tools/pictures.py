@@ -1,33 +1,25 @@
 """The pictures of the documentation that the planner makes: `python tools/pictures.py` writes them into docs/assets.
 
 They are drawn from plans, not by hand, so that they show what the engine does. `--check` writes nothing and fails
-where a picture is not what the planner says now. Each has both palettes; the reader's system chooses.
+where a picture is not what the planner says now. `--record 03-zero-3` follows a lesson of the course and keeps what its
+plan and its run draw: times of a run cannot be checked, its bytes and lanes are (tests/docs/test_course.py). Each
+picture has both palettes; the reader's system chooses.
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
+import shutil
+import subprocess
 import sys
-from collections.abc import Iterable
+import tempfile
 from pathlib import Path
 from typing import Any
 
-ASSETS = Path(__file__).resolve().parents[1] / "docs" / "assets"
-LANES = {"compute": "compute", "gather": "all-gather", "reduce": "reduce-scatter", "waiting": "compute waits"}
-KINDS = {"all_gather": "gather", "reduce_scatter": "reduce"}
-WIDTH, LEFT, TOP, ROW = 880, 130, 54, 34
-PALETTE = {
-    "forward": ("#2a78d6", "#62a4f0"), "backward": ("#1a9a6c", "#4cc795"), "step": ("#b36b00", "#e5a64a"),
-    "gather": ("#8256c9", "#b493ec"), "reduce": ("#c2456b", "#ee8aa8"),
-    "waiting": ("#6b7280", "#a3aab5"),
-}  # fmt: skip
-STYLE = """<style>
-text{{font:13px system-ui,sans-serif;fill:#222}} .axis{{stroke:#999}} .lane{{fill:#f1f3f5}}
-{light}
-@media (prefers-color-scheme: dark){{text{{fill:#e6e6e6}} .axis{{stroke:#777}} .lane{{fill:#2b2f33}}
-{dark}
-}}
-</style>"""
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+ASSETS = DOCS / "assets"
 
 
 def gpt_blocks() -> Any:
@@ -44,6 +36,7 @@ def stage_3_step() -> str:
     """One step at stage 3 on eight GPUs: gathers run ahead of the computation, reductions follow it."""
     import torch
     from dsx.planning import plan
+    from dsx_plan.page import plan_picture
 
     config = {
         "train_micro_batch_size_per_gpu": 4096,
@@ -52,7 +45,7 @@ def stage_3_step() -> str:
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
     }
     found = plan(gpt_blocks, config, world_size=8, machine="H100-SXM", batch=torch.zeros(4096, 2048))
-    return lanes("A planned step at stage 3: six blocks on eight H100", found.timeline)
+    return plan_picture(found, "A planned step at stage 3: six blocks on eight H100")
 
 
 def long_sequences() -> str:
@@ -103,56 +96,74 @@ def long_sequences() -> str:
     return memory_picture(found)
 
 
-def lanes(title: str, timeline: Iterable[tuple[str, str, float, float]]) -> str:
-    """A picture of spans (lane, name, start, end in seconds), one row per lane, with an axis in milliseconds."""
-    spans = [(KINDS.get(name.split()[0], lane), name, start, end) for lane, name, start, end in timeline]
-    length = max(end for *_, end in spans)
-    shown = [lane for lane in LANES if any(of == lane for of, *_ in spans)]
-    height = TOP + ROW * len(shown) + 40
-    scale = (WIDTH - LEFT - 20) / length
-    light, dark = (
-        "\n".join(f".{name}{{fill:{colours[which]}}}" for name, colours in PALETTE.items()) for which in (0, 1)
-    )
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{title}">',
-        STYLE.format(light=light, dark=dark),
-        f'<text x="10" y="20" font-weight="600">{title}</text>',
-    ]
-    used = dict.fromkeys(name for lane, name, _, _ in spans if lane == "compute" and name in PALETTE)
-    for number, name in enumerate(used):
-        lines.append(f'<rect class="{name}" x="{LEFT + 110 * number}" y="32" width="12" height="12"/>')
-        lines.append(f'<text x="{LEFT + 110 * number + 18}" y="43">{name}</text>')
-    for row, lane in enumerate(shown):
-        y = TOP + ROW * row
-        lines.append(f'<text x="10" y="{y + 18}">{LANES[lane]}</text>')
-        lines.append(f'<rect class="lane" x="{LEFT}" y="{y}" width="{WIDTH - LEFT - 20}" height="{ROW - 8}"/>')
-        for of, name, start, end in spans:
-            if of == lane:
-                kind, width = (name if name in PALETTE else lane), max(0.6, (end - start) * scale)
-                place = f'x="{LEFT + start * scale:.1f}" y="{y}" width="{width:.1f}" height="{ROW - 8}"'
-                lines.append(f'<rect class="{kind}" {place}/>')
-    y = TOP + ROW * len(shown)
-    for part in range(5):
-        x = LEFT + (WIDTH - LEFT - 20) * part / 4
-        lines.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{y}" y2="{y + 6}"/>')
-        lines.append(f'<text x="{x:.1f}" y="{y + 22}" text-anchor="middle">{1000 * length * part / 4:.1f} ms</text>')
-    return "\n".join([*lines, "</svg>"]) + "\n"
-
-
 PICTURES = {"step-stage3.svg": stage_3_step, "long-sequences.svg": long_sequences}
+
+
+def followed_pages() -> list[Path]:
+    """The pages that are followed by copy and paste: the course, and whole jobs from end to end."""
+    return [page for part in ("course", "end-to-end") for page in sorted((DOCS / part).glob("*.md"))]
+
+
+def prepare(page: Path, folder: Path) -> None:
+    """What a reader of a page has in the folder: the example programs, and the files of the pages before it."""
+    from dsx_testkit.pages import save_files
+
+    for package in ("dsx", "dsx-activations"):
+        for file in sorted((ROOT / "packages" / package / "examples").glob("*.*")):
+            if file.suffix in (".py", ".json"):
+                shutil.copy(file, folder)
+    save_files([one for one in followed_pages() if one.parent == page.parent and one != page], folder)
+    save_files([page], folder)
+
+
+def planned() -> dict[str, str]:
+    """The pictures that the plans of followed pages draw, by name: each plan is run, and nothing else of a page."""
+    from dsx_testkit.pages import commands_of
+
+    found = {}
+    for page in followed_pages():
+        wanted = [shlex.split(line) for line in commands_of(page) if line.startswith("dsx plan ")]
+        wanted = [words for words in wanted if words[-1].endswith("-plan.svg")]
+        with tempfile.TemporaryDirectory() as folder:
+            prepare(page, Path(folder))
+            for words in wanted:
+                command = [sys.executable, "-m", *words]
+                subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+                found[f"course/{words[-1]}"] = Path(folder, words[-1]).read_text()
+    return found
+
+
+def record(pages: list[str]) -> None:
+    """Follow whole pages (names, without .md) and keep the pictures of plans and runs that they make."""
+    from dsx_testkit.pages import follow
+
+    chosen = {page.stem: page for page in followed_pages()}
+    for name in pages:
+        with tempfile.TemporaryDirectory() as folder:
+            prepare(chosen[name], Path(folder))
+            print(f"{name}:\n", "".join(follow(chosen[name], Path(folder), warm=True)), sep="")
+            for end in ("plan", "run"):
+                for picture in Path(folder).glob(f"*-{end}.svg"):
+                    shutil.copy(picture, ASSETS / "course")
 
 
 def main() -> int:
     """Write or check all pictures; returns 1 if one is not up to date."""
     parser = argparse.ArgumentParser(description="Draw the pictures of the documentation.")
     parser.add_argument("--check", action="store_true", help="write nothing; fail where a picture is out of date")
-    check = parser.parse_args().check
+    parser.add_argument(
+        "--record", nargs="+", metavar="PAGE", help="follow these lessons, and keep their pictures only"
+    )
+    options = parser.parse_args()
+    if options.record:
+        record(options.record)
+        return 0
     old = []
-    for name, draw in PICTURES.items():
-        text, path = draw(), ASSETS / name
-        if check and (not path.is_file() or path.read_text() != text):
+    for name, text in {**{name: draw() for name, draw in PICTURES.items()}, **planned()}.items():
+        path = ASSETS / name
+        if options.check and (not path.is_file() or path.read_text() != text):
             old.append(name)
-        elif not check:
+        elif not options.check:
             path.write_text(text)
     if old:
         print(f"out of date: {', '.join(old)}; run python tools/pictures.py", file=sys.stderr)

@@ -38,8 +38,10 @@ def test_lines_of_code_fit_beside_the_navigation(page):
     assert [line for line in code if len(line) > 88] == []
 
 
-# Run in other ways: one after the other as files (test_first_run_page.py), and to raise errors (test_error_codes.py).
+# Run in other ways: one after the other as files (test_first_run_page.py, test_course.py), and to raise errors
+# (test_error_codes.py).
 ELSEWHERE = {ROOT / "docs" / "start" / "first-run.md", ROOT / "docs" / "reference" / "errors.md"}
+ELSEWHERE |= {*ROOT.glob("docs/course/*.md"), *ROOT.glob("docs/end-to-end/*.md")}
 PYTHON = [(page, number) for page in DOCS if page not in ELSEWHERE for number in range(len(blocks(page, "python")))]
 
 

@@ -5,35 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from dsx_testkit.pages import follow
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "start" / "first-run.md").read_text()
+PAGE = ROOT / "docs" / "start" / "first-run.md"
 INSTALL = (ROOT / "docs" / "start" / "install.md").read_text()
 BLOCK = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.S | re.M)
-
-
-def follow(folder: Path, python: Path, inherited: dict[str, str]) -> list[str]:
-    """Save every file and run every command of the page, in order; what the commands printed."""
-    printed = []
-    environment = {**inherited, "PATH": f"{python.parent}{os.pathsep}{inherited['PATH']}", "OMP_NUM_THREADS": "1"}
-    for tag, title, body in BLOCK.findall(PAGE):
-        if title:
-            (folder / title).write_text(body)
-        elif tag == "sh":
-            for line in body.strip().splitlines():
-                done = subprocess.run(
-                    shlex.split(line), cwd=folder, env=environment, capture_output=True, text=True, timeout=200
-                )
-                assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
-                printed.append(done.stdout)
-    return printed
 
 
 def check(folder: Path, printed: list[str]) -> None:
@@ -52,7 +34,7 @@ def check(folder: Path, printed: list[str]) -> None:
 
 
 def test_the_page_can_be_followed(tmp_path):
-    check(tmp_path, follow(tmp_path, Path(sys.executable), dict(os.environ)))
+    check(tmp_path, follow(PAGE, tmp_path))
 
 
 @pytest.mark.slow
@@ -78,4 +60,4 @@ def test_the_page_can_be_followed_in_an_empty_environment(tmp_path):
     where = [str(python), "-c", "import dsx, torch; print(dsx.__file__, torch.__file__)"]
     found = subprocess.run(where, cwd=folder, env=inherited, capture_output=True, text=True, check=True).stdout.split()
     assert all(Path(path).is_relative_to(checkout / ".venv") for path in found), found
-    check(folder, follow(folder, python, inherited))
+    check(folder, follow(PAGE, folder, python=python, inherited=inherited))
