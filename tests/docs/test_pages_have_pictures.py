@@ -40,6 +40,7 @@ REASONS = {
     "guides/elasticity.md": LATER,
     "guides/learning-rates.md": LATER,
     "guides/megatron.md": "it is about names of arguments",
+    "guides/muon.md": LATER,
     "guides/migration.md": "it is code before and after",
     "guides/one-bit.md": LATER,
     "guides/ops.md": TABLE,
