@@ -29,22 +29,31 @@ def rows(picture: str) -> list[str]:
     return re.findall(r'<text x="10" y="\d+">([^<]*)</text>', picture)
 
 
+SAMPLE = ("01-data-parallel", "03-zero-3")  # the others take ten minutes together
+MEASURED = {"budget-plan.svg"}  # blocks are timed to choose which are computed again
+FOLLOWED = [page if page.stem in SAMPLE else pytest.param(page, marks=pytest.mark.slow) for page in (*LESSONS, *WHOLE)]
+
+
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("page", [*LESSONS, *WHOLE], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", FOLLOWED, ids=lambda page: page.stem)
 def test_a_page_runs_as_it_stands_and_its_pictures_are_what_it_makes(page, tmp_path):
     prepare(page, tmp_path)
     follow(page, tmp_path, warm=page != LESSONS[0])  # the first lesson as a reader does
     shown = re.findall(r"!\[[^\]]*\]\(\.\./assets/course/([\w-]+\.svg)\)", page.read_text())
-    assert shown
+    assert shown or page in WHOLE
     for name in shown:
         kept = (PICTURES / name).read_text()
         if not (tmp_path / name).is_file():
             assert page in WHOLE, f"{name}: the lesson makes no such picture"
-        elif name.endswith("-plan.svg"):
-            assert (tmp_path / name).read_text() == kept, f"{name}: run python tools/pictures.py"
-        else:  # times differ from run to run, bytes and lanes do not
-            made = (tmp_path / name).read_text()
-            assert (bytes_by_class(made), rows(made)) == (bytes_by_class(kept), rows(kept)), name
+            continue
+        made = (tmp_path / name).read_text()  # times differ from run to run, lanes and classes of bytes do not
+        assert rows(made) == rows(kept), f"{name}: run python tools/pictures.py"
+        if name.endswith("-run.svg"):
+            assert bytes_by_class(made) == bytes_by_class(kept), name
+        elif name not in MEASURED:  # a few bytes of rounding differ
+            assert [c for c, _ in bytes_by_class(made)] == [c for c, _ in bytes_by_class(kept)]
+            for (_, one), (_, other) in zip(bytes_by_class(made), bytes_by_class(kept)):
+                assert int(one) == pytest.approx(int(other), rel=0.01), f"{name}: run python tools/pictures.py"
 
 
 @pytest.mark.parametrize("page", LESSONS, ids=lambda page: page.stem)
