@@ -44,7 +44,7 @@ class ModelWeights:
         return dsx_zero.WeightMark(self._shards, names=names, part=self._part())
 
     def _part(self) -> dsx_zero.PartOfModel | None:
-        """What other ranks hold; None where every data-parallel rank has the same model, which is all of it."""
+        """The parts of the model that other ranks hold; None where every data-parallel rank has the whole model."""
         if not self._places and self._topology.data.size == self._topology.world_size:
             return None
         for local, place in self._places.items():

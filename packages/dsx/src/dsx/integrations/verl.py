@@ -94,7 +94,7 @@ class DSXEngine(BaseEngine):
         return dist.get_rank() // self.ulysses_sequence_parallel_size
 
     def get_data_parallel_size(self) -> int:
-        """How many ranks have sequences of their own."""
+        """The number of ranks that have sequences of their own."""
         return dist.get_world_size() // self.ulysses_sequence_parallel_size
 
     def get_data_parallel_group(self) -> Any:
@@ -234,7 +234,7 @@ class DSXEngine(BaseEngine):
         self._mark = dsx_zero.WeightMark(self.shards)
 
     def get_per_tensor_param_delta_shard(self, **options: Any) -> tuple[Iterator[tuple], Any]:
-        """What has changed on this rank, tensor by tensor, in one order on all ranks.
+        """The changes on this rank, tensor by tensor, in one order on all ranks.
 
         An entry: ([(name, shape)], dtype, [count], flat positions in the tensor, values, process group).
 
