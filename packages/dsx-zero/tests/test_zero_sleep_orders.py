@@ -85,7 +85,7 @@ class Player:
     def push(self):
         """The weights, as a generator gets them."""
         found = {}
-        for bucket in dsx_zero.weight_buckets(self.optimizer, bucket_bytes=3000):
+        for bucket in dsx_zero.export.weight_buckets(self.optimizer, bucket_bytes=3000):
             found |= {name: value.clone() for name, value in bucket.items()}
         return found
 

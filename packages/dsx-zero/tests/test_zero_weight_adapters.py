@@ -95,7 +95,7 @@ def built(rank, stage, dtype, model=None, **options):
 
 def streamed(optimizer, **options):
     found = {}
-    for bucket in dsx_zero.weight_buckets(optimizer, **options):
+    for bucket in dsx_zero.export.weight_buckets(optimizer, **options):
         found |= {name: value.clone() for name, value in bucket.items()}
     return found
 
@@ -172,7 +172,7 @@ def refused(rank, world):
         layer.scaling["of an embedding"] = 1.0
         spoil(layer)
         with pytest.raises(dsx_zero.ZeroConfigError, match=rf"layers.1: the adapter '.*{text}.*lora='apart'"):
-            dsx_zero.weight_buckets(optimizer)
+            dsx_zero.export.weight_buckets(optimizer)
         streamed(optimizer, lora="apart")
 
 
@@ -204,12 +204,12 @@ def counted(rank, world, lora, dtype, to, quantised, asleep):
     if asleep:
         optimizer.offload_states()
     bucket, options = 1 << 20, {"dtype": to, "quantised": quantised}
-    for _ in dsx_zero.weight_buckets(optimizer, bucket_bytes=bucket, **options):
+    for _ in dsx_zero.export.weight_buckets(optimizer, bucket_bytes=bucket, **options):
         pass  # what is made once
     count_allocations()
     with most_allocated() as seen:
         largest = 0
-        for found in dsx_zero.weight_buckets(optimizer, bucket_bytes=bucket, **options):
+        for found in dsx_zero.export.weight_buckets(optimizer, bucket_bytes=bucket, **options):
             largest = max(largest, sum(value.nbytes for value in found.values()))
     return seen.most - seen.first, largest
 

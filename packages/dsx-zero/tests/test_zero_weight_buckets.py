@@ -49,7 +49,7 @@ def step(rank, model, optimizer, seed=0):
 def collected(optimizer, **options):
     """(what all buckets gave, names and bytes of each bucket)."""
     found, buckets = {}, []
-    for bucket in dsx_zero.weight_buckets(optimizer, **options):
+    for bucket in dsx_zero.export.weight_buckets(optimizer, **options):
         found |= {name: value.clone() for name, value in bucket.items()}
         buckets.append((list(bucket), sum(value.nbytes for value in bucket.values())))
     return found, buckets
@@ -153,11 +153,11 @@ def refused(rank, world):
         ({"names": lambda name: "same"}, "are both given as 'same'"),
     ):
         with pytest.raises(dsx_zero.ZeroConfigError, match=text):
-            dsx_zero.weight_buckets(optimizer, **options)
+            dsx_zero.export.weight_buckets(optimizer, **options)
     with pytest.raises(dsx_zero.RanksDifferError, match="bucket_bytes"):
-        dsx_zero.weight_buckets(optimizer, bucket_bytes=100 + rank)
+        dsx_zero.export.weight_buckets(optimizer, bucket_bytes=100 + rank)
     with pytest.raises((dsx_zero.RanksDifferError, dsx_zero.ZeroConfigError), match="dtype"):
-        dsx_zero.weight_buckets(optimizer, dtype=torch.int8 if rank == 0 else None)
+        dsx_zero.export.weight_buckets(optimizer, dtype=torch.int8 if rank == 0 else None)
     collected(optimizer)
 
 
@@ -169,7 +169,7 @@ def released(rank, world):
     _, optimizer = built(rank, 2)
     optimizer.release()
     with pytest.raises(dsx_zero.ZeroStateError, match="released"):
-        dsx_zero.weight_buckets(optimizer)
+        dsx_zero.export.weight_buckets(optimizer)
 
 
 def test_a_released_optimizer_has_no_weights():
@@ -181,7 +181,7 @@ def boxes(rank, world, stage, asleep):
     want = expected(optimizer)
     if asleep:
         optimizer.offload_states()
-    found = [(s.name, s.shape, s.offset, s.values.clone()) for s in dsx_zero.weight_shards(optimizer)]
+    found = [(s.name, s.shape, s.offset, s.values.clone()) for s in dsx_zero.export.weight_shards(optimizer)]
     for name, shape, offset, values in found:
         assert tuple(want[name].shape) == shape
         at = tuple(slice(start, start + size) for start, size in zip(offset, values.shape))

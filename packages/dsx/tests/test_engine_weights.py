@@ -104,7 +104,7 @@ def check(engine, folder, asleep, world, place=0):
     packets = [None] * world
     torch.distributed.all_gather_object(packets, mark.pack())
     for packet in packets:
-        dsx_zero.apply_changes(packet, before)
+        dsx_zero.export.apply_changes(packet, before)
     for bucket in engine.weights.buckets():
         assert all(torch.equal(before[name], value) for name, value in bucket.items())
     engine.destroy()

@@ -13,6 +13,7 @@ and `torch_forms` the form of torch's checkpoints, `copies` an EMA or a referenc
 sharded model. What `shard` refuses is in `checks`.
 """
 
+from . import export as export
 from ._version import __version__
 from .access import (
     safe_get_full_fp32_param,
@@ -42,10 +43,6 @@ from .estimate import (
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
-from .export.buckets import weight_buckets
-from .export.changes import WeightChange, WeightMark, apply_changes, pack_changes, unpack_changes
-from .export.contents import Names, PartOfModel
-from .export.shards import WeightRange, WeightShard, weight_ranges, weight_shards
 from .full_state import full_state_dict, load_full_state_dict
 from .gather.external import register_external_parameter, unit_index, unregister_external_parameter
 from .gathered import GatheredParameters, UnownedEditError
@@ -78,12 +75,6 @@ from .weights import LoadReport, load
 
 __all__ = [
     "AveragesItself",
-    "apply_changes",
-    "pack_changes",
-    "unpack_changes",
-    "weight_buckets",
-    "weight_ranges",
-    "weight_shards",
     "agree",
     "averages_itself",
     "compile_units",
@@ -114,8 +105,6 @@ __all__ = [
     "OffloadDeviceEnum",
     "OffloadStateTypeEnum",
     "ParamSlice",
-    "Names",
-    "PartOfModel",
     "Partition",
     "Precision",
     "RanksDifferError",
@@ -124,10 +113,6 @@ __all__ = [
     "SliceLoad",
     "StepOutcome",
     "StoredValues",
-    "WeightChange",
-    "WeightMark",
-    "WeightRange",
-    "WeightShard",
     "ZeroConfigError",
     "ZeroError",
     "ZeroLoadError",

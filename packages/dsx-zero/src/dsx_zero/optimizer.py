@@ -466,8 +466,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         To be called on every rank, between steps. Until they are back, `step`, loads, whole states and accessors
         raise; so do forwards, except those without gradients while the parameters are there. What reads only this
-        rank's part works: `state_dict`, the checkpoints of an engine, `dsx_zero.weight_buckets`. A second call adds to
-        the first.
+        rank's part works: `state_dict`, an engine's checkpoints, `dsx_zero.export`. A second call adds to the first.
 
         Args:
             include: classes of state, by `OffloadStateTypeEnum` or its values; None: all.

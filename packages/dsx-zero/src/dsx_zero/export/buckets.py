@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["weight_buckets"]
 
-_CALL = "dsx_zero.weight_buckets"
+_CALL = "dsx_zero.export.weight_buckets"
 _ALIGNMENT = 16
 """Bytes at which tensors begin in a bucket, for any dtype and for vector loads."""
 _CODES = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
@@ -60,7 +60,7 @@ def weight_buckets(
 ) -> Iterator[dict[str, torch.Tensor]]:
     """The whole tensors of a sharded model by name, in buckets (collective).
 
-        for bucket in dsx_zero.weight_buckets(optimizer, dtype=torch.bfloat16):
+        for bucket in dsx_zero.export.weight_buckets(optimizer, dtype=torch.bfloat16):
             generator.load_weights(bucket.items())
 
     Every rank gets every tensor: parameters, a tied one under its first name, and persistent buffers, in one order on
@@ -72,7 +72,7 @@ def weight_buckets(
         bucket_bytes: most bytes that the call needs at a time, and that a bucket's tensors have; a tensor that needs
             more has a bucket to itself.
         dtype: of the given floating-point tensors; None: the model's.
-        names: `dsx_zero.Names`; a function renames (None leaves out), a collection selects.
+        names: `dsx_zero.export.Names`; a function renames (None leaves out), a collection selects.
         lora: "merged": weights with the active adapters of peft, under the names of the model without them; "apart":
             these weights as they are, and the adapters under peft's names.
         quantised: "int8" or "fp8" (e4m3): weights of `nn.Linear` as codes, each row with a factor of its own, fp32

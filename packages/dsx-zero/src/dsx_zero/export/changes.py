@@ -92,19 +92,19 @@ def _strides(shape: tuple[int, ...]) -> list[int]:
 class WeightMark:
     """Remembers this rank's elements, to tell later which have changed. No communication.
 
-        mark = dsx_zero.WeightMark(optimizer)
+        mark = dsx_zero.export.WeightMark(optimizer)
         ...                                            # steps
         packed = mark.pack()                           # 1-D uint8: this rank's changes; the mark moves to now
-        dsx_zero.apply_changes(packed, weights)        # at the generator, with the packets of all ranks
+        dsx_zero.export.apply_changes(packed, weights)        # at the generator, with the packets of all ranks
 
     The copy lies in host memory: the parameters' bytes, divided among the ranks.
 
     Args:
         optimizer: what `dsx_zero.shard` returned.
-        names, part: as for `dsx_zero.weight_shards`.
+        names, part: as for `dsx_zero.export.weight_shards`.
 
     Raises:
-        ZeroConfigError, ZeroStateError: see `dsx_zero.weight_buckets`.
+        ZeroConfigError, ZeroStateError: see `dsx_zero.export.weight_buckets`.
     """
 
     def __init__(self, optimizer: ZeroOptimizer, *, names: Names = None, part: PartOfModel | None = None) -> None:

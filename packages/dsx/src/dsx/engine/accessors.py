@@ -109,7 +109,8 @@ class EngineAccessors:
             )
         driver = ScheduleDriver(scheduler)
         parts = self._parts
-        saved = dataclasses.replace(parts.checkpointer, schedule=driver)
+        live = dataclasses.replace(parts.checkpointer.live, schedule=driver)
+        saved = dataclasses.replace(parts.checkpointer, live=live)
         update = dataclasses.replace(parts.update, schedule=driver)
         self._parts = dataclasses.replace(parts, update=update, checkpointer=saved)
 

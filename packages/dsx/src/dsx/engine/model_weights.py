@@ -28,22 +28,24 @@ class ModelWeights:
         self._shards, self._topology, self._places = shards, topology, places
 
     def buckets(self, **options: Any) -> Iterator[dict[str, torch.Tensor]]:
-        """Whole tensors by name, in buckets, on every rank (collective). Options: see `dsx_zero.weight_buckets`."""
-        return dsx_zero.weight_buckets(self._shards, part=self._part(), **options)
+        """Whole tensors by name, in buckets, on every rank (collective). Options: those of
+        `dsx_zero.export.weight_buckets`.
+        """
+        return dsx_zero.export.weight_buckets(self._shards, part=self._part(), **options)
 
-    def shards(self, *, names: dsx_zero.Names = None) -> Iterator[dsx_zero.WeightShard]:
-        """This rank's boxes of every tensor: see `dsx_zero.weight_shards`. Collective with model parallelism."""
-        return dsx_zero.weight_shards(self._shards, names=names, part=self._part())
+    def shards(self, *, names: dsx_zero.export.Names = None) -> Iterator[dsx_zero.export.WeightShard]:
+        """This rank's boxes of every tensor: see `dsx_zero.export.weight_shards`. Collective with model parallelism."""
+        return dsx_zero.export.weight_shards(self._shards, names=names, part=self._part())
 
-    def ranges(self, *, names: dsx_zero.Names = None) -> Iterator[dsx_zero.WeightRange]:
-        """Every tensor on every rank, with this rank's range of it: see `dsx_zero.weight_ranges`."""
-        return dsx_zero.weight_ranges(self._shards, names=names, part=self._part())
+    def ranges(self, *, names: dsx_zero.export.Names = None) -> Iterator[dsx_zero.export.WeightRange]:
+        """Every tensor on every rank, with this rank's range of it: see `dsx_zero.export.weight_ranges`."""
+        return dsx_zero.export.weight_ranges(self._shards, names=names, part=self._part())
 
-    def mark(self, *, names: dsx_zero.Names = None) -> dsx_zero.WeightMark:
-        """Remember the weights of now, to send later what has changed: see `dsx_zero.WeightMark`."""
-        return dsx_zero.WeightMark(self._shards, names=names, part=self._part())
+    def mark(self, *, names: dsx_zero.export.Names = None) -> dsx_zero.export.WeightMark:
+        """Remember the weights of now, to send later what has changed: see `dsx_zero.export.WeightMark`."""
+        return dsx_zero.export.WeightMark(self._shards, names=names, part=self._part())
 
-    def _part(self) -> dsx_zero.PartOfModel | None:
+    def _part(self) -> dsx_zero.export.PartOfModel | None:
         """The parts of the model that other ranks hold; None where every data-parallel rank has the whole model."""
         if not self._places and self._topology.data.size == self._topology.world_size:
             return None
@@ -53,4 +55,4 @@ class ModelWeights:
                     f"{local}: this rank has a part of it, and nothing says which; give its module a method"
                     " parameter_places() (see dsx.engine.places), or save with save_checkpoint"
                 )
-        return dsx_zero.PartOfModel(self._places, None, self._topology.tensor_slice[0] == 0)
+        return dsx_zero.export.PartOfModel(self._places, None, self._topology.tensor_slice[0] == 0)

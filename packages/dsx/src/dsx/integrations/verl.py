@@ -56,7 +56,7 @@ class DSXEngine(BaseEngine):
         self.ulysses_sequence_parallel_size = getattr(engine_config, "ulysses_sequence_parallel_size", 1)
         self.use_ulysses_sp = self.ulysses_sequence_parallel_size > 1
         self._is_lora = getattr(model_config, "lora_rank", 0) > 0
-        self._mark: dsx_zero.WeightMark | None = None
+        self._mark: dsx_zero.export.WeightMark | None = None
         self._make_groups()
 
     def _make_groups(self) -> None:
@@ -210,14 +210,16 @@ class DSXEngine(BaseEngine):
         peft = getattr(self.module, "peft_config", {}).get("default") if self._is_lora else None
         apart = peft is not None and base_sync_done
         names = (lambda name: name.replace(".default.", ".") if "lora_" in name else None) if apart else None
-        buckets = dsx_zero.weight_buckets(self.shards, lora="apart" if apart else "merged", names=names, **options)
+        buckets = dsx_zero.export.weight_buckets(
+            self.shards, lora="apart" if apart else "merged", names=names, **options
+        )
         return (pair for bucket in buckets for pair in bucket.items()), peft if apart else None
 
     def get_per_tensor_param_shard(self, **options: Any) -> tuple[Iterator[tuple[str, torch.Tensor, Any]], Any]:
         """(name, this rank's elements, where they belong) of every tensor, in one order on all ranks."""
 
         def ranges() -> Iterator[tuple[str, torch.Tensor, Any]]:
-            for one in dsx_zero.weight_ranges(self.shards, **options):
+            for one in dsx_zero.export.weight_ranges(self.shards, **options):
                 holds = one.values.numel() > 0
                 yield (
                     one.name,
@@ -231,7 +233,7 @@ class DSXEngine(BaseEngine):
 
     def prime_delta_snapshots(self) -> None:
         """Remember the weights of now; `get_per_tensor_param_delta_shard` gives what changes from here on."""
-        self._mark = dsx_zero.WeightMark(self.shards)
+        self._mark = dsx_zero.export.WeightMark(self.shards)
 
     def get_per_tensor_param_delta_shard(self, **options: Any) -> tuple[Iterator[tuple], Any]:
         """The changes on this rank, tensor by tensor, in one order on all ranks.
@@ -247,7 +249,7 @@ class DSXEngine(BaseEngine):
 
         def entries() -> Iterator[tuple]:
             changed = {one.name: one for one in mark.changes()}
-            for whole in dsx_zero.weight_ranges(self.shards):
+            for whole in dsx_zero.export.weight_ranges(self.shards):
                 one = changed.get(whole.name)
                 positions = torch.empty(0, dtype=torch.int64) if one is None else one.positions + one.start
                 values = whole.values.new_empty(0) if one is None else one.values.to(whole.values.device)
