@@ -5,6 +5,7 @@
 
 import json
 import os
+import pickle
 import sys
 from pathlib import Path
 
@@ -192,6 +193,16 @@ def different_order(rank, world):
         return str(error)
 
 
+def flight_record():
+    compiled = torch._C._distributed_c10d
+    record = pickle.loads(compiled._dump_nccl_trace())
+    record["carrying"] = pickle.loads(compiled._dump_fr_trace())
+    record["carrying_status"] = pickle.loads(compiled._dump_fr_trace(includeCollectives=False))["pg_status"]
+    record["active"] = len(pickle.loads(compiled._dump_nccl_trace(onlyActive=True))["entries"])
+    record["without"] = sorted(pickle.loads(compiled._dump_nccl_trace(includeCollectives=False)))
+    return record
+
+
 def main():
     folder, chosen = Path(sys.argv[1]), sys.argv[2:]
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -211,6 +222,9 @@ def main():
             "text": list(map(str, seen.reports)),
         }
         (folder / f"rank{rank}.json").write_text(json.dumps(found))
+    found["record"] = flight_record()
+    (folder / f"rank{rank}.json").write_text(json.dumps(found))
+    (folder / f"nccl_trace_rank_{rank}").write_bytes(torch._C._distributed_c10d._dump_nccl_trace())
     sys.stdout.flush()
     os._exit(0)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,9 +31,15 @@ RESULTS = {  # case: what ranks 0 and 1 find
 
 
 @pytest.fixture(scope="module")
-def ranks(run_program, torchrun, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    done = run_program(*torchrun(CASES, folder), options=("--mode", "slow-side", "--one-collective"))
+def record_folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def ranks(run_program, torchrun, record_folder):
+    folder = record_folder
+    options, recording = ("--mode", "slow-side", "--one-collective"), {"TORCH_FR_BUFFER_SIZE": "2000"}
+    done = run_program(*torchrun(CASES, folder), options=options, env=recording)
     files = [folder / f"rank{rank}.json" for rank in range(2)]
     assert all(file.exists() for file in files), done.stderr[-3000:]
     assert "not compiled" not in done.stderr
@@ -69,6 +77,54 @@ def test_a_different_order_is_named_on_both_ranks(ranks):
     for rank in ranks:
         assert rank["different_order"]["reports"][0]["kind"] == "collectives in different order"
         assert "different collectives" in rank["different_order"]["result"], "the error is raised by the next wait"
+
+
+def test_the_flight_recorder_has_torchs_form_and_what_failed_has_not_completed(ranks):
+    for rank, sizes in zip(ranks, ([[[10]], [[20]]], [[[20]], [[10]]])):
+        record = rank["record"]
+        first = record["entries"][0]
+        assert first["profiling_name"] == "nccl:all_reduce" and first["state"] == "completed" and first["retired"]
+        assert (first["input_sizes"], first["output_dtypes"]) == ([[10]], ["Float"])
+        assert (first["collective_seq_id"], first["is_p2p"]) == (1, False)
+        assert next(f["name"] for f in first["frames"] if f["filename"] == str(CASES)) == "reductions"
+        assert first["time_created_ns"] <= first["time_discovered_started_ns"] <= first["time_discovered_completed_ns"]
+        last = record["entries"][-2:]
+        assert [entry["input_sizes"] for entry in last] == sizes
+        assert all(entry["state"] != "completed" for entry in last) and record["active"] == 2
+        group = str(first["pg_id"])
+        status = record["pg_status"][group]
+        assert status["last_enqueued_collective"] == last[-1]["collective_seq_id"]
+        assert status["last_completed_collective"] == last[0]["collective_seq_id"] - 1
+        assert record["pg_config"][first["process_group"][0]]["ranks"] == "[0, 1]"
+        assert record["without"] == ["comm_lib_version", "pg_config", "pg_status", "version"]
+
+
+def test_gloos_recorder_shows_the_programs_own_calls_and_not_those_that_carry_the_bytes(ranks):
+    for rank in ranks:
+        carrying = rank["record"]["carrying"]
+        assert [entry["profiling_name"] for entry in carrying["entries"]] == ["gloo:all_gather"] * 2, "one object"
+        assert set(carrying["pg_status"]) == {str(carrying["entries"][0]["pg_id"])}
+        assert rank["record"]["carrying_status"] == carrying["pg_status"]
+
+
+def test_torchs_own_analyzer_names_the_different_order(ranks, record_folder):
+    analyze = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(record_folder)]
+    done = subprocess.run([*analyze, "-p", "nccl_trace_rank_"], capture_output=True, text=True, timeout=120)
+    last = ranks[0]["record"]["entries"][-2]["collective_seq_id"]
+    said = done.stdout + done.stderr
+    assert f"Collective sequence number: {last} has errors" in said, said
+    assert f"Collective sequence number: {last - 1} has errors" not in said
+    assert "SIZE_OR_SYNTAX_MISMATCH, Expected input sizes: '[[10]]' does not match found input sizes: '[[20]]'" in said
+
+
+def test_a_gathered_tensor_is_recorded_with_what_came_in_and_what_went_out(ranks):
+    names = {entry["profiling_name"]: entry for entry in ranks[0]["record"]["entries"]}
+    gather, scatter = names["nccl:_all_gather_base"], names["nccl:_reduce_scatter_base"]
+    for entry, growth in ((gather, 2), (scatter, 0.5)):
+        (before,), (after,) = entry["input_sizes"][0], entry["output_sizes"][0]
+        assert after == before * growth
+    messages = [entry for entry in ranks[0]["record"]["entries"] if entry["is_p2p"]]
+    assert messages and all(entry["collective_seq_id"] == 0 and entry["p2p_seq_id"] > 0 for entry in messages)
 
 
 UNORDERED = """

@@ -64,7 +64,17 @@ def _declare(library: Any) -> None:
     text, size, pointer, number = ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_double
     for name in ("report_count", "host_sync_count", "launches", "intervals"):
         getattr(library, f"sim_{name}").restype = size
-    for name in ("reports", "host_syncs", "streams", "history", "synchronize", "stats", "elapsed", "unraised_error"):
+    for name in (
+        "reports",
+        "host_syncs",
+        "flights",
+        "streams",
+        "history",
+        "synchronize",
+        "stats",
+        "elapsed",
+        "unraised_error",
+    ):
         getattr(library, f"sim_{name}").restype = text
     library.sim_reports.argtypes = [size]
     library.sim_option.argtypes = [text, number]

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from . import flight
 from . import native as loaded
 from .building import GROUP
 
@@ -73,12 +74,16 @@ def install() -> None:
         def __call__(cls, store: Any, rank: int, size: int, options: Any = None, timeout: Any = None) -> Any:
             timeout = getattr(options, "_timeout", timeout or c10d.default_pg_timeout)
             inner = _gloo(store, rank, size, timeout)
-            return native.SimNccl(inner, rank, size, bool(getattr(options, "is_high_priority_stream", False)))
+            high = getattr(options, "is_high_priority_stream", False)
+            members = list(getattr(options, "global_ranks_in_group", []))  # empty for the whole job
+            return native.SimNccl(inner, rank, size, bool(high), members)
 
     class ProcessGroupNCCL(metaclass=Meta):
         """Stands where torch expects its own class."""
 
     ProcessGroupNCCL.Options = Options  # type: ignore[attr-defined]
+    compiled._dump_nccl_trace = flight.dump
+    compiled._dump_fr_trace = flight.without_group(native.INNER_GROUP, compiled._dump_fr_trace)
     for module in (c10d, dist, compiled):
         module.ProcessGroupNCCL = ProcessGroupNCCL  # type: ignore[attr-defined]
     c10d._NCCL_AVAILABLE = True

@@ -16,6 +16,7 @@ Tensors take(Operation& op, const Tensors& tensors, bool write) {
         found.push_back(seen(t));
         op.spans.push_back(span_of(t, write));
         op.keep.push_back(t);
+        if (!write) op.inputs.push_back(t);
     }
     return found;
 }
@@ -38,7 +39,9 @@ const c10d::NCCLPreMulSumSupplement* premul(const c10d::ReduceOp& op) {
 // The factor of a premultiplied sum may be a device tensor, which the collective reads.
 void take_factor(Operation& op, const c10d::ReduceOp& reduce) {
     const auto* p = premul(reduce);
-    if (p && p->tensor_factor.defined()) take(op, {p->tensor_factor}, false);
+    if (!p || !p->tensor_factor.defined()) return;
+    take(op, {p->tensor_factor}, false);
+    op.inputs.clear();
 }
 
 }  // namespace

@@ -187,6 +187,26 @@ void host_sync(const char* why);  // counts a wait of the host, with its place a
 uint64_t host_syncs();
 std::string host_syncs_json();
 
+// ---------------------------------------------------------------- the flight recorder (flight.cpp)
+struct Shape {
+    std::vector<int64_t> sizes;
+    std::string type;
+};
+
+struct Flight {  // a collective, or a message between two ranks
+    std::string name, group_name, group_about, thread;
+    int group = 0, stack = 0;
+    uint64_t id = 0, number = 0;  // of the collective or message in its group, from 1 on
+    bool message = false;
+    std::vector<Shape> inputs, outputs;
+    int64_t launched = 0, started = 0, completed = 0;  // nanoseconds since 1970; 0: not yet
+};
+
+std::shared_ptr<Flight> flight_launched(Flight f, const std::vector<int64_t>& ranks);  // ranks: of the group
+void flight_started(Flight& f);
+void flight_completed(Flight& f);
+std::string flights_json();
+
 // ---------------------------------------------------------------- device memory
 void* allocate(size_t n, int dev, Stream* s);  // nullptr: out of memory
 void release(void* p);

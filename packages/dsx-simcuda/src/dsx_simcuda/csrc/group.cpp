@@ -15,6 +15,8 @@ using at::Tensor;
 
 namespace sim {
 
+static const char* kInnerGroup = "carries nccl's bytes";  // the name of gloo's group, which no program has made
+
 // ---------------------------------------------------------------- work
 void GroupWork::synchronize() {
     CallSite site;
@@ -43,9 +45,19 @@ c10::intrusive_ptr<c10::ivalue::Future> GroupWork::getFuture() {
 }
 
 // ---------------------------------------------------------------- the group
-SimNccl::SimNccl(c10::intrusive_ptr<c10d::Backend> inner, int rank, int size, bool high_priority)
+static int next_group() {
+    static std::atomic<int> made{0};
+    return made++;
+}
+
+SimNccl::SimNccl(c10::intrusive_ptr<c10d::Backend> inner, int rank, int size, bool high_priority,
+                 std::vector<int64_t> ranks)
     : Backend(rank, size), inner_(std::move(inner)), options_(c10::make_intrusive<Options>("nccl")),
-      high_(high_priority) {}
+      high_(high_priority), ranks_(std::move(ranks)), number_(next_group()) {
+    inner_->setGroupUid(kInnerGroup);
+    if (!ranks_.empty()) return;
+    for (int64_t i = 0; i < size; i++) ranks_.push_back(i);
+}
 
 // Makes a gloo backend (store, rank, size); set from Python, which knows how to.
 py::object& make_inner() {
@@ -61,7 +73,9 @@ c10::intrusive_ptr<c10d::Backend> SimNccl::split(const c10::intrusive_ptr<c10d::
     int rank = int(mine - ranks.begin()), size = int(ranks.size());
     py::gil_scoped_acquire lock;
     auto inner = make_inner()(store, rank, size).cast<c10::intrusive_ptr<c10d::Backend>>();
-    return c10::make_intrusive<SimNccl>(inner, rank, size, high_);
+    std::vector<int64_t> global;
+    for (int member : ranks) global.push_back(ranks_.at(size_t(member)));
+    return c10::make_intrusive<SimNccl>(inner, rank, size, high_, std::move(global));
 }
 
 void SimNccl::shutdown() {
@@ -170,7 +184,10 @@ void SimNccl::in_turn(uint64_t ticket, const std::string& name, const Place& pla
     std::string failed;
     try {
         run();
-    } catch (const std::exception& e) { failed = e.what(); }
+    } catch (const std::exception& e) {
+        failed = e.what();
+        broken_ = true;
+    }
     {
         std::lock_guard<std::mutex> g(turn_m_);
         turn_++;
@@ -192,6 +209,43 @@ void SimNccl::in_turn(uint64_t ticket, const std::string& name, const Place& pla
     throw std::runtime_error(failed);
 }
 
+static std::vector<Shape> shapes(const Tensors& ts) {
+    std::vector<Shape> found;
+    for (auto& t : ts) found.push_back({t.sizes().vec(), c10::toString(t.scalar_type())});
+    return found;
+}
+
+// The call's name in ProcessGroupNCCL's records.
+std::string SimNccl::recorded_name(const Operation& op) const {
+    static const std::map<std::string, std::string> nccls = {{"all_gather_into_tensor", "_all_gather_base"},
+                                                             {"reduce_scatter_tensor", "_reduce_scatter_base"},
+                                                             {"all_reduce_coalesced", "allreduce_coalesced"},
+                                                             {"batch", "coalesced"},
+                                                             {"barrier", "all_reduce_barrier"}};
+    auto name = op.name.substr(0, op.name.find(' '));
+    auto known = nccls.find(name);
+    if (known != nccls.end()) name = known->second;
+    const bool sends = op.type == c10d::OpType::SEND, receives = op.type == c10d::OpType::RECV;
+    if (sends || receives)
+        name += " " + std::to_string(getRank()) + (sends ? "->" : "<-") + op.name.substr(op.name.rfind(' ') + 1);
+    return "nccl:" + name;
+}
+
+std::shared_ptr<Flight> SimNccl::recorded(const Operation& op, bool collective) {
+    Flight f;
+    f.name = recorded_name(op);
+    f.group_name = getGroupUid();
+    f.group_about = getGroupDesc();
+    f.group = number_;
+    f.number = collective ? sequence_ : ++messages_;
+    f.message = !collective;
+    const Place& place = CallSite::here();
+    f.stack = place.stack ? place.stack : place.forward;  // where a backward was written stands nowhere
+    f.inputs = shapes(op.inputs.empty() ? op.outputs : op.inputs);
+    f.outputs = shapes(op.outputs);
+    return flight_launched(std::move(f), ranks_);
+}
+
 // The work goes to the group's own stream (asynchronous) or to the current one (synchronous: torch >= 2.8).
 WorkPtr SimNccl::launch(int dev, bool async, Operation op, Stream* given, bool collective) {
     CallSite site;
@@ -211,19 +265,25 @@ WorkPtr SimNccl::launch(int dev, bool async, Operation op, Stream* given, bool c
         block(&e, s);
     }
     auto work = c10::make_intrusive<GroupWork>(op.type, getRank(), dev, s);
+    thread_name();  // the first time it asks Python, which must not be with the lock
     std::lock_guard<std::mutex> order(launch_m_);
+    sequence_ += collective;
+    auto flown = [this, flight = recorded(op, collective), run = std::move(op.run)](auto before) {
+        flight_started(*flight);
+        before();
+        run();
+        if (!broken_) flight_completed(*flight);
+    };
     if (collective) {
         uint64_t ticket = tickets_++;
-        sequence_++;
-        auto agreed = [this, name = op.name, place = CallSite::here(), run = std::move(op.run)] {
-            agree(name, place);
-            run();
+        auto agreed = [this, name = op.name, place = CallSite::here(), flown = std::move(flown)] {
+            flown([&] { agree(name, place); });
         };
         op.run = [this, ticket, name = op.name, place = CallSite::here(), run = alone(dev, agreed)] {
             in_turn(ticket, name, place, run);
         };
     } else {
-        op.run = alone(dev, std::move(op.run));
+        op.run = alone(dev, [flown = std::move(flown)] { flown([] {}); });
     }
     {
         std::lock_guard<std::recursive_mutex> ordered(order_lock());
@@ -325,10 +385,12 @@ C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, SimTimer)
 PYBIND11_MODULE(_dsx_simnccl, m) {
     using sim::SimNccl;
     py::module_::import("torch._C._distributed_c10d");  // the base class is known there
+    m.attr("INNER_GROUP") = sim::kInnerGroup;
     m.def("set_factory", [](py::object factory) { sim::make_inner() = std::move(factory); });
     py::class_<SimNccl, c10d::Backend, c10::intrusive_ptr<SimNccl>>(m, "SimNccl")
-        .def(py::init([](const c10::intrusive_ptr<c10d::Backend>& inner, int rank, int size, bool high) {
-            return c10::make_intrusive<SimNccl>(inner, rank, size, high);
+        .def(py::init([](const c10::intrusive_ptr<c10d::Backend>& inner, int rank, int size, bool high,
+                         std::vector<int64_t> ranks) {
+            return c10::make_intrusive<SimNccl>(inner, rank, size, high, std::move(ranks));
         }))
         .def_property_readonly("options", &SimNccl::getBackendOptions)
         .def("comm_split_count", &SimNccl::splits)

@@ -40,11 +40,13 @@ struct Operation {  // a collective as it is put on a stream
     std::vector<Span> spans;
     Tensors keep;
     Tensors outputs;
+    Tensors inputs;  // where they are not the outputs
 };
 
 class SimNccl final : public c10d::Backend {
   public:
-    SimNccl(c10::intrusive_ptr<c10d::Backend> inner, int rank, int size, bool high_priority);
+    SimNccl(c10::intrusive_ptr<c10d::Backend> inner, int rank, int size, bool high_priority,
+            std::vector<int64_t> ranks);
 
     const std::string getBackendName() const override { return "nccl"; }
     c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
@@ -85,12 +87,15 @@ class SimNccl final : public c10d::Backend {
     c10::intrusive_ptr<c10d::Backend> inner_;
     c10::intrusive_ptr<Options> options_;
     bool high_;
+    std::vector<int64_t> ranks_;  // of the group, in the job
+    const int number_;            // of the group, in this process
     Stream* own_ = nullptr;
     std::map<int, Stream*> p2p_;
     int64_t splits_ = 0;
 
     std::mutex launch_m_;
-    uint64_t tickets_ = 0, sequence_ = 0;
+    uint64_t tickets_ = 0, sequence_ = 0, messages_ = 0;
+    std::atomic<bool> broken_{false};  // a collective has failed: none behind it counts as completed
     std::mutex turn_m_;
     std::condition_variable turn_changed_;
     uint64_t turn_ = 0;
@@ -103,6 +108,8 @@ class SimNccl final : public c10d::Backend {
 
     static int check(const Tensors& ts);
     static std::string sign(const char* name, const at::Tensor& t, int64_t extra = 0);
+    std::string recorded_name(const Operation& op) const;
+    std::shared_ptr<Flight> recorded(const Operation& op, bool collective);
     WorkPtr launch(int dev, bool async, Operation op, Stream* given = nullptr, bool collective = true);
     void in_turn(uint64_t ticket, const std::string& name, const Place& place, const std::function<void()>& run);
     void agree(const std::string& name, const Place& place);

@@ -46,6 +46,8 @@ const char* sim_host_syncs() { return kept(sim::host_syncs_json()); }
 
 size_t sim_host_sync_count() { return sim::host_syncs(); }
 
+const char* sim_flights() { return kept(sim::flights_json()); }
+
 size_t sim_launches() { return sim::launches(); }
 
 size_t sim_intervals() { return sim::intervals_kept(); }
