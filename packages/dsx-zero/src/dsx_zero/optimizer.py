@@ -253,7 +253,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             lane=parts.lane,
             matrices=parts.matrices,
         )
-        self._moved = MovedStates(runtime, parts.states)
+        self.moved = MovedStates(runtime, parts.states)
         self._edits = Edits(flat, data_writes=parts.data_writes)
         self._early: DuringBackward | None = None
         if parts.early_units or parts.undoable_units:
@@ -480,9 +480,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.released:
             self._check_not_released()
         self.check_update_ended()
-        if not self._moved.stashes:
+        if not self.moved.stashes:
             self._edits.take_over()  # while states are away, masters cannot follow what was written before
-        self._moved.move_out(include, device, pin=pin_memory, non_blocking=non_blocking)
+        self.moved.move_out(include, device, pin=pin_memory, non_blocking=non_blocking)
 
     def reload_states(
         self, non_blocking: bool = False, include: Iterable[OffloadStateTypeEnum | str] | None = None
@@ -497,7 +497,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises:
             ZeroConfigError: another class.
         """
-        self._moved.bring_back(include, non_blocking=non_blocking)
+        self.moved.bring_back(include, non_blocking=non_blocking)
 
     def release(self) -> None:
         """Take every hook off the model, which then trains no more through this optimizer, and hand its process groups
@@ -506,7 +506,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         if self.released:
             return
-        self._moved.bring_back()
+        self.moved.bring_back()
         self._abandon_step()
         self.released = True
         if self._before_forward is not None:
@@ -527,8 +527,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _check_in_use(self) -> None:
         self._check_not_released()
-        if self._moved.stashes:
-            self._moved.check()
+        if self.moved.stashes:
+            self.moved.check()
 
     def _check_not_released(self) -> None:
         if self.released:
@@ -735,7 +735,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Refuse what needs values (of these classes; none: of all), while `offload_states` has moved some of them.
         Raises ZeroStateError.
         """
-        self._moved.check(*kinds)
+        self.moved.check(*kinds)
 
     def follow_backward(self, watch: BackwardWatch) -> None:
         """Let the owner of the loss scale have a word on every backward: see `BackwardWatch`."""
@@ -828,14 +828,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         that `offload_states` has moved are read in host memory.
         """
         self.collect_edits()
-        return iter_slices(self.runtime, self._by_name, self.states, where=self._moved.lying, lazily=lazily)
+        return iter_slices(self.runtime, self._by_name, self.states, where=self.moved.lying, lazily=lazily)
 
     def held_slices(self) -> Iterator[ParamSlice]:
         """Like `slices`, but everything that this rank keeps: whole tensors at stage 0, whole frozen ones up to
         stage 2.
         """
         self.collect_edits()
-        return iter_slices(self.runtime, self._by_name, self.states, where=self._moved.lying, held=True)
+        return iter_slices(self.runtime, self._by_name, self.states, where=self.moved.lying, held=True)
 
     def read_slices(self, reader: Reader) -> SliceLoad:
         """Read everything this rank holds from ranges of named tensors and check it; nothing is changed before
@@ -860,33 +860,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         `dsx_zero.Reader`.
         """
         self.read_slices(reader).install()
-
-    def parameter_slice(self, name: str, *, whole: bool) -> tuple[LocalSlice, Callable[[], torch.Tensor]]:
-        """The elements of a parameter that this rank owns, or all of one that every rank keeps (`whole`), and a
-        function that reads them, 1-D, wherever they lie: in host memory after `offload_states`, on disk.
-        """
-        group = self._groups[name]
-        index = group.layout.index(name)
-        part = group.whole_slice(index) if whole else group.layout.local_slice(name, group.rank)
-        part, home = part or LocalSlice(0, 0, 0), group.all_visible() if whole else group.shard
-        return part, lambda: read_elements(home, part.offset, part.numel, self._moved.lying)
-
-    @property
-    def states_away(self) -> tuple[OffloadStateTypeEnum, ...]:
-        """The classes of state that `offload_states` has moved to host memory."""
-        return tuple(self._moved.stashes)
-
-    def check_readable(self) -> None:
-        """What reading parameters from outside needs, also while states are offloaded.
-
-        Raises:
-            ZeroStateError: the optimizer was released, a step has begun and not ended, or parameters were replaced.
-        """
-        self._check_not_released()
-        if self._moved.stashes:
-            self.check_update_ended()
-        else:
-            self.check_model()
 
     def homes_of(self, name: str) -> Iterator[tuple[Home, LocalSlice]]:
         """Where this rank keeps the values of a parameter that all others follow: its master, or a frozen parameter
@@ -936,24 +909,21 @@ class ZeroOptimizer(torch.optim.Optimizer):
         found = save_local(self)
         if self.runtime.stage > 0 or not hasattr(self.inner, "state_dict"):
             return found
-        with self._members_of_states():
+        with _members_of_states(self):
             whole = type(self.inner).state_dict(self.inner)
         for group, saved in zip(found["param_groups"], whole["param_groups"]):
             group["params"] = saved["params"]
-        return {**found, "state": {number: self._lying(states) for number, states in whole["state"].items()}}
-
-    def _lying(self, states: dict[str, Any]) -> dict[str, Any]:
-        return {k: self._moved.lying(v) if isinstance(v, torch.Tensor) else v for k, v in states.items()}
+        return {**found, "state": {number: _lying(self, states) for number, states in whole["state"].items()}}
 
     def collect_edits(self) -> None:
         """Before this rank's values are read: check that they are the model's, and let masters follow edits."""
         self._check_not_released()
-        if not self._moved.stashes:
+        if not self.moved.stashes:
             self.check_model()
             self._edits.take_over()
             return
         self.check_update_ended()
-        parameters_away = OffloadStateTypeEnum.lp_params in self.states_away  # then nobody can have written them
+        parameters_away = OffloadStateTypeEnum.lp_params in self.moved.stashes  # then nobody can have written them
         if self.runtime.averaging is not None or (not parameters_away and self._edits.were_written()):
             self.check_states()
 
@@ -988,17 +958,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 " every rank, for whole states; its state_dict() and load_state_dict() for this rank's part"
             )
         self.check_states()
-        with self._members_of_states():
-            yield
-
-    @contextmanager
-    def _members_of_states(self) -> Iterator[None]:
-        found = [[(self._find_master(p) or (None, ""))[0] for p in group] for group in self.step_groups.shown]
-        members = [
-            [p if master is None else master for p, master in zip(group, masters)]
-            for group, masters in zip(self.step_groups.shown, found)
-        ]
-        with self.step_groups.masters(members):
+        with _members_of_states(self):
             yield
 
     # Single parameters (what `dsx_zero.access` works through) ------------------------------------------------------
@@ -1032,6 +992,49 @@ class ZeroOptimizer(torch.optim.Optimizer):
             counted["grads"]["host"] = counted["grads"].get("host", 0) + self._late.nbytes
         counted["params"]["host"] = counted["params"].get("host", 0) + self._runner.apart.nbytes
         counted["optimizer"]["host"] = counted["optimizer"].get("host", 0) + self._runner.apart.old_nbytes
-        for kind, nbytes in self._moved.nbytes().items():
+        for kind, nbytes in self.moved.nbytes().items():
             counted[kind]["host"] = counted[kind].get("host", 0) + nbytes
         return {kind: {tier: n for tier, n in tiers.items() if n} for kind, tiers in counted.items()}
+
+
+def parameter_slice(
+    optimizer: ZeroOptimizer, name: str, *, whole: bool
+) -> tuple[LocalSlice, Callable[[], torch.Tensor]]:
+    """The elements of a parameter that this rank owns, or all of one that every rank keeps (`whole`), and a function
+    that reads them, 1-D, wherever they lie: in host memory after `offload_states`, on disk.
+    """
+    group = optimizer.group_of(name)
+    index = group.layout.index(name)
+    part = group.whole_slice(index) if whole else group.layout.local_slice(name, group.rank)
+    part, home = part or LocalSlice(0, 0, 0), group.all_visible() if whole else group.shard
+    return part, lambda: read_elements(home, part.offset, part.numel, optimizer.moved.lying)
+
+
+def check_readable(optimizer: ZeroOptimizer) -> None:
+    """Check what reading parameters from outside needs, also while states are offloaded.
+
+    Raises:
+        ZeroStateError: the optimizer was released, a step has begun and not ended, or parameters were replaced.
+    """
+    optimizer._check_not_released()
+    if optimizer.moved.stashes:
+        optimizer.check_update_ended()
+    else:
+        optimizer.check_model()
+
+
+def _lying(optimizer: ZeroOptimizer, states: dict[str, Any]) -> dict[str, Any]:
+    """The states of a parameter where they lie: in host memory, if they were offloaded."""
+    return {k: optimizer.moved.lying(v) if isinstance(v, torch.Tensor) else v for k, v in states.items()}
+
+
+@contextmanager
+def _members_of_states(optimizer: ZeroOptimizer) -> Iterator[None]:
+    """Inside the context the inner optimizer's groups hold the masters of parameters."""
+    found = [[(optimizer._find_master(p) or (None, ""))[0] for p in group] for group in optimizer.step_groups.shown]
+    members = [
+        [p if master is None else master for p, master in zip(group, masters)]
+        for group, masters in zip(optimizer.step_groups.shown, found)
+    ]
+    with optimizer.step_groups.masters(members):
+        yield

@@ -11,18 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dsx_comm
 import torch
 
 from ..alike import agree, hash_of, telling
 from ..errors import ZeroConfigError
+from ..optimizer import ZeroOptimizer, check_readable
 from .adapters import merged_weight
 from .contents import Contents, Item, Names, PartOfModel, Source, boxes_of_range, contents_of
-
-if TYPE_CHECKING:
-    from ..optimizer import ZeroOptimizer
 
 __all__ = ["weight_buckets"]
 
@@ -89,7 +87,7 @@ def weight_buckets(
     group = run.ranks.group if part is None else part.group
     with telling(group):
         _check_arguments(bucket_bytes, dtype, lora, quantised)
-        optimizer.check_readable()
+        check_readable(optimizer)
     optimizer.synchronize()
     contents = contents_of(optimizer, names, part, merge=lora == "merged")
     stream = _Stream(contents, dtype, quantised)

@@ -24,15 +24,12 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 
 from ..errors import ZeroStateError
+from ..optimizer import ZeroOptimizer, check_readable
 from .contents import Names, PartOfModel, Source, contents_of
-
-if TYPE_CHECKING:
-    from ..optimizer import ZeroOptimizer
 
 __all__ = ["WeightChange", "WeightMark", "apply_changes", "pack_changes", "unpack_changes"]
 
@@ -114,7 +111,7 @@ class WeightMark:
             self._known[name] = source.read().reshape(-1).to("cpu", copy=True)
 
     def _sources(self) -> Iterator[tuple[str, tuple[int, ...], Source]]:
-        self._optimizer.check_readable()
+        check_readable(self._optimizer)
         contents = contents_of(self._optimizer, self._names, self._part, merge=False, owned=True)
         for item in contents.items:
             source = contents.sources.get(item.key)

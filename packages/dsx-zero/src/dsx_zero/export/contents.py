@@ -12,19 +12,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import dsx_comm
 import torch
 from torch import nn
 
 from ..errors import ZeroConfigError
+from ..optimizer import ZeroOptimizer, parameter_slice
 from ..plan.rank_sets import ranks_of_buffers
 from ..state.moving import OffloadStateTypeEnum
 from .adapters import Adapter, adapters_of, plain_name
-
-if TYPE_CHECKING:
-    from ..optimizer import ZeroOptimizer
 
 __all__ = ["Contents", "Item", "Names", "PartOfModel", "Source", "WholePlace", "boxes_of_range", "contents_of"]
 
@@ -192,10 +190,12 @@ def _held(
     for info in run.infos:
         group = optimizer.group_of(info.name)
         held.update(dict.fromkeys((info.name, *info.aliases), group.ranks))
-        whole = not joined and group.visible is not None and OffloadStateTypeEnum.lp_params not in optimizer.states_away
+        whole = (
+            not joined and group.visible is not None and OffloadStateTypeEnum.lp_params not in optimizer.moved.stashes
+        )
         speaks = group.ranks.first_copy and group.ranks.counts_in_norm
         speaks = speaks and (part is None or part.speaks or info.name in places)
-        piece, read = optimizer.parameter_slice(info.name, whole=whole)
+        piece, read = parameter_slice(optimizer, info.name, whole=whole)
         offset = tuple(places[info.name].box.offset) if info.name in places else (0,) * len(info.shape)
         source = Source(offset, tuple(info.shape), piece.start, piece.stop, speaks, read)
         yield info.name, tuple(info.shape), info.dtype, whole, source if piece.numel or whole else None

@@ -11,15 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 
 from ..errors import ZeroStateError
+from ..optimizer import ZeroOptimizer, check_readable
 from .contents import Names, PartOfModel, boxes_of_range, contents_of
-
-if TYPE_CHECKING:
-    from ..optimizer import ZeroOptimizer
 
 __all__ = ["WeightRange", "WeightShard", "weight_ranges", "weight_shards"]
 
@@ -53,7 +50,7 @@ def weight_shards(
     Raises:
         ZeroConfigError, ZeroStateError: see `weight_buckets`.
     """
-    optimizer.check_readable()
+    check_readable(optimizer)
     contents = contents_of(optimizer, names, part, merge=False, owned=True)
     for item in contents.items:
         source = contents.sources.get(item.key)
@@ -91,7 +88,7 @@ def weight_ranges(
     Raises:
         ZeroStateError: this rank has a box of a tensor (an expert, a slice), which is no range.
     """
-    optimizer.check_readable()
+    check_readable(optimizer)
     contents = contents_of(optimizer, names, part, merge=False, owned=True)
     for item in contents.items:
         if not item.name:
