@@ -97,7 +97,7 @@ def main() -> None:
         engine.step()
         engine.offload_states()
         if engine.global_rank == 0 and round_ % 10 == 0:
-            away = ", ".join(kind.value for kind in engine.optimizer.states_away)
+            away = ", ".join(kind.value for kind in engine.optimizer.moved.away)
             print(f"round {round_}: reward {reward.mean():.2f}, {changed} bytes changed, in host memory: {away}")
     engine.save_checkpoint("runs/grpo")  # asleep
     if engine.global_rank == 0:

@@ -204,19 +204,19 @@ def play(kind, rank, world, stage, offload, folder):
 
     engine = made()
     assert (engine.get_data_parallel_rank(), engine.get_data_parallel_size()) == (rank, world)
-    assert bool(engine.shards.moved.stashes) == offload
+    assert bool(engine.shards.moved.away) == offload
     weights = {name: value.clone() for name, value in engine.get_per_tensor_param()[0]}  # while it sleeps
     engine.prime_delta_snapshots()
     found = []
     for step in range(3):
         with engine.eval_mode():
-            assert not offload or set(engine.shards.moved.stashes) >= {"optim_states"}
+            assert not offload or set(engine.shards.moved.away) >= {"optim_states"}
             scores = engine.infer_batch(data(rank, step))["model_output"]["log_probs"]
         with engine.train_mode():
             output = engine.train_batch(data(rank, step), None)
             rate = engine.lr_scheduler_step()
         found.append((sum(output["loss"]), output["metrics"]["grad_norm"], rate, scores))
-        assert bool(engine.shards.moved.stashes) == offload
+        assert bool(engine.shards.moved.away) == offload
         receive(engine, weights)
         whole = dict(engine.get_per_tensor_param()[0])
         assert all(torch.equal(weights[name], value) for name, value in whole.items())
@@ -224,7 +224,7 @@ def play(kind, rank, world, stage, offload, folder):
     engine.save_checkpoint(str(folder), global_step=3)
     other = made()
     other.load_checkpoint(str(folder))
-    assert bool(other.shards.moved.stashes) == offload
+    assert bool(other.shards.moved.away) == offload
     again = {name: value.clone() for name, value in other.get_per_tensor_param()[0]}
     assert all(torch.equal(weights[name], value) for name, value in again.items())
     assert other.lr_scheduler.get_last_lr() == engine.lr_scheduler.get_last_lr()

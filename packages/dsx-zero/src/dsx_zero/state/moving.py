@@ -125,6 +125,11 @@ class MovedStates:
         """What is in host memory now, by class."""
         self._guards: list[Any] = []
 
+    @property
+    def away(self) -> tuple[OffloadStateTypeEnum, ...]:
+        """The classes of state that are in host memory now."""
+        return tuple(self.stashes)
+
     def check(self, *kinds: OffloadStateTypeEnum) -> None:
         """Refuse an operation that needs all states on the device, or those of some classes.
 

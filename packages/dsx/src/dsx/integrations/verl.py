@@ -293,7 +293,7 @@ class DSXEngine(BaseEngine):
         import dsx_checkpoint  # lazy import: training alone does not need it
 
         _no_copies(hdfs_path)
-        asleep = list(self.shards.moved.stashes)
+        asleep = list(self.shards.moved.away)
         self.shards.reload_states()
         loaded = dsx_checkpoint.load_training(local_path, self.module, self.shards, tag="dsx")
         if loaded is None:
