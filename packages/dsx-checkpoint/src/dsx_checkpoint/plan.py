@@ -125,9 +125,8 @@ def plan_file(name: str, specs: Sequence[TensorSpec], align: int = _HEADER_BYTES
         shape = shapes.get(spec.shape)
         if shape is None:
             shape = shapes[spec.shape] = ",".join(map(str, spec.shape))
-        parts.append(
-            f'{encode_basestring_ascii(spec.name)}:{{"dtype":"{spec.dtype}","shape":[{shape}],"data_offsets":[{position},{end}]}}'
-        )
+        quoted = encode_basestring_ascii(spec.name)
+        parts.append(f'{quoted}:{{"dtype":"{spec.dtype}","shape":[{shape}],"data_offsets":[{position},{end}]}}')
         offsets.append(position)
         position = end
     text = (",".join(parts) + "}").encode()  # as `json.dumps` writes it, which takes three times as long

@@ -19,7 +19,7 @@ rank holds depend on the number of ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -44,11 +44,12 @@ def coefficients_of_steps(coefficients: Coefficients, steps: int) -> list[tuple[
     Raises:
         ValueError: these are not triples of numbers.
     """
-    several = len(coefficients) > 0 and not isinstance(coefficients[0], (int, float))
-    triples = [tuple(float(x) for x in triple) for triple in (coefficients if several else (coefficients,))]  # type: ignore[union-attr]
+    given: Any = coefficients
+    several = len(given) > 0 and not isinstance(given[0], (int, float))
+    triples: list[Any] = [tuple(map(float, triple)) for triple in (given if several else (given,))]
     if not triples or any(len(triple) != 3 for triple in triples):
         raise ValueError("expected (a, b, c), or one such triple for each step")
-    return [triples[min(step, len(triples) - 1)] for step in range(steps)]  # type: ignore[misc]
+    return [triples[min(step, len(triples) - 1)] for step in range(steps)]
 
 
 def newton_schulz(

@@ -76,8 +76,6 @@ class _Stash:
 
     def __init__(self, tensor: torch.Tensor, *, pin: bool, non_blocking: bool) -> None:
         self._storage, self._device = tensor.untyped_storage(), tensor.device
-        self.key = self._storage._cdata
-        """Which storage this is, in this process."""
         self.nbytes = self._storage.nbytes()
         empty = locked_empty if pin and self._device.type == "cuda" else torch.empty
         self._host = empty(self.nbytes, dtype=torch.uint8)
@@ -111,7 +109,7 @@ class _Stash:
 class _Moved:
     """One class of state in host memory, and what has to be made whole again when it comes back."""
 
-    stashes: list[_Stash]
+    stashes: dict[int, _Stash]  # by the identity of the storage in this process
     homes: list[DeviceHome]
     faces: list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -144,11 +142,11 @@ class MovedStates:
         memory while they are offloaded. The host waits for a copy that is under way.
         """
         key = tensor.untyped_storage()._cdata
-        stash = next((s for moved in self.stashes.values() for s in moved.stashes if s.key == key), None)
+        stash = next((moved.stashes[key] for moved in self.stashes.values() if key in moved.stashes), None)
         if stash is None:
             return tensor
-        found = torch.empty(0, dtype=tensor.dtype)
-        return found.set_(stash.reading(), tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
+        storage: Any = stash.reading()
+        return torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def _refusal(self) -> str:
         names = ", ".join(kind.value for kind in self.stashes)
@@ -159,7 +157,7 @@ class MovedStates:
 
     def nbytes(self) -> dict[str, int]:
         """Bytes in host memory, by the classes of `state_bytes`."""
-        return {_CLASSES[kind]: sum(s.nbytes for s in moved.stashes) for kind, moved in self.stashes.items()}
+        return {_CLASSES[kind]: sum(s.nbytes for s in moved.stashes.values()) for kind, moved in self.stashes.items()}
 
     def move_out(
         self, include: Iterable[OffloadStateTypeEnum | str] | None, device: Any, *, pin: bool, non_blocking: bool
@@ -190,7 +188,7 @@ class MovedStates:
             moved = self.stashes.pop(kind, None)
             if moved is None:
                 continue
-            for stash in moved.stashes:
+            for stash in moved.stashes.values():
                 stash.bring_back(non_blocking=non_blocking)
             for home in moved.homes:
                 home.away = None
@@ -215,7 +213,7 @@ class MovedStates:
             for tensor in found.tensors
             if tensor.untyped_storage().nbytes() and tensor.untyped_storage().resizable()
         }
-        stashes = [_Stash(tensor, pin=pin, non_blocking=non_blocking) for tensor in storages.values()]
+        stashes = {key: _Stash(tensor, pin=pin, non_blocking=non_blocking) for key, tensor in storages.items()}
         return _Moved(stashes, found.homes, faces)
 
     def _before_forward(self, module: Any, args: Any) -> None:
