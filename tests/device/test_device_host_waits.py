@@ -1,8 +1,8 @@
 """Budgets: how often the host may wait for the device in one step.
 
-A wait of the training thread, or of backward's, empties the queue of the device. The thread of the host's step waits,
-too, for the gradients of one unit after the other: the training goes on meanwhile, and its waits are counted apart. The
-limits are goals; where dsx needs more today, the test must fail.
+A wait of the training thread, or of backward's, empties the queue of the device. The thread of the CPU optimizer step
+waits, too, for the gradients of one unit after the other: the training goes on meanwhile, and its waits are counted
+apart. The limits are goals; where dsx needs more today, the test must fail.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Budget:
 
 
 THREAD = "dsx-zero-step"
-"""The name of the thread of the host's step."""
+"""The name of the thread of the CPU optimizer step."""
 UNITS = 4
 """The units of the small GPT; that thread waits once for each."""
 

@@ -1,7 +1,7 @@
 """Sleep and wake (`offload_states`, `reload_states`) in any order with everything else a post-training loop calls.
 
 Two equal models run side by side. One sleeps and wakes; the other never does, and repeats the calls that the first one
-did not refuse. Results and, at the end, all values must have the same bits. A refusal has to name the way out, and
+did not refuse. Results and, at the end, all values must be bitwise identical. A refusal has to name the way out, and
 nothing may have changed by it.
 """
 

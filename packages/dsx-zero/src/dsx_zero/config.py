@@ -222,7 +222,7 @@ class ZeroConfig(_Section):
     stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_no_boolean)] = Field(
         0,
         description=(
-            "what is divided among the ranks: 0: nothing; 1: optimizer states; 2: also gradients; 3: also parameters"
+            "what is sharded over the ranks: 0: nothing; 1: optimizer states; 2: also gradients; 3: also parameters"
         ),
     )
     keep_full_gradients: bool = Field(
@@ -476,7 +476,7 @@ def _conflicts(z: ZeroConfig, mesh: bool) -> list[tuple[str, bool, str]]:
         (
             "mics_shard_size",
             hybrid and z.stage == 0,
-            "at stage 0 nothing is divided among the ranks; use stage 1, 2 or 3",
+            "at stage 0 nothing is sharded over the ranks; use stage 1, 2 or 3",
         ),
         (
             "mics_shard_size",

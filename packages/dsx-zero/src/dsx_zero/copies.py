@@ -1,4 +1,4 @@
-"""`ModelCopy`: a second set of a sharded model's values, divided among the ranks as the first: an exponential moving
+"""`ModelCopy`: a second set of a sharded model's values, sharded over the ranks as the first: an exponential moving
 average (EMA), a reference or a teacher.
 
     ema = optimizer.copy_of()
@@ -136,7 +136,7 @@ class ModelCopy:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Inside the context the model has the copy's values (collective, at both ends). For forwards: a step, a load
-        or a save raises there. Afterwards the model's values are what they were, bit for bit.
+        or a save raises there. Afterwards the model's values are bitwise what they were.
         """
         optimizer = self._optimizer
         with telling(optimizer.runtime.ranks.group):

@@ -876,7 +876,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             yield home, part
 
     def copy_of(self, what: torch.nn.Module | Iterable[str] | None = None, *, device: Any = None) -> ModelCopy:
-        """A second set of values, divided among the ranks as the model's: for an EMA, a reference or a teacher
+        """A second set of values, sharded over the ranks as the model's are: for an EMA, a reference or a teacher
         (collective). See `ModelCopy`.
 
         Args:
@@ -953,7 +953,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         if self.runtime.stage > 0:
             raise ZeroStateError(
-                f"{asked}: the states of this optimizer are divided among the ranks. With what dsx_zero.shard returned"
+                f"{asked}: the states of this optimizer are sharded over the ranks. With what dsx_zero.shard returned"
                 " (an engine's engine.optimizer): dsx_zero.full_state_dict(optimizer) and load_full_state_dict, on"
                 " every rank, for whole states; its state_dict() and load_state_dict() for this rank's part"
             )

@@ -94,7 +94,7 @@ class WeightMark:
         packed = mark.pack()                           # 1-D uint8: this rank's changes; the mark moves to now
         dsx_zero.export.apply_changes(packed, weights)        # at the generator, with the packets of all ranks
 
-    The copy lies in host memory: the parameters' bytes, divided among the ranks.
+    The copy lies in host memory: the parameters' bytes, sharded over the ranks.
 
     Args:
         optimizer: what `dsx_zero.shard` returned.

@@ -1,4 +1,4 @@
-"""A parameter whose values are divided among the ranks, as its user sees it between uses.
+"""A parameter whose values are sharded over the ranks, as its user sees it between uses.
 
 ``PartitionedParameter`` is a wrapper tensor: shape, dtype, device and ``requires_grad`` are the logical ones, and it
 holds no values. An operation on it does one of six things, depending on which operation it is:
@@ -54,7 +54,7 @@ _GRAD = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 
 
 class PartitionedParameter(torch.Tensor):
-    """A parameter whose values are divided among the ranks. ``shard(stage=3)`` and ``Init`` make it;
+    """A parameter whose values are sharded over the ranks. ``shard(stage=3)`` and ``Init`` make it;
     ``isinstance(p, nn.Parameter)`` is True.
     """
 
@@ -139,7 +139,7 @@ class PartitionedParameter(torch.Tensor):
             " and cannot be copied with deepcopy: this rank does not have its values. Copy the model before it is"
             " sharded, or on every rank inside `with dsx_zero.GatheredParameters(model.parameters()):`, which gives an"
             " ordinary model with whole parameters. For an EMA (torch's AveragedModel), a reference or a teacher there"
-            " is optimizer.copy_of(), which stays divided among the ranks."
+            " is optimizer.copy_of(), which stays sharded over the ranks."
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -3,7 +3,7 @@
 Per rank set of buffers: every rank updates the states of the elements it owns; the pieces of what became of them travel
 to the owners of the matrices (`plan/matrices.py`), packed in one all-to-all per round; the owners compute; a second
 all-to-all brings the pieces of the results back, and every rank applies them to its masters. So each element travels
-once in each direction, the states stay divided like Adam's, and a matrix is computed by one rank, with the same bits
+once in each direction, the states stay sharded like Adam's, and a matrix is computed by one rank, bitwise identical
 whatever the number of ranks. While one round is computed, the messages of its neighbours are under way.
 
 One rank alone sends nothing. At stage 0 all ranks have all elements, and the optimizer's own step is called, unless
