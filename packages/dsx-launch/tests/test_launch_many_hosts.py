@@ -196,16 +196,22 @@ class Gate:
     """Stand-ins for ssh: each has a connection, and so reads its input, when the gate is opened."""
 
     def __init__(self, folder):
-        self.fifo, self.started = folder / "gate", folder / "started"
+        self.fifo, self.started, self.passing = folder / "gate", folder / "started", folder / "passing"
         os.mkfifo(self.fifo)
         self.started.touch()
+        self.passing.touch()
 
     def command(self, name, then="exec cat"):
-        text = f"echo {name} >> {self.started}; cat {self.fifo}; {then}"
+        text = f"echo {name} >> {self.started}; exec 3< {self.fifo}; echo {name} >> {self.passing}; cat <&3; {then}"
         return Command(("sh", "-c", text), host=name, lifeline=True)
 
-    def open(self):
-        os.close(os.open(self.fifo, os.O_WRONLY))
+    def open(self, passed=1):
+        """Close it again when so many have passed in all: one may have said that it started, and come here later."""
+        gate, until = os.open(self.fifo, os.O_WRONLY), time.monotonic() + 30
+        while len(self.passing.read_text().split()) < passed:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        os.close(gate)
 
     def seen(self):
         return self.started.read_text().split()
@@ -226,7 +232,7 @@ def test_clients_of_the_job_are_started_in_a_window_of_connections(tmp_path, mon
     for together in (4, 8, 10):
         polled_until(clients, lambda together=together: len(gate.seen()) == together)
         assert [clients.poll() for _ in range(5)] == [None] * 5 and len(gate.seen()) == together
-        gate.open()
+        gate.open(together)
     assert sorted(gate.seen()) == [f"h{n}" for n in range(10)]
     clients.tell_to_stop(15)
     assert clients.wait_all(30) and clients.code == 0
