@@ -33,7 +33,7 @@ def sampled():
         if world not in found:
             races = [f"race:{name}" for name, race in RACES.items() if race.sample and race.world == world]
             alone = [f"alone:{name}" for name in ONE_AT_A_TIME_SAMPLE[world]]
-            found[world] = start([*SAMPLE[world], *alone, *races], world, limit_s=500)
+            found[world] = start([*SAMPLE[world], *alone, *races], world, limit_s=1500)
         return found[world]
 
     return give

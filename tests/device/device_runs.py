@@ -56,7 +56,7 @@ def start(
     *,
     simulated: bool = True,
     options: Sequence[tuple[str, str]] = (),
-    limit_s: float = 280,
+    limit_s: float = 850,
 ) -> tuple[Results, str]:
     """Run cases on `world` ranks. Returns what they wrote, and the end of their output."""
     if simulated:

@@ -20,19 +20,19 @@ assert copy.eq(1).all() and value.eq(2).all().item()
 """
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_copies_run_beside_the_stream_of_the_values_device():
     done = run_code(COPIES, mode="slow-side")
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_values_that_are_read_before_the_copies_end_are_reported():
     done = run_code(COPIES.replace("end.synchronize()", ""), mode="slow-side")
     assert done.returncode != 0 and ("host" in done.stderr or "AssertionError" in done.stderr), done.stderr
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_copies_beside_the_stream_of_the_current_device_are_reported():
     done = run_code(COPIES.replace('Device.of("cuda:1")', 'Device.of("cuda:0")'), mode="slow-side")
     assert done.returncode == 86 and "behind.py" in done.stderr, done.stderr

@@ -75,7 +75,7 @@ def described(budget: Budget) -> object:
     return pytest.param(budget, marks=marks, id=f"{budget.case}-{budget.world}")
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1600)
 @pytest.mark.parametrize("budget", [described(budget) for budget in BUDGETS])
 def test_the_host_waits_no_more_than_its_budget(budget: Budget, sampled) -> None:
     for waits in waits_of(budget.case, budget.world, sampled):
@@ -86,7 +86,7 @@ def test_the_host_waits_no_more_than_its_budget(budget: Budget, sampled) -> None
         assert of_the_step <= UNITS, said
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1600)
 @pytest.mark.parametrize("case", ["pipeline-1f1b", "pipeline-zero-bubble"])
 def test_more_micro_batches_of_a_pipeline_make_the_host_wait_no_more(case: str, sampled) -> None:
     few, many = waits_of(case, 2, sampled), waits_of(f"{case}-of-8", 2, sampled)

@@ -54,13 +54,13 @@ other.synchronize()
 """
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_device_is_what_torch_says_of_it_and_no_race_is_reported():
     done = run_code(RIGHT)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("wait", ["other.wait_for(ready)", "other.wait_for_stream(stream)"])
 def test_without_a_wait_a_race_is_reported(wait):
     done = run_code(RIGHT.replace(wait, "pass"))
@@ -82,7 +82,7 @@ assert total.item() == 200_000
 """
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("later", ["first", "last"])
 def test_lanes_that_share_a_stream_wait_for_the_last_use_of_its_memory(later):
     done = run_code(SHARED.replace("LATER", later), mode="slow-default")

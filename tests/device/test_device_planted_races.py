@@ -30,7 +30,7 @@ def assert_reported(name: str, found: tuple[Results, str], mode: str) -> None:
     )
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1600)
 @pytest.mark.parametrize("name", [name for name, race in RACES.items() if race.sample])
 def test_a_sample_of_planted_races_is_reported(name: str, sampled) -> None:
     assert_reported(name, sampled(RACES[name].world), "slow-side")
@@ -40,12 +40,12 @@ def test_a_sample_of_planted_races_is_reported(name: str, sampled) -> None:
 def planted(case: str, world: int) -> tuple[Results, str]:
     """All races of a case, and then the case without them, in one process per rank."""
     names = [f"race:{name}" for name, race in RACES.items() if (race.case, race.world) == (case, world)]
-    return start([*names, case], world, "slow-side", limit_s=500)
+    return start([*names, case], world, "slow-side", limit_s=1500)
 
 
 @pytest.mark.simcuda
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1600)
 @pytest.mark.parametrize(
     "name",
     [
@@ -59,7 +59,7 @@ def test_every_planted_race_is_reported(name: str) -> None:
 
 @pytest.mark.simcuda
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1600)
 @pytest.mark.parametrize(("case", "world"), sorted({(race.case, race.world) for race in RACES.values()}))
 def test_without_the_race_nothing_is_reported(case: str, world: int) -> None:
     results, output = planted(case, world)

@@ -223,14 +223,14 @@ class Reductions:
         """See `Gradients.parts`."""
         if group in self.rows:
             return (self.rows[group].stepped(),) if parts else ()
-        return cut_parts(self._of[group].values(), group, parts) if parts else ()
-
-    def norms(self) -> Iterator[tuple[dsx_comm.RankSet, torch.Tensor]]:
-        """See `Gradients.norms`: of the reduced buffers, and of the rows of sparse embeddings."""
         if self._leaving:  # the newest copy first: when it has arrived on the host, the earlier ones have, too
             for buffers in reversed(self.by_unit[self._leaving[-1]]):
                 if isinstance(buffers, GroupGradients):
                     read(buffers.values(), 0, 0)
+        return cut_parts(self._of[group].values(), group, parts) if parts else ()
+
+    def norms(self) -> Iterator[tuple[dsx_comm.RankSet, torch.Tensor]]:
+        """See `Gradients.norms`: of the reduced buffers, and of the rows of sparse embeddings."""
         # Loops: every step of a generator within this one is a Python call (test_python_calls.py).
         for group, buffers in self._of.items():
             yield group.ranks, buffers.norm()
