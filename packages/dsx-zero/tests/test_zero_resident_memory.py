@@ -112,3 +112,20 @@ def test_resident_memory_is_bounded_with_everything_on_disk(low, tmp_path):
 def test_the_allocator_is_left_alone_where_the_user_says_so(name, value, monkeypatch):
     monkeypatch.setenv(name, value)
     assert not keep_heap_small.__wrapped__()
+
+
+FREED = """
+import torch, dsx_zero
+from dsx_zero.homes.freed_memory import keep_heap_small
+model = torch.nn.Linear(8, 8)
+settings = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+model, optimizer = dsx_zero.shard(model, lambda p: torch.optim.Adam(p), config=settings)
+assert optimizer.state_bytes_by_tier()["master"]["host"]
+print(keep_heap_small.cache_info().misses)
+"""
+
+
+def test_the_allocator_is_left_alone_where_the_model_is_in_host_memory_itself():
+    """Its activations are in the same heap, and nothing leaves host memory. Their pages would be cleared every step."""
+    found = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["0"]
