@@ -554,6 +554,32 @@ def indexing():
 
 
 @case
+def conjugated_and_negated_views():
+    """torch keeps a bit instead of changing the bytes; kernels and copies have to see it."""
+    values = torch.randn(3, 4, dtype=torch.complex64)
+    there, right = values.cuda(), []
+    for function in (
+        lambda t: t.conj().clone(),
+        lambda t: t.conj() * 2,
+        lambda t: t.mH @ t,
+        lambda t: t.conj().imag.clone(),
+        lambda t: t.conj().imag.sum(),
+        lambda t: t.conj()[1, 1],
+    ):
+        right.append(torch.allclose(function(there).cpu(), function(values)))
+    written, read = torch.zeros_like(there), torch.zeros_like(values)
+    written.conj().copy_(values)
+    read.conj().copy_(there)
+    right += [torch.equal(written.cpu(), values.conj()), torch.equal(read, values.conj())]
+    angles, gradients = torch.randn(4, dtype=torch.complex64), []
+    for device in ("cpu", "cuda"):
+        turned = torch.ones(2, 4, 2).to(device).requires_grad_()
+        torch.view_as_real(torch.view_as_complex(turned) * angles.to(device)).square().sum().backward()
+        gradients.append(turned.grad.cpu())
+    return [*right, torch.allclose(*gradients)]
+
+
+@case
 def layers():
     query, key, value = (randn(1, 2, 8, 4) for _ in range(3))
     parts = [

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import dsx_simcuda
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 CASES = {}
@@ -60,6 +62,26 @@ def premultiplied_sums(rank, world):
     own = filled(4, 1)
     dist.all_reduce(own, op=dist._make_nccl_premul_sum(filled(1, 10 if rank else 1)))
     return number[0].item(), own[0].item()
+
+
+@case
+def read_with_pythons_lock_held(rank, world):
+    """Operators on DTensors wait with Python's lock held; the stream needs it to drop a tensor that Python knows."""
+    mesh = init_device_mesh("cuda", (world,))
+    found = []
+    for _ in range(20):
+        values = distribute_tensor(torch.ones(8, 8, device="cuda"), mesh, [Shard(0)])
+        dropped = [filled(4096, number) for number in range(8)]
+        quotients = [1.0 / tensor for tensor in dropped]
+        del dropped, quotients
+        found.append(bool((values > 2).any()))
+    return sum(found)
+
+
+@case
+def timeout_of_a_group(rank, world):
+    dist.distributed_c10d._set_pg_timeout(timedelta(minutes=3), dist.new_group([0, 1]))
+    return True
 
 
 @case

@@ -62,6 +62,7 @@ RESULTS = {
     "save_and_load": ["cuda:0", [0, 1, 2]],
     "deepcopies": ["cuda:0", "cuda:0"],
     "indexing": [[0, 2], [1, 1, 1, 1], 2, [0, 1, 2, 3]],
+    "conjugated_and_negated_views": [True] * 9,
     "layers": [True] * 6,
     "recurrent_layers": [[True] * 10, "torch.bfloat16", "torch.float16"],
     "optimizers": [True] * 5,

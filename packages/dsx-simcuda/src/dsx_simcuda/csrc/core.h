@@ -63,6 +63,17 @@ int capture_stack();                          // 0: the calling thread runs no P
 const std::string& thread_name();             // Python's name of the calling thread, or the system's
 void set_backward_probe(void (*fn)(Place&));  // fills in what autograd does
 void stop_stacks();                           // Python ends: no stack is taken from here on
+// While it lives, other threads may run Python, if the calling thread had Python's lock.
+class PythonLockReleased {
+  public:
+    PythonLockReleased();
+    ~PythonLockReleased();
+    PythonLockReleased(const PythonLockReleased&) = delete;
+    PythonLockReleased& operator=(const PythonLockReleased&) = delete;
+
+  private:
+    void* state_;  // PyThreadState*; null: there was nothing to release
+};
 void dump_python_stacks();                    // of all threads, to stderr, without Python's lock
 
 // ---------------------------------------------------------------- launches and their order

@@ -18,7 +18,10 @@ inline bool on_device(const at::Tensor& t) { return t.defined() && t.device().ty
 
 // A CPU tensor over the same bytes, for workers; it keeps nothing alive.
 inline at::Tensor seen(const at::Tensor& t) {
-    return at::from_blob(alias(t.const_data_ptr()), t.sizes(), t.strides(), at::TensorOptions(t.scalar_type()));
+    auto view = at::from_blob(alias(t.const_data_ptr()), t.sizes(), t.strides(), at::TensorOptions(t.scalar_type()));
+    if (t.is_conj()) view._set_conj(true);  // the bytes are those of the conjugate
+    if (t.is_neg()) view._set_neg(true);
+    return view;
 }
 
 inline at::Tensor as_meta(const at::Tensor& t) {

@@ -394,5 +394,6 @@ PYBIND11_MODULE(_dsx_simnccl, m) {
         }))
         .def_property_readonly("options", &SimNccl::getBackendOptions)
         .def("comm_split_count", &SimNccl::splits)
+        .def("_set_default_timeout", &SimNccl::setTimeout)
         .def("perform_nocolor_split", [](SimNccl&, const py::object&) {});
 }

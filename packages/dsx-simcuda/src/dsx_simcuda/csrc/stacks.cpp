@@ -121,6 +121,14 @@ CallSite::~CallSite() {
 
 const Place& CallSite::here() { return place; }
 
+PythonLockReleased::PythonLockReleased() : state_(nullptr) {
+    if (!stopped && PyGILState_GetThisThreadState() && PyGILState_Check()) state_ = PyEval_SaveThread();
+}
+
+PythonLockReleased::~PythonLockReleased() {
+    if (state_) PyEval_RestoreThread(static_cast<PyThreadState*>(state_));
+}
+
 void dump_python_stacks() {  // faulthandler's own function: it needs no lock, and writes to a file descriptor
     using Dump = const char* (*)(int, void*, void*);
     auto dump = Dump(dlsym(RTLD_DEFAULT, "_Py_DumpTracebackThreads"));

@@ -193,6 +193,10 @@ static void hang(Stream* s, std::unique_lock<std::mutex>& held) {
 }
 
 void Stream::wait(uint64_t until) {
+    if (finished(until)) return;
+    // Not all of torch's operators give Python's lock away before they wait: those that dispatch DTensors keep it. The
+    // stream needs it where it drops the last reference to a tensor that Python knows.
+    PythonLockReleased others_run;
     std::unique_lock<std::mutex> g(m);
     if (completed >= until) return;
     demanded = std::max(demanded, until);
