@@ -24,7 +24,19 @@ import torch.distributed as dist
 from dsx_verify import Expected, Receipt, audit, audit_loop
 
 ROOT = Path(__file__).resolve().parents[3]
-CLIENTS = ("accelerate==1.15.0", "lightning==2.6.6", "lightning-utilities", "torchmetrics", "psutil")
+CLIENTS = (
+    "setuptools>=77",
+    "wheel",
+    "accelerate==1.15.0",
+    "lightning==2.6.6",
+    "lightning-utilities",
+    "torchmetrics",
+    "psutil",
+)
+TITAN = ("torchtitan==0.3.0", "torch_checkpointing", "spmd_types==0.2.3", "torchdata", "tyro", "typeguard",
+         "docstring_parser")  # fmt: skip
+TITAN_NEEDS = ("datasets<4.8", "tokenizers", "safetensors", "pillow", "tensorboard", "rich")
+"""These bring packages of their own, none of which needs torch."""
 ENGINE_NEEDS = ("hjson", "msgpack", "py-cpuinfo", "einops", "nvidia-ml-py", "ninja", "pydantic")
 ACCUMULATION, CLIP = 3, 0.1
 
@@ -193,11 +205,20 @@ def deepspeed_engine(stage: int) -> Callable[[bool], Receipt]:
     return run
 
 
+def torchtitan_train(wrong: bool) -> Receipt:
+    """`train()` of torchtitan's Trainer. Wrong: each micro-batch is divided by its own tokens."""
+    from torchtitan_program import audited
+
+    return audited(wrong)
+
+
+SIMULATED = "torchtitan train(), simulated CUDA"
 PROGRAMS: dict[str, Callable[[bool], Receipt]] = {
     "transformers Trainer.train()": transformers_train,
     "Lightning fit()": lightning_fit,
     "Accelerate": accelerate_loop,
     **{f"DeepSpeed stage {stage}": deepspeed_engine(stage) for stage in range(4)},
+    SIMULATED: torchtitan_train,
 }
 """Audits by name: (whether the program has its mistake) -> the receipt."""
 
@@ -219,7 +240,8 @@ def environment(folder: Path, deepspeed: str) -> Path:
     ]
     Path(own, "workspace.pth").write_text("\n".join(here) + "\n")
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    subprocess.run([*pip, *CLIENTS, *ENGINE_NEEDS], check=True)
+    subprocess.run([*pip, *CLIENTS, *ENGINE_NEEDS, *TITAN], check=True)
+    subprocess.run([*(word for word in pip if word != "--no-deps"), *TITAN_NEEDS], check=True)
     build = {**os.environ, "DS_BUILD_OPS": "0"}
     subprocess.run([*pip, "--no-build-isolation", f"deepspeed=={deepspeed}"], check=True, env=build)
     return python
@@ -258,7 +280,8 @@ def main() -> int:
 
 def _one(name: str, wrong: bool) -> int:
     """One rank of one audit."""
-    dist.init_process_group("gloo")
+    if name != SIMULATED:  # that program makes its process group itself
+        dist.init_process_group("gloo")
     receipt = PROGRAMS[name](wrong)
     if dist.get_rank() == 0:
         verdict = "clean" if receipt.fault is None else receipt.fault.kind
@@ -267,9 +290,13 @@ def _one(name: str, wrong: bool) -> int:
 
 
 def _audited(python: Path, name: str, wrong: bool) -> str:
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, "--program", name]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    env["DS_ACCELERATOR"] = "cpu"
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
+    if name == SIMULATED:
+        words += ["--no-python", str(python), "-m", "dsx_simcuda", "--devices", "2"]
+    else:
+        env["CUDA_VISIBLE_DEVICES"] = ""
+    words += [__file__, "--program", name]
     done = subprocess.run(
         [python, *words, *(["--wrong"] if wrong else [])], capture_output=True, text=True, env=env, timeout=600
     )

@@ -9,7 +9,7 @@ from dsx_testkit import run_ranks
 from dsx_verify import Expected, audit
 
 sys.path.insert(0, str(Path(__file__).parent))
-from verify_systems import OPTIMIZERS, Net, Tied, pairs, step_of, tokens, wrap
+from verify_systems import OPTIMIZERS, Net, Tied, Turned, pairs, step_of, tokens, wrap
 
 VARIANTS = {
     "plain": (Net, pairs, {}),
@@ -18,6 +18,7 @@ VARIANTS = {
     "batch norm": (lambda: Net(norm=True), pairs, {"accumulation": 2}),
     "frozen": (lambda: Net(frozen=True), pairs, {"max_norm": 0.05}),
     "tied": (Tied, tokens, {}),
+    "complex buffer": (Turned, pairs, {}),
     "autocast": (Net, pairs, {"compute": torch.bfloat16, "autocast": True, "accumulation": 2}),
     "scheduled": (Net, pairs, {"schedule": lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5)}),
 }

@@ -43,6 +43,18 @@ class Tied(nn.Module):
         return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
+class Turned(Net):
+    """Its inputs are turned by angles in a complex buffer, as rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.polar(torch.ones(3), torch.tensor([0.5, 1.5, 2.5])), persistent=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        turned = torch.view_as_complex(x.unflatten(-1, (3, 2))) * self.angles
+        return super().forward(torch.view_as_real(turned).flatten(-2), y)
+
+
 def pairs(number: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(100 + number)
     return torch.randn(4, 6, generator=generator), torch.randn(4, 3, generator=generator)

@@ -157,9 +157,9 @@ class Reference:
         module = expected.model()
         self.names = dict(module.named_parameters())
         self.aliases = _aliases(module)
-        plain = copy.deepcopy(module).to(torch.float32 if expected.autocast else expected.compute)
+        plain = _in_dtype(copy.deepcopy(module), torch.float32 if expected.autocast else expected.compute)
         self.plain = plain.train(module.training)
-        exact = module.to(expected.exact)
+        exact = _in_dtype(module, expected.exact)
         with torch.no_grad():
             for name, parameter in exact.named_parameters():
                 if name in start:
@@ -289,6 +289,20 @@ class _Called:
 def rounding(dtype: torch.dtype) -> float:
     """Half of the distance of 1.0 to the next number of a dtype."""
     return _EPS.get(dtype, 2.0**-24)
+
+
+def _in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The module with its floating-point numbers in a dtype. Complex ones (the angles of rotary embeddings) stay
+    complex: `Module.to` would drop their imaginary parts.
+    """
+    complex_dtype = torch.complex128 if dtype == torch.float64 else torch.complex64
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_complex():
+            return tensor.to(complex_dtype)
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return module._apply(cast)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
