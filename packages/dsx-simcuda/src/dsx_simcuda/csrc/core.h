@@ -74,7 +74,7 @@ class PythonLockReleased {
   private:
     void* state_;  // PyThreadState*; null: there was nothing to release
 };
-void dump_python_stacks();                    // of all threads, to stderr, without Python's lock
+void dump_python_stacks();  // of all threads, to stderr, without Python's lock
 
 // ---------------------------------------------------------------- launches and their order
 using Clock = std::vector<uint64_t>;  // by stream number
