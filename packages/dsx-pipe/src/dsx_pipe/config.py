@@ -1,9 +1,10 @@
 """The `pipeline` and `tensor_parallel` sections of a configuration (needs pydantic; imported only by code that loads
 one).
 
-Every key takes effect. `stages`, `partition`, `seed_layers`, `activation_checkpoint_interval` and `use_reentrant` are
-arguments of `PipelineModule` that the script did not give (`module_options`). `pipe_partitioned` and `grad_partitioned`
-are arguments of the runtime. The keys of `tensor_parallel` are arguments of `tensor.slice_model`.
+Every key takes effect. `stages`, `partition`, `schedule`, `chunks`, `seed_layers`, `activation_checkpoint_interval` and
+`use_reentrant` are arguments of `PipelineModule` that the script did not give (`module_options`). `pipe_partitioned`
+and `grad_partitioned` are arguments of the runtime. The keys of `tensor_parallel` are arguments of
+`tensor.slice_model`.
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ class Pipeline(_Section):
         "auto", description="number of pipeline stages; auto: the number that the script passes"
     )
     partition: str = Field("best", description="how layers are divided: best, uniform, parameters, type:<regex>, time")
+    schedule: str | None = Field(
+        None, description="schedule of the stages, as interleaved, zb-h1, zbv; null: 1f1b, or the script's own"
+    )
+    chunks: Count | None = Field(None, description="stages of each rank, for interleaved (virtual stages)")
     seed_layers: bool = Field(False, description="use a different random seed to build each layer")
     activation_checkpoint_interval: Size = Field(0, description="layers per recomputed block; 0: no recomputation")
     pipe_partitioned: bool = Field(
@@ -57,6 +62,9 @@ class Pipeline(_Section):
             found["partition_method"] = self.partition
         for key in ("seed_layers", "activation_checkpoint_interval"):
             if key in given:
+                found[key] = getattr(self, key)
+        for key in ("schedule", "chunks"):
+            if getattr(self, key) is not None:
                 found[key] = getattr(self, key)
         if "use_reentrant" in given:
             checkpoint = torch.utils.checkpoint.checkpoint

@@ -66,6 +66,11 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("-b", "--batch", metavar="FILE.py:FUNCTION", help="a function that makes one micro-batch")
     parser.add_argument("--recompute", action="store_true", help="the model recomputes its blocks in backward")
     parser.add_argument(
+        "--attention", choices=("flash2", "flash3"), default="flash2", help="kernels of attention: FlashAttention-2"
+        " (PyTorch's own; the default), or FlashAttention-3 and cuDNN, which are faster on Hopper and later",
+    )  # fmt: skip
+    parser.add_argument("--fp8", action="store_true", help="products of blocks multiply FP8, as with torchao")
+    parser.add_argument(
         "--search", action="store_true", help="try axes of ranks, stages, micro-batches, offload and recomputation"
     )
     parser.add_argument(
@@ -110,7 +115,7 @@ def _plan(args: argparse.Namespace) -> int:
     batch = _named(args.batch)() if args.batch else None
     common: dict[str, Any] = {
         "world_size": args.gpus, "ranks_per_host": args.per_host, "machine": _machine(args.machine), "batch": batch,
-        "sequence": args.sequence,
+        "sequence": args.sequence, "fp8": args.fp8, "attention": args.attention,
     }  # fmt: skip
     config = _changed(args)
     space = _space(args, config, common["machine"])
@@ -154,8 +159,9 @@ def _farthest(args: argparse.Namespace) -> int:
     from .reaching import memory_picture
     from .sizes import describe_largest, largest
 
-    own = ("search", "vary", "emit", "html", *(("sequence", "largest") if args.longest else ()))
+    own = ("search", "vary", "emit", "fp8", "html", *(("sequence", "largest") if args.longest else ()))
     wrong = [f"--{name}" for name in own if getattr(args, name)]
+    wrong += ["--attention"] if args.attention != "flash2" else []
     if wrong:
         mine, what = ("--longest", "lengths") if args.longest else ("--largest", "models")
         raise PlanError(f"{mine}: got {', '.join(wrong)} beside it; it tries settings and {what} of its own")

@@ -19,11 +19,17 @@ _OBSERVING = (
 )  # fmt: skip
 """Sections that change nothing about a step, or that have done their work when the batch is resolved."""
 
+_COMPILED = "compiled blocks are planned with fused kernels, and with the memory of blocks that are not compiled"
+
 _AS_GIVEN = ("pipeline", "tensor_parallel")
 """Sections in which a key that is not set means something else than its default: the script's own choice."""
 
+_WATCHING = "notice_data_writes"
+"""Unless it is asked for, it is over after the first updates, so it is no part of the recorded one. On a processor it
+sums large parameters piece by piece, which takes most of the time of a replay.
+"""
+
 _LEFT_OUT = {
-    "compile": "compiled blocks fuse operators: the plan takes each operator by itself, which is slower and holds more",
     "graph_harvesting": "device graphs are not planned",
     "data_efficiency": "data_efficiency: the plan is for whole samples",
     "curriculum_learning": "curriculum_learning: the plan is for the last, longest samples",
@@ -49,6 +55,7 @@ class Ready:
         layout: sizes of the axes.
         dtype: of the parameters in computation, for the peak rate.
         notes: what was left out.
+        compiled: blocks are compiled, so that operators are fused.
     """
 
     given: dict[str, Any]
@@ -59,6 +66,7 @@ class Ready:
     layout: dict[str, int]
     dtype: str
     notes: list[str]
+    compiled: bool
 
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
@@ -82,12 +90,19 @@ def ready(source: Any, world_size: int, engine: EngineToPlan) -> Ready:
     config = engine.load(source, world_size=data)
     cleaned = {key: value for key, value in config.to_dict().items() if key not in _OBSERVING}
     notes = [text for key, text in _LEFT_OUT.items() if _is_on(cleaned.pop(key, None))]
+    compiled = bool(value_of(cleaned, "compile.enabled"))
+    if compiled:
+        notes.append(_COMPILED)
+    cleaned.pop("compile", None)
     cleaned.pop("train_batch_size", None)
     for key in _AS_GIVEN:
         cleaned.pop(key, None)
         if key in given:
             cleaned[key] = given[key]
     cleaned["steps_per_print"] = 0
+    zero = cleaned.get("zero_optimization")
+    if isinstance(zero, dict) and value_of(given, f"zero_optimization.{_WATCHING}") is None:
+        cleaned["zero_optimization"] = {**zero, _WATCHING: False}
     notes += _compressed_steps(cleaned)
     precision = config.precision
     dtype = _DTYPES.get(str(precision.compute), "float32")
@@ -108,6 +123,7 @@ def ready(source: Any, world_size: int, engine: EngineToPlan) -> Ready:
         },
         dtype=dtype,
         notes=notes,
+        compiled=compiled,
     )
 
 

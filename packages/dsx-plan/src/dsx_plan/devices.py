@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from .errors import MachineError
 
-__all__ = ["ALIASES", "DEVICES", "NETWORKS", "Constants", "Device", "Network"]
+__all__ = ["ALIASES", "DEVICES", "FASTER_ATTENTION", "NETWORKS", "Constants", "Device", "Network"]
 
 
 @dataclass(frozen=True)
@@ -161,6 +161,11 @@ DEVICES: dict[str, Device] = {
         f"{_H100}; 3350 GB/s; hosts with 8 devices and a 400 Gb/s port each",
         _HOPPER, "MosaicML's MPT 1b, 7b and 30b on H100",
     ),
+    "H100-SXM-96": Device(
+        _rates(989, 495, eight=1979), 94.5, 2400, 450, _PCIE5, 50, 8, 2048, ("H100", "HBM2E"),
+        f"{_H100}; 96 GB of HBM2e, 2400 GB/s (torchtitan's benchmarks); hosts with 8 devices and a 400 Gb/s port each",
+        _HOPPER,
+    ),
     "H200-SXM": Device(
         _rates(989, 495, eight=1979), 139.8, 4800, 450, _PCIE5, 50, 8, 2048, ("H200",),
         "NVIDIA H200 data sheet (2024): as H100, 4800 GB/s; hosts with 8 devices and a 400 Gb/s port each", _HOPPER,
@@ -190,6 +195,12 @@ DEVICES: dict[str, Device] = {
     ),
 }  # fmt: skip
 """Devices by name. A device that is built into several kinds of hosts has the figures of its usual servers."""
+
+FASTER_ATTENTION = 2.2
+"""By how much attention of cuDNN or FlashAttention-3 is faster on Hopper and later than FlashAttention-2, to which
+`Constants.attention` was fitted: forward and backward together. (FlashAttention-3, arXiv 2407.08608: 1.5 to 2.0 and 1.5
+to 1.75 times.) Fitted to one row, Llama-3 8B of Megatron-Bridge on H100.
+"""
 
 ALIASES = {"v100": "V100-32", "a100": "A100-80", "h100": "H100-SXM", "h200": "H200-SXM", "4090": "RTX-4090"}
 """Common names of devices with more than one entry, or with a longer name: that of the usual servers."""

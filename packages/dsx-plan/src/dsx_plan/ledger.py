@@ -83,6 +83,17 @@ class Ledger:
         entry = self._entries.get(tensor.untyped_storage()._cdata)
         return DEVICE if entry is None else entry.tier
 
+    def key_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """What a tensor's storage is known by, also when another one has its place; None if it is not counted."""
+        key = tensor.untyped_storage()._cdata
+        entry = self._entries.get(key)
+        return None if entry is None else (key, entry.number)
+
+    def holds(self, key: tuple[int, int]) -> bool:
+        """Is a storage of `key_of` still there?"""
+        entry = self._entries.get(key[0])
+        return entry is not None and entry.number == key[1]
+
     def add(self, storage: torch.UntypedStorage, kind: str, tier: str = DEVICE) -> None:
         """Count a new storage."""
         key = storage._cdata

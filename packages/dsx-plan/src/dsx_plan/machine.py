@@ -15,7 +15,7 @@ from typing import Any
 
 from dsx_core import nearest
 
-from .devices import ALIASES, DEVICES, NETWORKS, Constants
+from .devices import ALIASES, DEVICES, FASTER_ATTENTION, NETWORKS, Constants
 from .errors import MachineError
 
 __all__ = ["Constants", "Machine"]
@@ -88,6 +88,24 @@ class Machine:
     def peak(self, dtype: str) -> float:
         """Peak operations per second of a dtype."""
         return self.flops.get(dtype, min(self.flops.values()))
+
+    def with_attention(self, kernels: str) -> Machine:
+        """The machine with these kernels of fused attention: "flash2", or "flash3" where they are faster.
+
+        Raises:
+            MachineError: the kernels are unknown, or nobody has fitted how fast attention is on this machine.
+        """
+        if kernels not in ("flash2", "flash3"):
+            raise MachineError(f"attention: got {kernels!r}, expected flash2 or flash3")
+        if kernels == "flash2":
+            return self
+        if self.device != "cuda" or self.constants.attention == 0.0:
+            raise MachineError(
+                f"attention: got {kernels!r} for {self.name}, where it is not known how fast attention is; expected"
+                " flash2, or a machine of Hopper or later (`dsx plan machines`)"
+            )
+        share = self.constants.attention * FASTER_ATTENTION
+        return replace(self, constants=replace(self.constants, attention=share))
 
     # - making one
 

@@ -43,13 +43,14 @@ def mail_of(stages: int, known: Mapping[int, Any]) -> Any:
     return RehearsedMail(known)
 
 
-def micro_batches_of(model: Any, stages: int, accumulation: int) -> int:
+def micro_batches_of(model: Any, stages: int, accumulation: int, section: Mapping[str, Any]) -> int:
     """The number of micro-batches of a step that are replayed.
 
     Args:
         model: as it is given to the engine: a `PipelineModule`, or what the configuration cuts.
         stages: ranks of the pipeline, as the configuration says.
         accumulation: micro-batches of a step.
+        section: `pipeline` of the configuration, which says how a model is cut that is not cut yet.
 
     Raises:
         PlanError: the configuration says another number of stages.
@@ -61,7 +62,7 @@ def micro_batches_of(model: Any, stages: int, accumulation: int) -> int:
             f' divided; write "pipeline": {{"stages": {made()}}} into the configuration'
         )
     if made is None:
-        return _replayed("1f1b", stages, 1, accumulation)
+        return _replayed(section.get("schedule") or "1f1b", stages, section.get("chunks") or 1, accumulation)
     return _replayed(model.schedule, stages, len(model.stage_modules), accumulation)
 
 

@@ -15,6 +15,7 @@ from .changes import changes_that_fit
 from .configs import Ready, ready
 from .engine import EngineToPlan, engine_to_plan
 from .errors import PlanError
+from .kernels import Kernels
 from .machine import Machine
 from .models import Batch, describe, model_maker
 from .pays import plans_without
@@ -41,6 +42,8 @@ def plan(
     loss: Callable[[Any], torch.Tensor] | None = None,
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
     recompute: bool = False,
+    fp8: bool = False,
+    attention: str = "flash2",
     changes: bool = True,
     engine: EngineToPlan | None = None,
 ) -> Plan:
@@ -62,6 +65,9 @@ def plan(
         loss: from the model's output to the loss; None: the output's `loss`, its first value, or its mean.
         optimizer: makes the optimizer where the configuration names none. None: AdamW.
         recompute: the model recomputes its blocks in backward (`gradient_checkpointing_enable`).
+        fp8: products with weights multiply FP8, but those of the output layer (torchao, Transformer Engine).
+        attention: kernels of fused attention: "flash2" (FlashAttention-2, PyTorch's own), "flash3" (FlashAttention-3,
+            cuDNN).
         changes: look for changes that make it fit where it does not; where it fits, plan it without each setting that
             is there to send less (ZeRO++, 1-bit optimizers), which says whether it saves time.
         engine: what is run; None: the installed one (`dsx_plan.engine`).
@@ -71,7 +77,8 @@ def plan(
         PlanError: the model, the batch or the machine cannot be planned with.
         DsxConfigError: the configuration is wrong.
     """
-    asked = Asked(model, world_size, ranks_per_host, Machine.of(machine), batch, sequence, loss, optimizer, engine)
+    found = Machine.of(machine).with_attention(attention)
+    asked = Asked(model, world_size, ranks_per_host, found, batch, sequence, loss, optimizer, engine, fp8)
     answer = asked.plan(config, recompute)
     if changes and answer.fits:
         answer.without = plans_without(answer, asked.plan)
@@ -98,11 +105,13 @@ class Asked:
 
     def __init__(
         self, model: Model, world_size: int, ranks_per_host: int | None, machine: Machine, batch: Any,
-        sequence: int | None, loss: Any, optimizer: Any, engine: EngineToPlan | None = None,
+        sequence: int | None, loss: Any, optimizer: Any, engine: EngineToPlan | None = None, fp8: bool = False,
     ) -> None:  # fmt: skip
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
             raise PlanError(f"world_size: got {world_size!r}, expected a number of ranks from 1")
-        self.world_size, self.machine = world_size, machine
+        if fp8 and "float8" not in machine.flops:
+            raise PlanError(f"fp8: {machine.name} has no rate for float8; expected a machine with products in FP8")
+        self.world_size, self.machine, self._fp8 = world_size, machine, fp8
         self.engine = engine_to_plan(engine)
         self.on_host = _on_host(world_size, ranks_per_host, machine)
         self._name, self._make = describe(model), model_maker(model)
@@ -127,7 +136,7 @@ class Asked:
             world_size=self.world_size, rank=0, ranks_per_host=self.on_host, batch=self._batch, micro=prepared.micro,
             accumulation=prepared.accumulation, sequence=self._sequence, loss=self._loss,
             streams=self.machine.streams, optimizer=self._optimizer, recompute=recompute, stages=stages,
-            shards=prepared.layout["sequence"],
+            shards=prepared.layout["sequence"], kernels=Kernels(fused=prepared.compiled, fp8=self._fp8),
         )  # fmt: skip
         if stages == 1:
             return [replay(question)]

@@ -22,6 +22,7 @@ from dsx_monitor.flops.rules import rule_for
 
 from . import trace as entries
 from .fake import is_small
+from .kernels import UNFUSED, Fusion, Kernels, dtype_in, is_causal
 from .ledger import DEVICE, HOST, Ledger
 from .trace import COPY, MARK, MESSAGE, OPERATOR, PHASE, RATES, RECOMPUTED, WAIT_MARK, WAIT_MESSAGE, Message, Trace
 
@@ -100,11 +101,16 @@ class Recorder(RehearsalObserver):
         ranks_per_host: neighbouring ranks on one host.
         streams: copies and messages run beside the computation, as on a device with streams.
         mail: what ranks send to each other, where they are not alike.
+        kernels: that compute, where they are not those of the operators.
     """
 
-    def __init__(self, *, ranks_per_host: int, streams: bool, mail: Mail | None = None) -> None:
+    def __init__(
+        self, *, ranks_per_host: int, streams: bool, mail: Mail | None = None, kernels: Kernels | None = None
+    ) -> None:  # fmt: skip
         self.trace = Trace()
         self.ledger = Ledger(lambda: len(self.trace))
+        self.kernels = kernels or Kernels()
+        self._fusion = Fusion(self.trace, self.ledger)
         self.phase = "build"
         self.unknown: Counter[str] = Counter()
         """Operators of which nobody has said what they cost, with how often they ran."""
@@ -120,6 +126,11 @@ class Recorder(RehearsalObserver):
         self._silent = False
         self._staged: dict[int, tuple[int, int]] = {}
 
+    def _add(self, lane: int, kind: int, number: int, extra: int = 0, rate: int = 0) -> None:
+        if lane == entries.COMPUTE:
+            self._fusion.end()
+        self.trace.add(lane, kind, number, extra, rate)
+
     # - phases and lanes
 
     def begin(self, phase: str) -> None:
@@ -127,7 +138,7 @@ class Recorder(RehearsalObserver):
         self.phase = phase
         if phase not in self.trace.phases:
             self.trace.phases.append(phase)
-        self.trace.add(0, PHASE, self.trace.phases.index(phase))
+        self._add(0, PHASE, self.trace.phases.index(phase))
 
     def lane(self, device: torch.device) -> _Lane:
         """A new lane beside the computation (`dsx_comm.lanes.lanes_from`)."""
@@ -137,16 +148,16 @@ class Recorder(RehearsalObserver):
     def mark(self, lane: int | None = None) -> int:
         """Note a place of a lane (default: the running one), to be waited for."""
         self.trace.marks += 1
-        self.trace.add(self._lane if lane is None else lane, MARK, self.trace.marks)
+        self._add(self._lane if lane is None else lane, MARK, self.trace.marks)
         return self.trace.marks
 
     def wait_mark(self, mark: int, lane: int | None = None) -> None:
         """Let a lane go on only behind a mark."""
-        self.trace.add(self._lane if lane is None else lane, WAIT_MARK, mark)
+        self._add(self._lane if lane is None else lane, WAIT_MARK, mark)
 
     def copied(self, direction: int, nbytes: int) -> None:
         """Bytes move between tiers."""
-        self.trace.add(self._lane, COPY, direction, nbytes)
+        self._add(self._lane, COPY, direction, nbytes)
 
     # - operators (`OperatorWatch`)
 
@@ -171,18 +182,24 @@ class Recorder(RehearsalObserver):
         if self._on_host(args, result):
             rate = _RATE["host"]
         elif products:
-            of = args[0].dtype if name in _SCALED else _dtype(result) or _dtype(args) or torch.float32
-            rate = _DTYPES.get(of, 0)
+            found = [args[0]] if name in _SCALED else [*_tensors(result), *_tensors(args)]
+            rate = _DTYPES.get(dtype_in(found) or torch.float32, 0)
             if name.startswith(_FUSED_ATTENTION):
-                rate += entries.ATTENTION + entries.CAUSAL * _is_causal(func, args, kwargs)
+                rate += entries.ATTENTION + entries.CAUSAL * is_causal(func, args, kwargs)
+            elif self.kernels.in_fp8(name, _tensors(args)):
+                rate, nbytes = _RATE["float8"], nbytes + self.kernels.casts(_nbytes(args))
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
             rate += RECOMPUTED  # inside a backward, where autograd itself records nothing
-        self.trace.add(self._lane, OPERATOR, flops, nbytes, rate)
+        fits = self.kernels.fused and self._lane == entries.COMPUTE and self.phase != "step"
+        if fits and not products and rate % RECOMPUTED == 0 and name not in UNFUSED:
+            self._fusion.take(_tensors((args, *kwargs.values())), _tensors(result), flops, rate)
+            return
+        self._add(self._lane, OPERATOR, flops, nbytes, rate)
 
     def stepped(self, tensors: Sequence[torch.Tensor], flops: int) -> None:
         """An optimizer's kernel has gone once over these tensors."""
         rate = _RATE["host"] if tensors and self.ledger.tier_of(tensors[0]) == HOST else 0
-        self.trace.add(self._lane, OPERATOR, flops, _nbytes(tensors), rate)
+        self._add(self._lane, OPERATOR, flops, _nbytes(tensors), rate)
 
     def _arithmetic(self, rule: Any, func: Any, args: Any, kwargs: Any, result: Any) -> tuple[int, int]:
         """Operations, and those of matrix products among them."""
@@ -201,7 +218,8 @@ class Recorder(RehearsalObserver):
         return self._streams and self.ledger.tier_of(target) != self.ledger.tier_of(source)
 
     def settle(self) -> None:
-        """Wait for what was begun for later."""
+        """Wait for what was begun for later, and end a run of fused operators."""
+        self._fusion.end()
         late, self.late = self.late, []
         for ticket in late:
             ticket.wait()
@@ -252,7 +270,7 @@ class Recorder(RehearsalObserver):
         if max(message.sent, message.received) > _SMALL_MESSAGE:
             self.communicators.add(message.group)
         number = len(self.trace.messages) - 1
-        self.trace.add(self._lane, MESSAGE, number)
+        self._add(self._lane, MESSAGE, number)
         self._stage(number, message)
         return number
 
@@ -267,7 +285,7 @@ class Recorder(RehearsalObserver):
 
     def waited(self, token: int) -> None:
         """See `RehearsalObserver.waited`."""
-        self.trace.add(self._lane, WAIT_MESSAGE, token)
+        self._add(self._lane, WAIT_MESSAGE, token)
         arriving, at_end = self._staged.pop(token, (0, 0))
         self.ledger.add_bytes(DEVICE, "messages", at_end)
         self.ledger.add_bytes(DEVICE, "messages", -arriving - at_end)
@@ -360,18 +378,6 @@ def _nbytes(value: Any) -> int:
     if isinstance(value, (list, tuple)):
         return sum(map(_nbytes, value))
     return 0
-
-
-def _is_causal(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether an operator of attention was told that no query sees a later key."""
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.name == "is_causal":
-            return bool(args[place] if place < len(args) else kwargs.get("is_causal", False))
-    return False
-
-
-def _dtype(value: Any) -> torch.dtype | None:
-    return next((t.dtype for t in _tensors(value) if t.is_floating_point()), None)
 
 
 def _who_asked() -> tuple[str | None, bool]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import dsx_comm
@@ -20,6 +20,7 @@ from torch import nn
 from .engine import BuiltEngine, EngineToPlan
 from .errors import PlanError, explains_itself
 from .fake import FakeCompute
+from .kernels import Kernels
 from .ledger import DEVICE, HOST, Ledger
 from .models import Batch, cut, default_batch, resized, tokens_of
 from .pipelines import PipelineSteps, as_pair, mail_of, micro_batches_of
@@ -57,6 +58,7 @@ class Question:
         recompute: ask the model to recompute its blocks (`gradient_checkpointing_enable`).
         stages: ranks of the pipeline; 1 without one.
         shards: ranks that share each sequence.
+        kernels: that compute.
         known: of a pipeline: by global rank, the letters that it sends to this rank (`dsx_pipe.runtime.rehearsed`).
     """
 
@@ -76,6 +78,7 @@ class Question:
     recompute: bool = False
     stages: int = 1
     shards: int = 1
+    kernels: Kernels = field(default_factory=Kernels)
     known: Mapping[int, Any] = field(default_factory=dict)
 
 
@@ -121,8 +124,9 @@ def replay(question: Question) -> Replay:
         DsxConfigError: the configuration is wrong.
     """
     recorder = Recorder(
-        ranks_per_host=question.ranks_per_host, streams=question.streams, mail=mail_of(question.stages, question.known)
-    )
+        ranks_per_host=question.ranks_per_host, streams=question.streams,
+        mail=mail_of(question.stages, question.known), kernels=question.kernels,
+    )  # fmt: skip
     if dsx_comm.is_initialized():
         raise PlanError(
             "there is a process group in this process; a plan stands for other ranks than these. Make it before"
@@ -191,6 +195,7 @@ class _Run:
                 )
             enable()
         model.train()
+        self._name_output_layer(model)
         self._micro_batches = self._replayed_micro_batches(model)
         recorder.ledger.rename(model.parameters(), "parameters")
         recorder.ledger.rename(model.buffers(), "buffers")
@@ -205,10 +210,19 @@ class _Run:
         built = question.engine.build(config, model=model, optimizer=optimizer, store=PlannedStore(recorder))
         return built, batch
 
+    def _name_output_layer(self, model: nn.Module) -> None:
+        """Products in FP8 leave it out, whole or in slices."""
+        words = getattr(getattr(model, "config", None), "vocab_size", None)
+        if isinstance(words, int):
+            parts = (n for n in range(1, 65) if words % n == 0)
+            kernels = self._recorder.kernels
+            self._recorder.kernels = replace(kernels, vocabulary=frozenset(words // n for n in parts))
+
     def _replayed_micro_batches(self, model: nn.Module) -> int:
         question = self._question
         if question.stages > 1 or question.engine.is_pipeline(model):
-            return micro_batches_of(model, question.stages, question.accumulation)
+            section = question.config.get("pipeline") or {}
+            return micro_batches_of(model, question.stages, question.accumulation, section)
         return min(question.accumulation, MOST_MICRO_BATCHES)
 
     def _steps(self, built: BuiltEngine, batch: Batch) -> Steps:
@@ -329,6 +343,7 @@ class _PlainSteps:
                 record.resident = self._built.shards.state_bytes_by_tier()
                 recorder.begin("step")
             else:
+                recorder.settle()
                 record.cut()
             engine.step()
             recorder.settle()

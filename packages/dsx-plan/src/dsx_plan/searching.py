@@ -70,6 +70,8 @@ def search(
     sequence: int | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    fp8: bool = False,
+    attention: str = "flash2",
     prune: bool = False,
     report: Callable[[str], object] = lambda text: None,
     progress: Callable[[int, int], object] = lambda done, total: None,
@@ -95,7 +97,8 @@ def search(
         isinstance(v, (str, bytes)) or not isinstance(v, Sequence) or not len(v) for v in space.values()
     ):
         raise PlanError("space: expected lists of values by path, as {'zero_optimization.stage': [1, 2, 3]}")
-    asked = Asked(model, world_size, ranks_per_host, Machine.of(machine), batch, sequence, loss, optimizer, engine)
+    found_machine = Machine.of(machine).with_attention(attention)
+    asked = Asked(model, world_size, ranks_per_host, found_machine, batch, sequence, loss, optimizer, engine, fp8)
     base = asked.engine.read(_source(config))
     found: list[Plan] = []
     skipped: list[Skipped] = []

@@ -153,6 +153,13 @@ def _apply(pipeline: Any, stages: int, module: Any) -> None:
             ' them equal, or write "auto"'
         )
     options = pipeline.module_options()
+    made = {"schedule": module.schedule, "chunks": len(module.stage_modules)}
+    for key, has in made.items():
+        if key in options and options[key] != has:
+            raise EngineArgumentError(
+                f"pipeline.{key}: got {options[key]!r}, and the PipelineModule was made with {has!r}; give"
+                f" PipelineModule({key}=...), or leave the key out"
+            )
     if "activation_checkpoint_interval" in options:
         module.set_checkpoint_interval(options["activation_checkpoint_interval"])
     if "activation_checkpoint_func" in options:

@@ -589,6 +589,8 @@ class Pipeline(TypedDict, total=False):
 
     stages: Literal["auto"] | int
     partition: str | Auto
+    schedule: str | Auto | None
+    chunks: int | Auto | None
     seed_layers: bool | Auto
     activation_checkpoint_interval: int | Auto
     pipe_partitioned: bool | Auto
