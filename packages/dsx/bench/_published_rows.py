@@ -16,10 +16,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-__all__ = ["ROWS", "Row", "example", "maker", "settings"]
+__all__ = ["ROWS", "Row", "example", "maker", "settings", "some_again"]
 
 MOSAIC = "MosaicML llm-foundry, scripts/train/benchmarking/README.md, H100 80GB BF16"
-TITAN = "torchtitan, benchmarks/"
 
 
 @dataclass(frozen=True)
@@ -28,12 +27,12 @@ class Row:
 
     Attributes:
         source: who published it.
-        model: a key of `MPT_SIZES` or `LLAMA_SIZES`.
+        model: a key of `MPT_SIZES`.
         machine: of the planner's table.
         length: tokens of a sample.
         devices: in all.
         micro, accumulation: batch of a device.
-        recomputes: blocks are computed again in backward; "some": every second product and all that is none.
+        recomputes: blocks are computed again in backward.
         tokens_per_second: of each device, as published.
         fits: constants are fitted to it.
         assumed: settings that the source leaves open.
@@ -46,7 +45,7 @@ class Row:
     devices: int
     micro: int
     accumulation: int
-    recomputes: bool | str
+    recomputes: bool
     tokens_per_second: float
     fits: bool = False
     assumed: str = ""
@@ -57,8 +56,6 @@ MPT_SIZES = {
     "30b": (7168, 48, 56), "70b": (8192, 80, 64),
 }  # fmt: skip
 """Width, layers, heads. With biases, learned positions and tied embeddings they have the table's parameter counts."""
-LLAMA_SIZES = {"llama-3-8b": (4096, 14336, 32, 32, 8, 128256)}
-"""Width, width of the feed-forward layer, layers, heads, heads of keys and values, vocabulary."""
 _FITTED = ("1b", "7b", "30b")
 
 
@@ -89,10 +86,6 @@ ROWS = (
     _mosaic("30b", 4096, 8, 1, 21, True, 1802),
     _mosaic("70b", 2048, 64, 8, 4, True, 1039),
     _mosaic("30b", 2048, 8, 3, 21, True, 2002),
-    Row(TITAN, "llama-3-8b", "H100-SXM", 8192, 8, 1, 1, "some", 5762,
-        assumed="micro-batch 1, selective recomputation"),
-    Row(TITAN, "llama-3-8b", "H100-SXM", 32768, 8, 1, 1, "some", 3890,
-        assumed="micro-batch 1, selective recomputation"),
 )  # fmt: skip
 
 
@@ -128,25 +121,7 @@ class MPT(nn.Module):
         return F.cross_entropy(self.head(self.last(x)).flatten(0, 1), tokens.flatten())
 
 
-def _llama(row: Row) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM  # lazy import: only these rows need it
-
-    width, inner, layers, heads, keys, words = LLAMA_SIZES[row.model]
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=width, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
-            num_key_value_heads=keys, vocab_size=words, max_position_embeddings=row.length, use_cache=False,
-        )
-    )  # fmt: skip
-    if row.recomputes == "some":
-        for layer in model.model.layers:
-            layer.forward = _some_again(layer.forward)
-    elif row.recomputes:
-        model.gradient_checkpointing_enable()
-    return model
-
-
-def _some_again(forward: Callable[..., Any]) -> Callable[..., Any]:
+def some_again(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Every second matrix product and all that is no product is computed again, attention is kept: torchtitan's
     selective mode.
     """
@@ -170,13 +145,12 @@ def _some_again(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def maker(row: Row) -> Callable[[], nn.Module]:
     """A function that makes the model of a row."""
-    return (lambda: MPT(row)) if row.model in MPT_SIZES else (lambda: _llama(row))
+    return lambda: MPT(row)
 
 
 def example(row: Row) -> Any:
     """One micro-batch of a row."""
-    tokens = torch.zeros(row.micro, row.length, dtype=torch.int64)
-    return tokens if row.model in MPT_SIZES else {"input_ids": tokens, "labels": tokens}
+    return torch.zeros(row.micro, row.length, dtype=torch.int64)
 
 
 def settings(row: Row) -> dict[str, object]:

@@ -1,6 +1,6 @@
 """How right the planner is, in parts, each with its goal beside the figure. Without words all are taken.
 
-    python packages/dsx/bench/planner.py [real] [published] [fit] [wide] [--small] [--json FILE]
+    python packages/dsx/bench/planner.py [real] [published] [layouts] [fit] [wide] [--small] [--json FILE]
 
 `real`: this machine is calibrated, then 18 configurations of a small GPT run on two processes (stages, micro-batches,
 accumulation, optimizer states in host memory). Printed are predicted over measured step times, their median error and
@@ -8,6 +8,10 @@ the rank correlation. A few minutes; nothing else should run.
 
 `published`: the rows of `_published_rows.py`, planned with the constants that `dsx plan` has for their device. Judged
 are the rows of models and sources to which these constants were not fitted. A few minutes.
+
+`layouts`: the rows of `_published_layouts.py` (FP8, compiled blocks, context, tensor, pipeline and expert parallelism,
+peaks of memory), planned as `dsx plan` plans them. No constant of the table is fitted to them but one, which its row
+says. A row that cannot be planned stands there with its reason. An hour; a large pipeline takes minutes.
 
 `fit`: the constants of a device, fitted to the rows that are marked for it: what `dsx_plan/devices.py` has. It starts
 with the constants of the table and moves one after the other. A few minutes.
@@ -29,8 +33,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from _published_layouts import LAYOUTS, planned
 from _published_rows import ROWS, Row, example, maker, settings
-from dsx.planning import Constants, Machine, plan
+from dsx.planning import Constants, Machine, PlanError, plan
 from dsx_plan.configs import ready
 from dsx_plan.cost import simulate, stragglers
 from dsx_plan.engine import engine_to_plan
@@ -239,5 +244,37 @@ def published(small: bool) -> Table:
     return table
 
 
+def layouts(small: bool) -> Table:
+    """Plans beside published rates and peaks of other layouts."""
+    columns = {"source": "", "model": "", "device": "", "devices": "", "length": "", "layout": ""}
+    rates = {"published tokens/s/device": "", "predicted / published": "{:.3f}"}
+    peaks = {"published GiB": "", "predicted GiB": "{:.1f}", "used to fit": "", "assumed or refused": ""}
+    table = Table({**columns, **rates, **peaks}, "layouts")
+    speeds, memory = [], []
+    for row in [row for row in LAYOUTS if row.quick][:2] if small else LAYOUTS:
+        found, refused = None, ""
+        try:
+            found = planned(row)
+        except PlanError as error:
+            refused = str(error).partition(";")[0]
+        rate = found and found.tokens_per_second / row.devices
+        held = found and (found.peak_bytes + found.fragmentation_bytes) / 2**30
+        if rate and not row.fits:
+            speeds.append((row.rate, rate))
+        if held and row.peak:
+            memory.append(held / row.peak)
+        given = (row.source.partition(",")[0], row.model, row.machine, row.devices, row.length, row.words, row.rate)
+        fits = "yes" if row.fits else "no"
+        table.add(*given, rate and rate / row.rate, row.peak or "", held, fits, refused or row.assumed)
+        sys.stderr.write(f"{row.model} {row.words}: {refused or rate}\n")
+    errors = [abs(said / rate - 1.0) for rate, said in speeds]
+    judge(table, "rates", errors, correlation([rate for rate, _ in speeds], [said for _, said in speeds]), (0.07, 0.95))
+    table.goal("the worst of them within 15 %", f"{max(errors):.1%}", met=max(errors) <= 0.15)
+    off = [abs(share - 1.0) for share in memory]
+    text = f"{statistics.median(off):.1%} in the median, {max(off):.1%} at most"
+    table.goal("peaks within 5 % of the published ones", text, met=max(off) <= 0.05)
+    return table
+
+
 if __name__ == "__main__":
-    run_parts({"real": real, "published": published, "fit": fit, "wide": wide}, __doc__)
+    run_parts({"real": real, "published": published, "layouts": layouts, "fit": fit, "wide": wide}, __doc__)

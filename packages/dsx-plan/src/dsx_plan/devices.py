@@ -197,9 +197,9 @@ DEVICES: dict[str, Device] = {
 """Devices by name. A device that is built into several kinds of hosts has the figures of its usual servers."""
 
 FASTER_ATTENTION = 2.2
-"""By how much attention of cuDNN or FlashAttention-3 is faster on Hopper and later than FlashAttention-2, to which
-`Constants.attention` was fitted: forward and backward together. (FlashAttention-3, arXiv 2407.08608: 1.5 to 2.0 and 1.5
-to 1.75 times.) Fitted to one row, Llama-3 8B of Megatron-Bridge on H100.
+"""By how much attention of cuDNN or FlashAttention-3 is faster on Hopper and later than what `Constants.attention` was
+fitted to, forward and backward together. FlashAttention-3 (arXiv 2407.08608) says 1.5 to 2.0 and 1.5 to 1.75 times
+FlashAttention-2; cuDNN is a little faster. Chosen with one row in sight, Llama-3 8B of Megatron-Bridge on H100.
 """
 
 ALIASES = {"v100": "V100-32", "a100": "A100-80", "h100": "H100-SXM", "h200": "H200-SXM", "4090": "RTX-4090"}
