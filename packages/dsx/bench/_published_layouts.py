@@ -1,9 +1,9 @@
 """Published rows of jobs with more than data parallelism, or with FP8 or compiled blocks: what `planner.py layouts`
 goes over.
 
-One constant was chosen with one of them in sight, which says so (`fits`); all others are held back. `assumed` names what the source
-leaves open. A rate is tokens per second of one device. A peak is what the source says of a device's memory, in GiB; 0:
-it says nothing.
+One constant was chosen with one of them in sight, which says so (`fits`); all others are held back. `assumed` names
+what the source leaves open. A rate is tokens per second of one device. A peak is what the source says of a device's
+memory, in GiB; 0: it says nothing.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class Ledger:
         return DEVICE if entry is None else entry.tier
 
     def key_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """What a tensor's storage is known by, also when another one has its place; None if it is not counted."""
+        """An identifier of a tensor's storage, also when another one has its place later; None if it is not counted."""
         key = tensor.untyped_storage()._cdata
         entry = self._entries.get(key)
         return None if entry is None else (key, entry.number)
