@@ -1,4 +1,4 @@
-"""This rank's groups in a grid of pipe x data x model ranks.
+"""This rank's groups in a grid of pipe x data x sequence x model ranks.
 
 `ProcessTopology`, `PipeDataParallelTopology` and `PipeModelDataParallelTopology` are dsx_comm's. `RankGrid` makes this
 rank's groups over one of them. It can be given as an `mpu`: `dsx_comm.read_mpu` finds the groups in it.
@@ -73,7 +73,10 @@ class RankGrid:
         topology: the grid's axes and sizes.
         registry: makes groups along further axes.
         pipe: group of the ranks of this pipeline, one per stage.
-        data: group of the ranks that hold the same stage and slice.
+        data: group of the ranks that hold the same stage and slice, and have batches of their own.
+        sequence: group of the ranks that hold the same stage and slice, and parts of the same sequences; None where the
+            grid has no such axis.
+        copies: group of all ranks that hold the same stage and slice: `data` and `sequence` together.
         model: group of the ranks that share the slices of one stage ("slice parallel").
         whole_model: group of the ranks that hold parts of one copy of the model, which DeepSpeed and Megatron call
             "model parallel": stages and slices together.
@@ -87,6 +90,9 @@ class RankGrid:
         self.registry = registry = GroupRegistry(self.topology)
         self.pipe, self.data, self.model = (registry.axis(name) for name in ("pipe", "data", "model"))
         self.whole_model = registry.axis("pipe", "model")
+        cut = self.topology.axis_size("sequence") > 1
+        self.sequence = registry.axis("sequence") if cut else None
+        self.copies = registry.axis("data", "sequence") if cut else self.data
         self.global_rank, self.world_size = dsx_comm.get_rank(), dsx_comm.get_world_size()
 
     def axis(self, *names: str) -> AxisGroup:
@@ -102,6 +108,14 @@ class RankGrid:
     def get_data_parallel_group(self) -> Any:
         """Group of the copies of this stage."""
         return self.data.group
+
+    def get_sequence_parallel_group(self) -> Any:
+        """Group of the ranks that have parts of the same sequences; None where sequences are not cut."""
+        return None if self.sequence is None else self.sequence.group
+
+    def get_sequence_data_parallel_group(self) -> Any:
+        """Group of the copies of this stage, over which gradients are averaged, if sequences are cut; else None."""
+        return None if self.sequence is None else self.copies.group
 
     def get_model_parallel_group(self) -> Any:
         """Group of all ranks that hold parts of this copy of the model, as in DeepSpeed: stages and slices together."""

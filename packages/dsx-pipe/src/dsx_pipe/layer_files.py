@@ -27,6 +27,9 @@ from .grid import RankGrid
 from .layers import TiedLayerSpec
 from .tensor.slices import is_sliced, slice_of, whole_of
 
+_NOT_IN_NAMES = ("pipe", "data", "sequence")
+"""Axes whose ranks have the same values of a layer, or other layers."""
+
 
 @dataclass(frozen=True)
 class LayerFile:
@@ -81,7 +84,7 @@ class LayerFiles:
 
     def path(self, folder: str | Path, index: int) -> str:
         """The file of layer `index` and this rank's slice."""
-        place = self._grid.topology.get_rank_repr(rank=self._grid.global_rank)
+        place = self._grid.topology.get_rank_repr(rank=self._grid.global_rank, omit_axes=_NOT_IN_NAMES)
         return str(Path(folder) / f"layer_{index:02d}{f'-{place}' if place else ''}-model_states.pt")
 
     def paths(self, folder: str | Path, index: int) -> list[str]:
@@ -97,7 +100,7 @@ class LayerFiles:
         Raises:
             PipelineError: on every rank, if one of them could not write its files.
         """
-        data, error_text = self._grid.data, None
+        data, error_text = self._grid.copies, None
         try:
             tensors = module.state_dict(keep_vars=True)
             for file in self._files:

@@ -227,7 +227,9 @@ def _submodule_at(module: Any, path: str) -> Any:
 
 
 def _outline(module: nn.Module) -> nn.Module:
-    """A shallow copy whose submodules can be replaced without changing the original."""
+    """A shallow copy whose submodules can be replaced without changing the original. Hooks are the original's: those
+    that are added to one outline are called by all of them (attention over cut sequences needs it).
+    """
     found = copy.copy(module)
     found.__dict__["_modules"] = dict(module._modules)
     return found

@@ -149,6 +149,9 @@ class StepWatcher:
     def before_batch(self) -> None:
         """A pipeline begins an update."""
 
+    def after_batch(self) -> None:
+        """A pipeline has run the forwards and backwards of an update."""
+
     def micro_batch_read(self, item: Any) -> None:
         """A pipeline has read a micro-batch, (inputs, labels)."""
 

@@ -110,7 +110,9 @@ def with_parallelism(keys: Mapping[str, Any], request: Request, joins: bool) -> 
     names = _check_old_parameters(request, stages)
     if stages > 1 and request.model_parameters:  # all of them, but those of the uncut model
         request = dataclasses.replace(request, model_parameters=None)
-    topology = dsx_pipe.PipeModelDataParallelTopology(num_pp=stages, num_mp=max(1, sliced), num_dp=world // parts)
+    shared = 1 if stages <= 1 or request.mesh is None else request.mesh[1]  # ranks of one sequence (`sequences.py`)
+    sizes = {"pipe": stages, "data": world // parts // shared, "sequence": shared, "model": max(1, sliced)}
+    topology = dsx_comm.ProcessTopology(tuple(sizes), tuple(sizes.values()))
     model, grid = request.model, request.mpu or dsx_pipe.RankGrid(topology)
     if slices is not None and sliced > 1:
         ranks = dsx_comm.read_mpu(grid).model if request.mpu is not None else grid.model
@@ -326,7 +328,8 @@ def build(parts: EngineParts) -> Engine:
             micro_batches=micro_batches,
             device=device,
             nonfinite="ignore" if parts.config.precision.check_overflow else "raise",
-            find_layer=split or data.size == 1,  # replicas without an error would not take part in the gathers
+            # copies without an error would not take part in the gathers, nor in attention over their tokens
+            find_layer=data.size == 1 or (split and module.grid.sequence is None),
             split_backward=split,
             callbacks=callbacks,
             slice_group=module.grid.model.group if module.grid.model.size > 1 else None,

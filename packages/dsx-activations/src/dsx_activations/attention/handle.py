@@ -40,6 +40,8 @@ class SequenceParallel:
         group, order: as given.
         rank, size: this process' place in the group.
         mean_group: the ranks over which gradients are averaged: `group`, and in an engine the data-parallel ranks too.
+        stages: the ranks that hold the other parts of the model, if it is one stage of a pipeline; else None. Attention
+            may then be in any of the parts, and `check_attention` has to be called.
     """
 
     def __init__(self, model: nn.Module, group: Any, order: str, length: int | None, options: dict[str, Any]) -> None:
@@ -47,6 +49,7 @@ class SequenceParallel:
         self.rank, self.size = place_in(group)
         self._name, self._fixed, self._options = type(model).__name__, length, options
         self.mean_group: Any = group
+        self.stages: Any = None
         self._next: Described | None = None
         self._now = Described(length)
         self._calls, self._checked = 0, False
@@ -78,7 +81,16 @@ class SequenceParallel:
         Args:
             length: tokens of the whole sequence; None: what `sequence_parallel` was told.
             documents: (batch, tokens) of this rank's tokens, see `sequence_attention`.
+
+        Raises:
+            ActivationArgumentError: the model is a stage of a pipeline, whose next forward may be of any micro-batch.
         """
+        if self.stages is not None:
+            raise ActivationArgumentError(
+                f"sequence_parallel: describe(): {self._name} is a stage of a pipeline, which runs several"
+                " micro-batches in turn; give sequence_parallel.length in the configuration, and for documents let them"
+                " travel with the activations and call dsx_activations.sequence_attention(documents=...) in the layer"
+            )
         length = self._fixed if length is None else length
         if documents is not None:
             length = self.agreed_length(documents.shape[1], documents.device) if length is None else length
@@ -157,14 +169,8 @@ class SequenceParallel:
 
     def end(self, output: Any) -> None:
         """A forward of the model has ended: its backward recomputes with what it was told of its tokens."""
-        if not self._calls and not self._checked:
-            raise ActivationArgumentError(
-                f"sequence_parallel: no attention was found in {self._name}: its forward called neither"
-                " F.scaled_dot_product_attention nor nn.MultiheadAttention nor transformers' attention interface, so"
-                " its tokens would not see those of other ranks; call dsx_activations.sequence_attention in its"
-                " attention"
-            )
-        self._checked = True
+        if self.stages is None:
+            self.check_attention()
         described = self._now
 
         def again(grad: torch.Tensor) -> None:
@@ -173,6 +179,25 @@ class SequenceParallel:
         for tensor in _tensors(output):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(again)
+
+    def check_attention(self) -> None:
+        """Raise unless a forward so far has called attention. Later calls do nothing. Collective over `stages`.
+
+        Raises:
+            ActivationArgumentError: there was no call; on all ranks of `stages`.
+        """
+        if self._checked:
+            return
+        calls = [self._calls] if self.stages is None else dsx_comm.together(self.stages).gather(self._calls)
+        if not any(calls):
+            where = self._name if self.stages is None else f"the {len(calls)} stages of {self._name}"
+            raise ActivationArgumentError(
+                f"sequence_parallel: no attention was found in {where}: its forward called neither"
+                " F.scaled_dot_product_attention nor nn.MultiheadAttention nor transformers' attention interface, so"
+                " its tokens would not see those of other ranks; call dsx_activations.sequence_attention in its"
+                " attention"
+            )
+        self._checked = True
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: Any) -> torch.Tensor:
         """`sequence_attention` over the tokens of this forward."""

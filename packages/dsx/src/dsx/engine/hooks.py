@@ -47,6 +47,11 @@ class StepHook:
     def before_batch(self) -> None:
         """A pipeline begins an update, on all ranks: the place for what is collective. Elsewhere it is not called."""
 
+    def after_batch(self) -> None:
+        """A pipeline has run the forwards and backwards of an update without a failure, on all ranks: a place for what
+        is collective, before anything is changed. Elsewhere it is not called.
+        """
+
     def micro_batch_read(self, item: Any) -> None:
         """A pipeline has read a micro-batch, (inputs, labels), to be looked at only. Elsewhere nothing is read."""
 

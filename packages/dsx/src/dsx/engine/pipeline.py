@@ -112,6 +112,8 @@ class PipelineEngine(Engine):
             with parts.backwards.known(), self._held(), parts.watch.clock.range("forward_backward"):
                 loss = self._pipe.train_batch(source)
             parts.window.close()
+            for hook in parts.watch.hooks:
+                hook.after_batch()
             with self._pipe.together("preparing the update"):
                 self._prepare_update()
         except BaseException:
