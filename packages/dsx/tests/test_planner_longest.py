@@ -5,6 +5,7 @@ is found, with the settings that reach it.
 import dataclasses
 import json
 
+import dsx_activations
 import pytest
 import torch
 from dsx.planning import Machine, PlanError, longest, plan
@@ -73,6 +74,34 @@ def test_a_ring_is_planned_too():
     found = plan(Model, config, world_size=2, machine="H100-SXM", batch=batch(2048), changes=False)
     block = 2048 // 2 * SIZE * 4 * 2 * KEYS
     assert found.messages["batch_isend_irecv"][1] == 2 * block * (1 + 1 + 2)  # forward, backward, gradients home
+
+
+class Recomputed(Model):
+    def forward(self, x):
+        for block in self.blocks:
+            x = dsx_activations.checkpoint(block, x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_waits_in_host_memory_is_planned_there(ranks):
+    """Inputs of recomputed blocks, to the byte; and with chunks queries, keys, values and results of a block."""
+    length, config = 1 << 14, {**CONFIG, "sequence_parallel_size": ranks}
+    one = length // ranks * WIDTH * 4  # an input of a rank
+
+    def peaks(**more):
+        found = plan(
+            Recomputed, {**config, **more}, world_size=ranks, machine="H100-SXM", batch=batch(length), changes=False
+        )  # fmt: skip
+        return found.peak["device"], found.peak.get("host", 0)
+
+    stays = {"activation_checkpointing": {"cpu_checkpointing": False}}  # said: without it an earlier plan's holds
+    kept, on_host = peaks(**stays), peaks(activation_checkpointing={"cpu_checkpointing": True})
+    assert on_host[1] - kept[1] == 2 * one  # of two blocks
+    assert on_host[0] <= kept[0]
+    if ranks == 2:  # one process alone has no attention over ranks, so no chunks of it
+        chunked = peaks(sequence_parallel={"host_chunks": 8}, **stays)
+        assert chunked[1] - kept[1] >= length // ranks * SIZE * 4 * (2 * HEADS + 2 * KEYS)  # of one block at least
 
 
 def test_the_longest_sequence():

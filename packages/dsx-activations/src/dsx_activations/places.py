@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
-from dsx_comm.lanes import Lane, Ticket, make_lane
+from dsx_comm.lanes import HostLane, Lane, Ticket, make_lane
 
 from .errors import ActivationStateError
 
@@ -277,8 +277,8 @@ class HostPlace:
         self._stays: Place = DevicePlace() if number is None else SlotPlace(number)
 
     def moves(self, tensor: torch.Tensor) -> bool:
-        """Returns False for host tensors, unless a lane was given."""
-        return tensor.device.type != "cpu" or self._given is not None or self._stays.moves(tensor)
+        """Returns False for host tensors, unless a lane was given or they stand for a device's (a plan)."""
+        return not self._is_host(tensor.device) or self._stays.moves(tensor)
 
     def begin(self) -> None:
         """See `Place`."""
@@ -291,7 +291,7 @@ class HostPlace:
 
     def put(self, flat: torch.Tensor) -> Held:
         """See `Place`."""
-        if flat.device.type == "cpu" and self._given is None:
+        if self._is_host(flat.device):
             return self._stays.put(flat)
         if self._slots is None:
             return _OnHost(
@@ -309,6 +309,12 @@ class HostPlace:
         self._stays.reset()
         if self._slots is not None:
             self._slots.reset()
+
+    def _is_host(self, device: torch.device) -> bool:
+        """Whether memory of this device is in its place already. In a plan host tensors stand for a device's, and have
+        its lane.
+        """
+        return device.type == "cpu" and self._given is None and isinstance(self._lane(device), HostLane)
 
     def _lane(self, device: torch.device) -> Lane:
         if self._given is not None:

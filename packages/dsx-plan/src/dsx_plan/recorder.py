@@ -387,9 +387,13 @@ def _who_asked() -> tuple[str | None, bool]:
     frame, on_host = sys._getframe(2), False
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if module.startswith(_ALLOCATOR_MODULES):
+        if frame.f_code.co_name == "__torch_function__":
+            pass  # a mode that hands the call on
+        elif module.startswith(_ALLOCATOR_MODULES):
             on_host = on_host or (module == "dsx_zero.homes.home" and frame.f_code.co_name == "__init__")
             on_host = on_host or module == "dsx_zero.homes.stored"
+        elif module == "dsx_activations.places" and frame.f_code.co_name == "host_memory":
+            return "activations", True
         elif module.startswith(("dsx_zero.", "dsx_activations.", "dsx_comm.", "dsx_ops.", "dsx_pipe.runtime.messages")):
             if module == "dsx_zero.params.flat" and frame.f_code.co_name == "make_master":
                 return "masters", on_host
