@@ -107,6 +107,8 @@ class Holding:
         key_sets: which members of the family a row stands for: (key, dtype); the model's own has no dtype here.
         client: tensors that only this rank knows.
         numbered: optimizer states that are one number: key -> the tensors that have one, by number.
+        shaped: optimizer states with a shape of their own: (key, shape) -> the tensors that have one, by number. The
+            boxes of their rows are boxes of that shape.
     """
 
     rows: array[int] = field(default_factory=lambda: array("q"))
@@ -114,18 +116,23 @@ class Holding:
     key_sets: list[tuple[tuple[str, str], ...]] = field(default_factory=list)
     client: list[ClientTensor] = field(default_factory=list)
     numbered: dict[str, array[int]] = field(default_factory=dict)
+    shaped: dict[tuple[str, tuple[int, ...]], array[int]] = field(default_factory=dict)
 
     def digest(self) -> bytes:
         """A hash; equal where everything is equal."""
         found = hashlib.sha256(self.rows.tobytes())
-        facts = (self.boxes, self.key_sets, self.client, [(k, v.tobytes()) for k, v in self.numbered.items()])
+        lists = [(k, v.tobytes()) for found in (self.numbered, self.shaped) for k, v in found.items()]
+        facts = (self.boxes, self.key_sets, self.client, lists)
         found.update(repr(facts).encode("utf-8", "surrogatepass"))
         return found.digest()[:16]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        numbered = {key: columns.to_bytes(array("q", numbers), 1) for key, numbers in self.numbered.items()}
+        numbered, shaped = (
+            {key: columns.to_bytes(array("q", numbers), 1) for key, numbers in found.items()}
+            for found in (self.numbered, self.shaped)
+        )
         rows = columns.to_bytes(self.rows, _WIDTH)
-        return _restored, (rows, self.boxes, self.key_sets, self.client, numbered)
+        return _restored, (rows, self.boxes, self.key_sets, self.client, numbered, shaped)
 
     def each_row(self) -> Iterator[Row]:
         """The rows, in order."""
@@ -151,9 +158,12 @@ def _restored(
     key_sets: list[tuple[tuple[str, str], ...]],
     client: list[ClientTensor],
     numbered: dict[str, bytes],
+    shaped: dict[tuple[str, tuple[int, ...]], bytes],
 ) -> Holding:
-    found = {key: array("I", columns.from_bytes(data, 1)) for key, data in numbered.items()}
-    return Holding(columns.from_bytes(rows, _WIDTH), boxes, key_sets, client, found)
+    numbers, shapes = (
+        {key: array("I", columns.from_bytes(data, 1)) for key, data in found.items()} for found in (numbered, shaped)
+    )
+    return Holding(columns.from_bytes(rows, _WIDTH), boxes, key_sets, client, numbers, shapes)
 
 
 @dataclass(frozen=True)
@@ -240,6 +250,10 @@ class HoldingBuilder:
     def number(self, name: str, key: str) -> None:
         """Note that a tensor has a state of this key that is one number."""
         self.holding.numbered.setdefault(key, array("I")).append(self._numbers[name])
+
+    def shape(self, name: str, key: str, shape: tuple[int, ...]) -> None:
+        """Note that a tensor has a state of this key with this shape of its own."""
+        self.holding.shaped.setdefault((key, shape), array("I")).append(self._numbers[name])
 
     def _close(self) -> None:
         if self._open is not None:

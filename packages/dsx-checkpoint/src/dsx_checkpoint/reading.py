@@ -109,6 +109,21 @@ class Reader:
         scalar = self.index.scalars.get(key, {}).get(self.name_of(name))
         return scalar if scalar is not None else self._read(OPTIMIZER, f"{key}/{self.name_of(name)}", name, start, stop)
 
+    def shaped_state(self, key: str, name: str, start: int, stop: int) -> torch.Tensor | None:
+        """Elements of an optimizer state with a shape of its own, counted in that shape, 1-D."""
+        entry = self.index.tensors[OPTIMIZER].get(f"{key}/{self.name_of(name)}")
+        if entry is None or not self._loads_states_of(name):
+            return None
+        region = Region(Box.whole(entry.spec.shape), start, stop)
+        place = self._places.get(name)
+        if not region.lies_in(entry.spec.shape) or (place is not None and place.box != Box.whole(place.shape)):
+            raise CheckpointError(
+                f"optimizer state {shown(key)} of {shown(name)}: elements {start} to {stop} were asked for, of a state"
+                f" of shape {entry.spec.shape} in the checkpoint, which no part of a tensor can have; load with"
+                " optimizer_states=False to start the states again"
+            )
+        return self._read_region((OPTIMIZER, entry.spec.name), region)
+
     def _loads_states_of(self, name: str) -> bool:
         return self._optimizer_states and self.selection.selects(name) and name not in self.unfit
 
@@ -150,6 +165,13 @@ class Reader:
         place = self._places.get(name)
         region = Region.whole(entry.spec.shape) if place is None else Region(place.box, 0, place.box.numel)
         region = Region(region.box, start, stop)
+        model = self.index.tensors[MODEL].get(self.name_of(name))
+        if model is not None and model.spec.shape != entry.spec.shape:
+            raise CheckpointError(
+                f"{shown(stored)} has the shape {entry.spec.shape} in the checkpoint, and its parameter"
+                f" {model.spec.shape}: another optimizer keeps such states; load with optimizer_states=False to start"
+                " the states again"
+            )
         if self.selection.may_pad(name):
             return self._read_padded((family, stored), region, place)
         if not region.lies_in(entry.spec.shape):

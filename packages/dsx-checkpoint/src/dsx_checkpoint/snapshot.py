@@ -145,6 +145,24 @@ class Snapshot:
             self._add_state(builder, key, value, part, place)
         for key, start, values in part.ranges:
             self._add(builder, _checked_key(key), place, start, values)
+        for state in getattr(part, "shaped", ()):
+            self._add_shaped(builder, state, part, place)
+
+    def _add_shaped(self, builder: HoldingBuilder, state: Any, part: Any, place: Place) -> None:
+        """Take in elements of a state with a shape of its own."""
+        key, shape, count = _checked_key(state.key), tuple(state.shape), state.values.numel()
+        if place.box != Box.whole(place.shape):
+            raise CheckpointError(
+                f"optimizer state {shown(key)} of {shown(part.name)} has the shape {shape}, and this rank has a part of"
+                f" the tensor of shape {place.shape} by model parallelism: such states cannot be joined; use an"
+                " optimizer with one value per element (AdamW), or save with optimizer_states=False"
+            )
+        if count:
+            region, dtype = Region(Box.whole(shape), state.start, state.start + count), dtype_name(state.values.dtype)
+            builder.hold(place.name, key, dtype, region)
+            builder.shape(place.name, key, shape)
+            family, name = stored_name(key, place.name)
+            self._add_piece(family, TensorSpec(name, dtype, shape), region, state.values)
 
     def _add_state(self, builder: HoldingBuilder, key: str, value: Any, part: Any, place: Place) -> None:
         _checked_key(key)

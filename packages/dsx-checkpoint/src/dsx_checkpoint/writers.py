@@ -31,12 +31,14 @@ class Writers:
         by_tensor: tensor -> members that are held together -> region -> rank.
         dtypes: tensor -> state -> dtype, and the lowest rank that has it.
         replicated: regions of tensors that several ranks hold.
+        shapes: tensor -> state -> its shape, where that is not the tensor's.
         client, client_specs: tensors that one rank alone knows: who writes them, and what they are.
     """
 
     by_tensor: dict[str, dict[KeySet, dict[Spot, int]]] = field(default_factory=dict)
     dtypes: dict[str, dict[str, tuple[str, int]]] = field(default_factory=dict)
     replicated: set[tuple[str, Spot]] = field(default_factory=set)
+    shapes: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict)
     client: dict[str, int] = field(default_factory=dict)
     client_specs: list[TensorSpec] = field(default_factory=list)
 
@@ -52,12 +54,23 @@ class Writers:
                 if known.master:
                     made._note_dtype(name, model[name], MASTER, known.master, 0)
         for (catalogue, number), rank in told.first.items():
+            made._take_shapes(rank, told.names[catalogue], told.holdings[number])
             made._take_rows(rank, told.names[catalogue], told.holdings[number], model, members[catalogue, number] > 1)
             for client in told.holdings[number].client:
                 if client.name not in made.client:
                     made.client[client.name] = rank
                     made.client_specs.append(client.spec)
         return made
+
+    def _take_shapes(self, rank: int, names: Sequence[str], holding: Holding) -> None:
+        for (key, shape), tensors in holding.shaped.items():
+            for tensor in tensors:
+                known = self.shapes.setdefault(names[tensor], {}).setdefault(key, shape)
+                if known != shape:
+                    raise CheckpointError(
+                        f"optimizer state {shown(key)} of {shown(names[tensor])} has the shape {shape} on rank {rank}"
+                        f" and {known} on a lower rank; all ranks must hold one model"
+                    )
 
     def _take_rows(
         self, rank: int, names: Sequence[str], holding: Holding, model: Mapping[str, TensorSpec], several: bool
@@ -93,7 +106,11 @@ class Writers:
             if keys is None:
                 keys = order[tuple(found)] = sorted(found, key=lambda key: (key != MASTER, key))
             for key in keys:
-                yield TensorSpec(stored_name(key, name)[1], found[key][0], spec.shape)
+                yield TensorSpec(stored_name(key, name)[1], found[key][0], self._shape(spec, key))
+
+    def _shape(self, spec: TensorSpec, key: str) -> tuple[int, ...]:
+        """The shape of a member of a tensor's family."""
+        return self.shapes.get(spec.name, {}).get(key, spec.shape)
 
     def of_piece(self, name: str, key: str, spot: Spot) -> int:
         """The rank that writes a region of a tensor (`MODEL_KEY`) or of one of its states."""
@@ -114,7 +131,7 @@ class Writers:
                 for key in [MODEL_KEY] if of_model else self.dtypes.get(name, ()):
                     found = [regions for keys, regions in sets.items() if key in _keys_of(keys)]
                     if tuple(map(id, found)) not in good:
-                        _check_whole(stored_name(key, name)[1], spec.shape, found)
+                        _check_whole(stored_name(key, name)[1], self._shape(spec, key), found)
                         good.add(tuple(map(id, found)))
 
     def masks(self, specs: Mapping[str, Sequence[TensorSpec]]) -> dict[int, int]:

@@ -27,7 +27,8 @@ from .functional.layer_norm import add_layer_norm, layer_norm
 from .functional.softmax import masked_softmax
 from .gradients import CheckOverflow, clip_grad_norm_, get_global_norm, get_grad_zeros, get_weight_norm
 from .native import reference_only
-from .optim.adam import Adam8bit, CPUAdam, FusedAdam
+from .optim.adam import CPUAdam, FusedAdam
+from .optim.coded import Adam4bit, Adam8bit
 from .optim.lamb import FusedLamb
 from .optim.muon import Muon, orthogonalize
 from .optim.simple import SGD, CPUAdagrad, CPULion, FusedLion
@@ -53,6 +54,7 @@ DeepSpeedTransformerConfig = TransformerConfig
 DeepSpeedTransformerLayer = TransformerLayer
 
 __all__ = [
+    "Adam4bit",
     "Adam8bit",
     "CPUAdagrad",
     "CPUAdam",

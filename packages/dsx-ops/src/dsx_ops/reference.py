@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from .layouts import flat
-from .spec import BLOCK8, Algorithm, Batch, Lowered, Slot
+from .spec import BLOCKS, Algorithm, Batch, Lowered, Slot
 
-PIECE = 1 << 22  # elements at a time; a multiple of BLOCK8
+BLOCK8 = BLOCKS[Algorithm.ADAM8]
+PIECE = 1 << 22  # elements at a time; a multiple of every block
 
 # What a code's bits, shifted left by 20 and read as fp32, are multiplied by; and the scale from which on that is done
 # in two steps.
@@ -31,7 +32,7 @@ def run(batch: Batch) -> None:
     """Apply the batch's update. Not for LAMB, which has two phases."""
     numbers = batch.hyper.lowered(batch.algorithm)
     update = {
-        Algorithm.ADAM: _adam,
+        Algorithm.ADAM: adam,
         Algorithm.ADAGRAD: _adagrad,
         Algorithm.LION: _lion,
         Algorithm.SGD: _sgd,
@@ -43,15 +44,15 @@ def run(batch: Batch) -> None:
                 continue
             p = load_param(piece)
             states = tuple(s if s.dtype == torch.float32 else s.float() for s in piece.states)
-            update(p, _gradient(piece.grad, numbers), states, numbers)
+            update(p, gradient(piece.grad, numbers), states, numbers)
             for kept, new in zip(piece.states, states):
                 if kept is not new:
                     kept.copy_(new)
             store_param(piece, p)
 
 
-def pieces(slot: Slot) -> Iterator[Slot]:
-    """The slot cut into flat slots of at most PIECE elements."""
+def pieces(slot: Slot, block: int = BLOCK8) -> Iterator[Slot]:
+    """The slot cut into flat slots of at most PIECE elements; `block`: elements per scale."""
     total = slot.param.numel()
     for at in range(0, total, PIECE):
         count = min(PIECE, total - at)
@@ -59,7 +60,7 @@ def pieces(slot: Slot) -> Iterator[Slot]:
         def cut(t: Tensor, at: int = at, count: int = count) -> Tensor:
             return flat(t).narrow(0, at, count)
 
-        first = at // BLOCK8
+        first = at // block
         yield replace(
             slot,
             param=cut(slot.param),
@@ -67,7 +68,7 @@ def pieces(slot: Slot) -> Iterator[Slot]:
             states=tuple(cut(s) for s in slot.states),
             low_bits=None if slot.low_bits is None else cut(slot.low_bits),
             copy=None if slot.copy is None else cut(slot.copy),
-            scales=tuple(s[first : first - (-count // BLOCK8)] for s in slot.scales),
+            scales=tuple(s[first : first - (-count // block)] for s in slot.scales),
             offset=slot.offset + at,
         )
 
@@ -79,9 +80,13 @@ def load_param(piece: Slot) -> Tensor:
     return piece.param if piece.param.dtype == torch.float32 else piece.param.float()
 
 
-def store_param(piece: Slot, p: Tensor) -> None:
-    """Write the fp32 value back, and into the copy."""
-    if piece.low_bits is not None:
+def store_param(piece: Slot, p: Tensor, random: Tensor | None = None) -> None:
+    """Write the fp32 value back, and into the copy. `random`: 16 bits for each element; a bf16 parameter without a
+    master is rounded stochastically by them, so that updates below its last bit add up.
+    """
+    if random is not None and piece.param.dtype == torch.bfloat16 and piece.low_bits is None:
+        piece.param.copy_(rounded_to_bf16(p, random))
+    elif piece.low_bits is not None:
         weight, low = split_master(p)
         piece.param.copy_(weight)
         piece.low_bits.copy_(low)
@@ -107,7 +112,7 @@ def join_master(weight: Tensor, low_bits: Tensor) -> Tensor:
     return ((weight.view(torch.int16).to(torch.int32) << 16) + low_bits.to(torch.int32)).view(torch.float32)
 
 
-def _gradient(grad: Tensor, h: Lowered) -> Tensor:
+def gradient(grad: Tensor, h: Lowered) -> Tensor:
     g = grad.float()
     if h.unscale:
         g = g * h.grad_mul
@@ -124,7 +129,7 @@ def _moments(m: Tensor, v: Tensor, g: Tensor, h: Lowered) -> None:
     v.mul_(h.beta2).add_((g * h.one_minus_beta2) * g)
 
 
-def _adam(p: Tensor, g: Tensor, states: tuple[Tensor, ...], h: Lowered) -> None:
+def adam(p: Tensor, g: Tensor, states: tuple[Tensor, ...], h: Lowered) -> None:
     m, v = states
     if h.use_l2:
         g = g + p * h.l2
@@ -147,7 +152,7 @@ def adam_rollback(slot: Slot, h: Lowered) -> None:
         p = p + (m / _root(v).mul_(h.inv_denom).add_(h.eps)).mul_(h.step_size)
         if h.decoupled:
             p = p / h.decay
-        g = _gradient(piece.grad, h)
+        g = gradient(piece.grad, h)
         if h.use_l2:
             g = g + p * h.l2
         piece.states[0].copy_((m - g * h.one_minus_beta1) / h.beta1)
@@ -197,7 +202,7 @@ def lamb_update(batch: Batch) -> Tensor:
     for slot in batch.slots:
         row = torch.zeros(2, dtype=torch.float64, device=slot.param.device)
         for piece in pieces(slot):
-            p, g = load_param(piece), _gradient(piece.grad, h)
+            p, g = load_param(piece), gradient(piece.grad, h)
             m, v = (s if s.dtype == torch.float32 else s.float() for s in piece.states)
             _moments(m, v, g, h)
             for kept, new in zip(piece.states, (m, v)):
@@ -260,6 +265,14 @@ def decode8(code: Tensor, unit: float) -> Tensor:
     return (code.to(torch.int32) << 20).view(torch.float32) * unit
 
 
+def rounded_to_bf16(x: Tensor, random: Tensor) -> Tensor:
+    """fp32 numbers rounded to bfloat16, up with the probability of what is cut off; `random` has 16 bits (int64). NaN
+    stays NaN.
+    """
+    bits = ((x.contiguous().view(torch.int32).to(torch.int64) & _MASK32) + random) >> 16
+    return torch.where(x.isnan(), torch.full_like(bits, 0x7FC0), bits).to(torch.int16).view(torch.bfloat16)
+
+
 def _fp32(x: float) -> float:
     """Rounded to fp32. Of one operation on such numbers in fp64 this is what fp32 gives."""
     return torch.tensor(x, dtype=torch.float32).item()
@@ -305,13 +318,14 @@ class _Numbers8:
         )
 
 
-def _per_element(scale: Tensor, count: int) -> Tensor:
-    return scale.repeat_interleave(BLOCK8)[:count]
+def per_element(scale: Tensor, count: int, block: int = BLOCK8) -> Tensor:
+    """The scale of each of `count` elements."""
+    return scale.repeat_interleave(block)[:count]
 
 
-def _block_max(x: Tensor) -> Tensor:
-    count = x.numel()
-    padded = torch.nn.functional.pad(x, (0, -count % BLOCK8)).view(-1, BLOCK8)
+def block_max(x: Tensor, block: int = BLOCK8) -> Tensor:
+    """The largest of each block, of numbers that are not negative."""
+    padded = torch.nn.functional.pad(x, (0, -x.numel() % block)).view(-1, block)
     return padded.amax(dim=1)
 
 
@@ -326,7 +340,7 @@ def _below_largest(x: Tensor, scale: Tensor, careful: Tensor, unit: float) -> Te
     )
     before = torch.where(careful, 1 / unit, 1.0).to(torch.float32)
     after = torch.where(careful, inverse, inverse * (1 / unit))
-    shifted = (x * _per_element(before, x.numel())) * _per_element(after, x.numel())
+    shifted = (x * per_element(before, x.numel())) * per_element(after, x.numel())
     return torch.where(shifted.isnan(), torch.zeros_like(shifted), shifted)
 
 
@@ -337,16 +351,16 @@ def _adam8(piece: Slot, lowered: Lowered) -> None:
         g = g + p * h.l2
     first, second = (s.to(torch.int32) for s in piece.states)
     scale1, scale2 = piece.scales
-    most = _block_max(g.abs())
+    most = block_max(g.abs())
     by1, by2, new1, new2 = (
         scale1 * h.decode1,
         scale2 * h.decode2,
         scale1 * h.beta1 + most,
         scale2 * h.beta2 + most * most,
     )
-    m = decode8(first & 0x7F, FIRST_UNIT) * _per_element(by1, count)
+    m = decode8(first & 0x7F, FIRST_UNIT) * per_element(by1, count)
     m = torch.where((first & 0x80) != 0, -m, m) + g
-    v = decode8(second, SECOND_UNIT) * _per_element(by2, count) + g * g
+    v = decode8(second, SECOND_UNIT) * per_element(by2, count) + g * g
     careful = ~((by1 <= FIRST_LIMIT) & (new1 <= FIRST_LIMIT) & (by2 <= SECOND_LIMIT) & (new2 <= SECOND_LIMIT))
     finite = new1.isfinite() & new2.isfinite()
     scale1.copy_(torch.where(finite, new1, math.nan))
@@ -357,21 +371,14 @@ def _adam8(piece: Slot, lowered: Lowered) -> None:
     noise = torch.where(odd, random & 0xFFFFF, random >> 12)
     magnitude = encode8(_below_largest(m.abs(), new1, careful, FIRST_UNIT), noise)
     sign = (m.view(torch.int32) < 0).to(torch.int64) << 7
-    piece.states[0].copy_(magnitude | torch.where(_per_element(finite, count), sign, torch.zeros_like(sign)))
+    piece.states[0].copy_(magnitude | torch.where(per_element(finite, count), sign, torch.zeros_like(sign)))
     # Never below the smallest normal code: the root of a second moment is divided by.
     piece.states[1].copy_(encode8(_below_largest(v, new2, careful, SECOND_UNIT), noise).clamp_(min=8))
 
     if lowered.decoupled:
         p.mul_(h.decay)
     p.sub_((m / _root(v).add_(h.eps)).mul_(h.step_size))
-    if piece.param.dtype == torch.bfloat16 and piece.low_bits is None:
-        bits = ((p.view(torch.int32).to(torch.int64) & _MASK32) + torch.where(odd, random >> 16, random & 0xFFFF)) >> 16
-        bits = torch.where(p.isnan(), torch.full_like(bits, 0x7FC0), bits)
-        piece.param.copy_(bits.to(torch.int16).view(torch.bfloat16))
-        if piece.copy is not None:
-            piece.copy.copy_(p)
-        return
-    store_param(piece, p)
+    store_param(piece, p, torch.where(odd, random >> 16, random & 0xFFFF))
 
 
 # ---- norms -----------------------------------------------------------------------------------------------------------

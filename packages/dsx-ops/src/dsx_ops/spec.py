@@ -18,11 +18,10 @@ from .errors import HyperparameterError, TensorError
 from .layouts import WorkingCopy
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-BLOCK8 = 256  # elements per scale of 8-bit states; same as in native/include/dsx_ops/kernels.h
 
 
 class Algorithm(enum.IntEnum):
-    """Update rules; the numbers are those of the native code."""
+    """Update rules; the numbers are those of the native code. Those from 16 on have none: `low_bit` serves them."""
 
     ADAM = 0
     ADAGRAD = 1
@@ -30,6 +29,13 @@ class Algorithm(enum.IntEnum):
     SGD = 3
     ADAM8 = 4
     LAMB = 5
+    ADAM4 = 16
+    ADAM_ROUNDED = 17
+
+
+BLOCKS = {Algorithm.ADAM8: 256, Algorithm.ADAM4: 128}
+"""Elements per scale of coded states; that of 8 bits as in native/include/dsx_ops/kernels.h."""
+_ADAMS = (Algorithm.ADAM, Algorithm.ADAM8, Algorithm.ADAM4, Algorithm.ADAM_ROUNDED)
 
 
 @dataclass(frozen=True)
@@ -109,7 +115,7 @@ class Hyper:
         """The factors; formulas of DeepSpeed's fused optimizers and of torch.optim."""
         lr, (beta1, beta2), wd = float(self.lr), self.betas, self.weight_decay
         step_size, inv_denom, damp = lr, 1.0, 1.0
-        if algorithm in (Algorithm.ADAM, Algorithm.ADAM8) and self.bias_correction:
+        if algorithm in _ADAMS and self.bias_correction:
             step_size = lr / (1.0 - beta1**self.step)
             inv_denom = 1.0 / math.sqrt(1.0 - beta2**self.step)
         if algorithm is Algorithm.LAMB and self.bias_correction:
@@ -148,7 +154,7 @@ class Slot:
     Kernels take slots whose tensors are dense and lie in memory in one order (`optim.slots.working_slot`).
 
     `low_bits`: int16, completes a bf16 `param` to its fp32 master. `copy`: receives the new parameter in its own dtype.
-    `scales`: one fp32 per 256 elements and moment, for 8-bit states. `offset`: index of the first element in the whole
+    `scales`: one fp32 per block and moment, for coded states. `offset`: index of the first element in the whole
     buffer, which keys stochastic rounding. `owner`: the slot that this one was made from, of distributed tensors or of
     tensors in another order. `copies`: what to put back there when the update is done.
     """
@@ -219,13 +225,16 @@ def check_slot(slot: Slot, algorithm: Algorithm) -> None:
         )
     else:
         _check(slot.grad, "gradient", slot.name, FLOATS, param)
-    codes = algorithm is Algorithm.ADAM8
-    if codes and slot.offset % BLOCK8:
-        raise TensorError(f"{slot.name}: got offset {slot.offset}, expected a multiple of {BLOCK8} for 8-bit states")
+    block = BLOCKS.get(algorithm, 0)
+    if block and slot.offset % block:
+        bits = 8 if algorithm is Algorithm.ADAM8 else 4
+        raise TensorError(
+            f"{slot.name}: got offset {slot.offset}, expected a multiple of {block} for {bits}-bit states"
+        )
     for state in slot.states:
-        _check(state, "optimizer state", slot.name, (torch.uint8,) if codes else FLOATS, param)
+        _check(state, "optimizer state", slot.name, (torch.uint8,) if block else FLOATS, param)
     for scale in slot.scales:
-        blocks = -(-param.numel() // BLOCK8)
+        blocks = -(-param.numel() // block)
         if scale.dtype != torch.float32 or scale.numel() != blocks or not scale.is_contiguous():
             raise TensorError(f"{slot.name}: got {scale.numel()} {scale.dtype} block scales, expected {blocks} float32")
     if slot.low_bits is not None:

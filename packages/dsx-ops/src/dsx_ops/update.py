@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from . import native, reference
+from . import low_bit, native, reference
 from .backends import native_cpu, torch_cuda
 from .cuda import flat as cuda_flat
 from .cuda import loader as cuda_loader
@@ -49,6 +49,9 @@ def apply(batch: Batch) -> None:
         take(batch)
         return
     if not batch.slots:
+        return
+    if batch.algorithm in low_bit.RULES:
+        low_bit.run(batch)
         return
     device = batch.slots[0].param.device.type
     if device == "cuda":

@@ -139,6 +139,7 @@ class Recipe:
             ),
             leaves=self.leaves,
             undivided=needs_whole_tensors(inner),
+            block=getattr(inner, "state_block", 1),
         )
         check_rank_sets(plans, self.data)
         check_whole_tensors(inner, plans, self.model)

@@ -23,6 +23,7 @@ from .alike import agree, hash_of, telling
 from .errors import ZeroStateError
 from .grads.averaging import averages_itself
 from .params.partitioned import PartitionedParameter
+from .state.shapes import refuse_shaped
 from .torch_state import MASTER, numbered_groups
 
 if TYPE_CHECKING:
@@ -153,6 +154,7 @@ def kinds_of_states(optimizer: ZeroOptimizer) -> dict[str, dict[str, Any]]:
         check_plain(optimizer)
         optimizer.check_states()
         for part in optimizer.slices(lazily=True):
+            refuse_shaped(part.name, part.shaped, _SAVE)
             mine[part.name] = kinds_of(part.states)
     agree(_SAVE, {}, ranks.group)
     return of_all_ranks(optimizer, mine)
@@ -308,6 +310,10 @@ class _WholeReader:
         if isinstance(value, torch.Tensor) and value.dim():
             return value.reshape(-1)[start:stop]
         return value
+
+    def shaped_state(self, key: str, name: str, start: int, stop: int) -> torch.Tensor | None:
+        value = self._states[name].get(key)
+        return value.reshape(-1)[start:stop] if isinstance(value, torch.Tensor) else None
 
 
 def _numel(tensor: torch.Tensor | None) -> int:

@@ -32,6 +32,7 @@ from .plan.layout import LocalSlice
 from .plan.units import ParameterInfo, find_parameters
 from .runtime import Runtime
 from .state.loading import SliceLoad, read_master
+from .state.shapes import refuse_shaped
 from .state.slices import State, own_states
 from .state.templates import StateTemplates
 from .step.masters import Master, Masters
@@ -197,6 +198,9 @@ class _Whole:
         value = self._states[key]
         return value.reshape(-1)[start:stop] if isinstance(value, torch.Tensor) and value.dim() else value
 
+    def shaped_state(self, key: str, name: str, start: int, stop: int) -> torch.Tensor | None:
+        return None  # refused before anything moved
+
 
 _Described = dict[str, tuple[str | None, Any]]
 """States of one parameter by key: the dtype of one with a value per element, or the single value."""
@@ -251,7 +255,9 @@ class _Moves:
     def _states_of(self, move: _Move, templates: StateTemplates, *, lazily: bool) -> dict[str, Any]:
         if move.part is None or not move.part.numel:
             return {}
-        return own_states(self.states, move.masters, move.part, templates, lazily, lambda tensor: tensor)
+        found = own_states(self.states, move.masters, move.part, templates, lazily, lambda tensor: tensor)
+        refuse_shaped(move.name, found.values(), "a change of which parameters train")
+        return found
 
     def _describe(self, templates: StateTemplates) -> dict[str, _Described]:
         """Which states each parameter has, on all ranks alike: some may own nothing of it."""

@@ -29,6 +29,7 @@ from .params.partitioned import PartitionedParameter
 from .params.shard_view import Part, ShardView
 from .params.whole import joining
 from .plan.layout import LocalSlice
+from .state.shapes import refuse_shaped
 from .state.templates import StateTemplates
 from .step.masters import Master
 
@@ -120,6 +121,7 @@ def optimizer_parts(
     for part in optimizer.held_slices():
         if part.name not in numbers or not part.trainable:
             continue
+        refuse_shaped(part.name, part.shaped, "state_dict")
         group, place = optimizer.group_of(part.name), LocalSlice(part.start, part.stop, 0)
         own = part.states if fresh is None else fresh[part.name]
         found: dict[str, Any] = {}
@@ -245,6 +247,10 @@ class PartsReader:
 
     def state(self, key: str, name: str, start: int, stop: int) -> Any:
         return self._cut(name, self._states[name][key], start, stop)
+
+    def shaped_state(self, key: str, name: str, start: int, stop: int) -> torch.Tensor | None:
+        """Refused: they are not saved in this form."""
+        raise ZeroStateError(f"{name}: {key} has a shape of its own, which torch's form of states has no place for")
 
 
 def _plain(value: torch.Tensor) -> torch.Tensor:

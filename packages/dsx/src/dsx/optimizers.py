@@ -24,12 +24,14 @@ from dsx_core.device import accelerator_kind
 from torch import nn
 
 from .config.notes import CLIPPING
-from .errors import DsxConfigError, Problem, in_checkout
+from .errors import DsxConfigError, in_checkout
+from .muon_groups import check_split, groups_for_muon, optimizer_problem
 
 Build = Callable[..., torch.optim.Optimizer]
 
 _MUP = {"muadam": "MuAdam", "muadamw": "MuAdamW", "musgd": "MuSGD"}
 _OURS = {"lamb": "FusedLamb", "lion": "FusedLion"}
+_CODED = {f"{name}{bits}bit": f"Adam{bits}bit" for name in ("adam", "adamw") for bits in (8, 4)}
 _FUSED_EVERYWHERE = ("Adam", "AdamW", "SGD")  # torch's fused Adagrad exists on the CPU only
 _ONLY_TORCH = {"amsgrad", "capturable", "differentiable", "foreach", "fused"}
 
@@ -72,7 +74,7 @@ def choose_optimizer(
     """
     key = type_name.lower()
     if "max_grad_norm" in params:
-        raise _problem(
+        raise optimizer_problem(
             "params.max_grad_norm",
             "optimizers do not clip gradients here",
             got=repr(params["max_grad_norm"]),
@@ -84,7 +86,9 @@ def choose_optimizer(
     wide = masters if masters != "fp32" and states == "fp32" else ""  # states must be wider than the masters
     _agree_on_states(arguments, masters, states)
     if key in ("adam", "adamw"):
-        return _adam(type_name, arguments, reference, wide)
+        return _adam(type_name, arguments, reference, wide, states)
+    if key in _CODED:
+        return _coded_adam(type_name, _CODED[key], arguments, wide)
     if key == "muon":
         return _muon(type_name, arguments, wide)
     if key in _MUP:
@@ -107,7 +111,7 @@ def _agree_on_states(arguments: dict[str, Any], masters: str, states: str) -> No
     """
     asked = arguments.get("fp32_optimizer_states")
     if masters != "fp32" and asked is not None and bool(asked) != (states == "fp32"):
-        raise _problem(
+        raise optimizer_problem(
             "params.fp32_optimizer_states",
             f"the precision section has masters in {masters} and optimizer states in {states}",
             kind="conflict",
@@ -117,7 +121,7 @@ def _agree_on_states(arguments: dict[str, Any], masters: str, states: str) -> No
 
 
 def _narrow(type_name: str, what: str, masters: str) -> DsxConfigError:
-    return _problem(
+    return optimizer_problem(
         "type",
         f"{what} its states in the masters' {masters}, while bf16.bf16_optimizer_states is false",
         kind="conflict",
@@ -127,14 +131,17 @@ def _narrow(type_name: str, what: str, masters: str) -> DsxConfigError:
     )
 
 
-def _adam(type_name: str, arguments: dict[str, Any], reference: bool, wide: str) -> OptimizerChoice:
+def _adam(type_name: str, arguments: dict[str, Any], reference: bool, wide: str, states: str) -> OptimizerChoice:
     decoupled = bool(arguments.pop("adam_w_mode", True)) or type_name.lower() == "adamw"
+    kept = _kept_states(arguments, wide, states)
     wish = "torch_adam is set" if arguments.pop("torch_adam", False) else ""
     if not wish:  # torch's AdamW has another default than FusedAdam, and the choice of class must not change results
         arguments.setdefault("weight_decay", 0.0)
     only_torch = sorted(_ONLY_TORCH & {key for key, value in arguments.items() if value})
     if only_torch:
         wish = f"{only_torch[0]} is set, which only torch has"
+    if kept:
+        return _adam_with_states(type_name, {**arguments, "adam_w_mode": decoupled}, kept, wish, wide)
     if reference:
         wish = "as reference"
     cls, missing = _ops_class("FusedAdam", native=not wide)
@@ -147,9 +154,60 @@ def _adam(type_name: str, arguments: dict[str, Any], reference: bool, wide: str)
     return _from_ops(type_name, cls, {**kept, "adam_w_mode": decoupled}, wide)
 
 
+_STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def _kept_states(arguments: dict[str, Any], wide: str, states: str) -> dict[str, Any]:
+    """How `params` say that the moments are kept, taken out of `arguments`; empty where they say nothing.
+
+    Raises:
+        DsxConfigError: they contradict each other, or the precision section.
+    """
+    kept = {key: arguments.pop(key) for key in ("state_dtype", "stochastic_rounding", "seed") if key in arguments}
+    name = kept.get("state_dtype", states)
+    if wide and name != "fp32":
+        raise optimizer_problem("params.state_dtype", f"the precision section has fp32 states beside masters in {wide}",
+                       kind="conflict", got=name, fix="leave it out, or set bf16.bf16_optimizer_states")  # fmt: skip
+    if kept.get("state_dtype") is not None and arguments.pop("fp32_optimizer_states", False) and name != "fp32":
+        raise optimizer_problem("params.state_dtype", "fp32_optimizer_states says fp32", kind="conflict", got=name,
+                       fix="leave one of them out")  # fmt: skip
+    if kept.get("stochastic_rounding") and name != "bf16":
+        raise optimizer_problem("params.stochastic_rounding", "only moments in bf16 are rounded so", kind="conflict",
+                       got=f"states in {name}", expected="bf16", fix='set "state_dtype": "bf16" beside it')  # fmt: skip
+    if "seed" in kept and not kept.get("stochastic_rounding"):
+        raise optimizer_problem("params.seed", "it is the seed of stochastic rounding", got=str(kept["seed"]),
+                       fix="leave it out, or set stochastic_rounding")  # fmt: skip
+    if "state_dtype" in kept:
+        kept["state_dtype"] = _STATE_DTYPES[name]
+    return kept
+
+
+def _adam_with_states(
+    type_name: str, arguments: dict[str, Any], kept: dict[str, Any], wish: str, wide: str
+) -> OptimizerChoice:
+    cls, missing = _ops_class("FusedAdam")
+    if wish or cls is None:
+        raise optimizer_problem(f"params.{next(iter(kept))}", f"torch's Adam has none of this, and it is taken, because"
+                       f" {wish or missing}", kind="conflict", got=str(next(iter(kept.values()))))  # fmt: skip
+    own = {key: value for key, value in arguments.items() if key not in _ONLY_TORCH}
+    return _from_ops(type_name, cls, {**own, **kept}, wide)
+
+
+def _coded_adam(type_name: str, name: str, arguments: dict[str, Any], wide: str) -> OptimizerChoice:
+    """Adam with moments in 8 or 4 bits, of dsx_ops. `AdamW` in the name decouples weight decay whatever is said."""
+    if wide:
+        raise _narrow(type_name, f"{type_name}, which has no fp32 states, would keep", wide)
+    if type_name.lower().startswith("adamw"):
+        arguments["adam_w_mode"] = True
+    cls, missing = _ops_class(name)
+    if cls is None:
+        raise optimizer_problem("type", f'optimizer "{type_name}" needs dsx-ops: {missing}', fix=in_checkout("dsx-ops"))
+    return _from_ops(type_name, cls, arguments, wide)
+
+
 def _torch_adam(torch_name: str, arguments: dict[str, Any], *, plain: bool) -> OptimizerChoice:
     if arguments.get("bias_correction", True) is not True and not plain:
-        raise _problem(
+        raise optimizer_problem(
             "params.bias_correction",
             f"torch's {torch_name} always corrects the bias",
             got="false",
@@ -165,10 +223,10 @@ def _muon(type_name: str, arguments: dict[str, Any], wide: str) -> OptimizerChoi
         raise _narrow(type_name, "Muon keeps", wide)
     cls, missing = _ops_class("Muon")
     if cls is None:
-        raise _problem("type", f'optimizer "{type_name}" is one of dsx-ops: {missing}', kind="not-available")
+        raise optimizer_problem("type", f'optimizer "{type_name}" is one of dsx-ops: {missing}', kind="not-available")
     split = arguments.pop("split", None) or {}
     _check_arguments(cls, arguments, type_name, more=("split",))
-    _check_split(split)
+    check_split(split)
 
     def build(parameters: Any, *, model: nn.Module) -> torch.optim.Optimizer:
         return cls(groups_for_muon(parameters, model, split), **arguments)
@@ -178,80 +236,6 @@ def _muon(type_name: str, arguments: dict[str, Any], wide: str) -> OptimizerChoi
     )
 
 
-def _check_split(split: Any) -> None:
-    """Raises DsxConfigError if `optimizer.params.split` is not {part of a name: {"rows": ..., "columns": ...}}."""
-    wanted = '{"qkv_proj": {"rows": [4096, 1024, 1024]}, "gate_up_proj": {"columns": 2}}'
-    form = isinstance(split, dict) and all(isinstance(v, dict) and v.keys() <= {"rows", "columns"} and v
-                                           for v in split.values())  # fmt: skip
-    if not form:
-        raise _problem("params.split", "it says which weights are several matrices", got=repr(split), expected=wanted)
-
-
-_NOT_FOR_MUON = ("embed", "lm_head")
-"""Parts of the names of embeddings and output layers. Muon is only for matrices of hidden layers."""
-
-
-def groups_for_muon(
-    parameters: Any, model: nn.Module, split: Mapping[str, Mapping[str, Any]] | None = None
-) -> list[dict[str, Any]]:
-    """Parameters, or groups of them, as groups with the entry `use_muon`.
-
-    A parameter's attribute `use_muon` decides. Without it, tensors of two or more dimensions are for Muon, except
-    weights of embeddings and parameters whose names contain "embed" or "lm_head". Tensors of three dimensions are
-    stacks of matrices (packed experts), except weights of convolutions.
-
-    Args:
-        split: which weights are several matrices: for a part of the dotted name, "rows" (equal parts below each other,
-            or their sizes) and "columns" (equal parts beside each other).
-
-    Raises:
-        DsxConfigError: a key of `split` is no part of the name of a parameter for Muon.
-    """
-    one_matrix = {id(p) for m in model.modules() if isinstance(m, _CONVOLUTIONS) for p in m.parameters(recurse=False)}
-    embedded = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
-    parts: dict[int, set[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        parts.setdefault(id(parameter), set()).update(name.split("."))
-        if any(word in name.lower() for word in _NOT_FOR_MUON):
-            embedded.add(id(parameter))
-    split, used = split or {}, set[str]()
-
-    def settings(parameter: torch.Tensor) -> dict[str, Any]:
-        said = getattr(parameter, "use_muon", None)
-        if not (parameter.dim() >= 2 and id(parameter) not in embedded if said is None else bool(said)):
-            return {"use_muon": False}
-        found: dict[str, Any] = {"use_muon": True}
-        if parameter.dim() == 3:
-            found["stacked"] = id(parameter) not in one_matrix
-        for key in split.keys() & parts.get(id(parameter), ()):
-            used.add(key)
-            found |= {f"split_{side}": value for side, value in split[key].items()}
-        return found
-
-    groups: list[dict[str, Any]] = []
-    listed = list(parameters)
-    for group in listed if listed and isinstance(listed[0], dict) else [{"params": listed}]:
-        if "use_muon" in group:
-            groups.append(group)
-            continue
-        params = group["params"]
-        by_settings: dict[str, tuple[dict[str, Any], list[torch.Tensor]]] = {}
-        for parameter in [params] if isinstance(params, torch.Tensor) else params:
-            own = settings(parameter)
-            by_settings.setdefault(repr(own), (own, []))[1].append(parameter)
-        for own, members in sorted(by_settings.values(), key=lambda pair: not pair[0]["use_muon"]):
-            groups.append({**group, **own, "params": members})
-    if unused := split.keys() - used:
-        raise _problem(
-            "params.split", "no parameter for Muon has this part in its name", got=", ".join(sorted(unused)),
-            expected='a part between the dots, such as "qkv_proj" of "layers.0.attention.qkv_proj.weight"',
-        )  # fmt: skip
-    return groups
-
-
-_CONVOLUTIONS = (nn.Conv1d, nn.ConvTranspose1d)
-
-
 def _mup(type_name: str, name: str, arguments: dict[str, Any], wide: str) -> OptimizerChoice:
     """An optimizer of the package mup, which scales learning rates by width (`mup.set_base_shapes` comes first)."""
     if wide:
@@ -259,7 +243,7 @@ def _mup(type_name: str, name: str, arguments: dict[str, Any], wide: str) -> Opt
     try:
         import mup  # lazy import: an optional package  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise _problem(
+        raise optimizer_problem(
             "type", f'optimizer "{type_name}" is one of the package mup, which cannot be imported ({error})',
             kind="not-available", fix="pip install mup, and call mup.set_base_shapes on the model before initialize",
         ) from error  # fmt: skip
@@ -272,7 +256,7 @@ def _only_ops(type_name: str, arguments: dict[str, Any], wide: str) -> Optimizer
     """An optimizer that torch does not have."""
     cls, missing = _ops_class(_OURS[type_name.lower()])
     if cls is None:
-        raise _problem("type", f'optimizer "{type_name}" needs dsx-ops: {missing}', fix=in_checkout("dsx-ops"))
+        raise optimizer_problem("type", f'optimizer "{type_name}" needs dsx-ops: {missing}', fix=in_checkout("dsx-ops"))
     return _from_ops(type_name, cls, {key: value for key, value in arguments.items() if key != "set_grad_none"}, wide)
 
 
@@ -281,7 +265,7 @@ def _drop_upstreams(arguments: dict[str, Any]) -> None:
     one that is always true with master weights.
     """
     if arguments.pop("amsgrad", False):
-        raise _problem("params.amsgrad", "Adagrad has no such variant", got="true", fix="leave it out")
+        raise optimizer_problem("params.amsgrad", "Adagrad has no such variant", got="true", fix="leave it out")
     for name in ("fp32_optimizer_states", "set_grad_none"):
         arguments.pop(name, None)
 
@@ -354,7 +338,7 @@ def _check_arguments(cls: Any, arguments: Mapping[str, Any], type_name: str, mor
     accepted = {*list(inspect.signature(cls.__init__).parameters)[2:], *more}
     for name in arguments:
         if name not in accepted:
-            raise _problem(
+            raise optimizer_problem(
                 f"params.{name}", f"{type_name} does not take this", got=name, expected=", ".join(sorted(accepted))
             )
     return accepted
@@ -366,16 +350,10 @@ def _unknown(type_name: str, classes: Iterable[type]) -> DsxConfigError:
 
     known = sorted({"Adam", "AdamW", "Lamb", "Lion", "Adagrad", "SGD", *(cls.__name__ for cls in classes)})
     near = nearest(type_name, known)
-    return _problem(
+    return optimizer_problem(
         "type",
         f'optimizer "{type_name}" is unknown',
         got=type_name,
         expected=", ".join(known),
         fix=f"did you mean {' or '.join(near)}?" if near else "",
     )
-
-
-def _problem(
-    path: str, message: str, *, kind: str = "value", got: str = "", expected: str = "", fix: str = ""
-) -> DsxConfigError:
-    return DsxConfigError([Problem(kind, f"optimizer.{path}", message, got=got, expected=expected, fix=fix)])

@@ -21,10 +21,12 @@ from torch.optim import Optimizer
 from .. import update
 from ..errors import HyperparameterError, TensorError
 from ..layouts import is_dense, put_back
+from ..low_bit import RULES
 from ..spec import Algorithm, Batch, Guard, Hyper, Slot, check_slot
 from .slots import local_slot, working_slot
 
 CopyOut = Mapping[Tensor, Tensor]
+Offsets = Mapping[Tensor, int]
 
 
 class SkipCounter:
@@ -149,6 +151,7 @@ class FusedOptimizer(Optimizer):
         grad_scale: float | Tensor | None = None,
         found_inf: Tensor | None = None,
         copy_out: CopyOut | None = None,
+        offsets: Offsets | None = None,
     ) -> Any:
         """One update of every parameter that has a gradient.
 
@@ -156,8 +159,9 @@ class FusedOptimizer(Optimizer):
         are. It carries unscaling and clipping at once: loss scale divided by the clip coefficient. `copy_out`: for
         parameters in it, the new values are also written to that tensor, in its dtype, in the same pass. `found_inf` (a
         tensor of one number): when it is not 0, nothing changes and the step does not count; on a device with kernels
-        of ours the host does not wait for it. torch.amp.GradScaler gives both by itself. Returns the closure's loss.
-        Raises `TensorError` before anything is written.
+        of ours the host does not wait for it. torch.amp.GradScaler gives both by itself. `offsets`: for parameters that
+        are parts of larger ones, the index of their first element there; it keys stochastic rounding. Returns the
+        closure's loss. Raises `TensorError` before anything is written.
         """
         loss = None
         if closure is not None:
@@ -170,10 +174,10 @@ class FusedOptimizer(Optimizer):
             if bool(found != 0):
                 return loss
             found = None
-        batches, states = self._collect(scale, copy_out or {})
+        batches, states = self._collect(scale, copy_out or {}, offsets or {})
         if not (self._skips.fits(states) and (found is not None or self._skips.fits([]))):
             self._skips.settle()
-            batches, states = self._collect(scale, copy_out or {})
+            batches, states = self._collect(scale, copy_out or {}, offsets or {})
         if found is not None:
             self._skips.arm(batches, states, found)
         self._apply(batches)
@@ -184,10 +188,14 @@ class FusedOptimizer(Optimizer):
         return loss
 
     def _decided_on_device(self, found_inf: Tensor) -> bool:
+        if self.algorithm in RULES:  # torch operations, which know of no guard
+            return False
         grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
         return update.decides_on_device(found_inf, grads)
 
-    def _collect(self, scale: float | Tensor, copy_out: CopyOut) -> tuple[list[Batch], list[dict[str, Any]]]:
+    def _collect(
+        self, scale: float | Tensor, copy_out: CopyOut, offsets: Offsets
+    ) -> tuple[list[Batch], list[dict[str, Any]]]:
         found: dict[tuple, Batch] = {}
         touched: list[dict[str, Any]] = []
         fresh: list[Tensor] = []
@@ -201,7 +209,7 @@ class FusedOptimizer(Optimizer):
                         fresh.append(param)
                         state.update(self._new_state(param, group))
                     slot = self._slot(param, param.grad, state, f"parameter {i} of group {number}")
-                    slot.copy = copy_out.get(param)
+                    slot.copy, slot.offset = copy_out.get(param), offsets.get(param, 0)
                     slot = self._checked(local_slot(slot, self.elementwise), group)
                     key = (number, state["step"], slot.kind())
                     if key not in found:
@@ -252,8 +260,8 @@ class FusedOptimizer(Optimizer):
 
         `param`, `grad`: contiguous, equal numel; `state`: from `new_flat_state`, or slices of one with the same `step`;
         its `step` is counted up. `offset`: index of the first element in the whole buffer. Cutting a buffer into pieces
-        does not change the result (8-bit states: pieces of multiples of 256). Raises `TensorError` before anything is
-        written.
+        does not change the result (coded states: pieces of multiples of their block). Raises `TensorError` before
+        anything is written.
         """
         _check_scale(grad_scale)
         slot = self._slot(param, grad, state, "flat buffer")

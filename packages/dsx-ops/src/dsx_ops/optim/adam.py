@@ -1,4 +1,4 @@
-"""Adam and AdamW in one pass, with fp32, low-precision or 8-bit states, and with or without fp32 master weights."""
+"""Adam and AdamW in one pass, with fp32 or 16-bit states, and with or without fp32 master weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import reference
 from ..errors import HyperparameterError, TensorError
 from ..layouts import put_back
-from ..spec import BLOCK8, Algorithm, Hyper, Slot
+from ..spec import Algorithm, Hyper, name_of
 from ._base import FusedOptimizer
 
 
@@ -26,13 +26,18 @@ class FusedAdam(FusedOptimizer):
     (`low_bits` in the state), and updates that master exactly: 12 bytes per parameter in all. The weight is the master
     rounded to nearest. Changing such a weight by hand changes its master too; the low bits stay.
 
+    `stochastic_rounding` (moments in bfloat16): what is kept in bfloat16, moments and parameters without a master, is
+    rounded up with the probability of what is cut off. Rounded to nearest, a second moment that changes by a thousandth
+    per step stands still. The random bits are a function of `seed`, step and element index, so that they do not depend
+    on ranks and pieces. These steps are torch operations on every device.
+
     DeepSpeed's signature; `set_grad_none` is what `zero_grad()` does by default. State dicts exchange with
     torch.optim.AdamW.
     """
 
     algorithm = Algorithm.ADAM
     state_names = ("exp_avg", "exp_avg_sq")
-    own_options = ("set_grad_none",)
+    own_options = ("set_grad_none", "algorithm", "row_major", "seed")
 
     def __init__(
         self,
@@ -49,8 +54,12 @@ class FusedAdam(FusedOptimizer):
         maximize: bool = False,
         state_dtype: torch.dtype | None = None,
         split_master: bool = False,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
     ) -> None:
-        self.set_grad_none = set_grad_none
+        self.set_grad_none, self.seed = set_grad_none, seed
+        if stochastic_rounding:
+            self.algorithm, self.row_major = Algorithm.ADAM_ROUNDED, True
         if state_dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
             raise HyperparameterError(f"state_dtype: got {state_dtype}, expected float32, bfloat16 or float16")
         super().__init__(
@@ -84,6 +93,7 @@ class FusedAdam(FusedOptimizer):
             bias_correction=group["bias_correction"],
             maximize=group["maximize"],
             grad_scale=grad_scale,
+            seed=step_seed(self.seed, step),
         )
 
     def _state_dtype(self, param: Tensor, group: dict[str, Any]) -> torch.dtype:
@@ -92,6 +102,12 @@ class FusedAdam(FusedOptimizer):
         return torch.float32 if group["split_master"] else param.dtype
 
     def _new_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        kept = self._state_dtype(param, group)
+        if self.algorithm is Algorithm.ADAM_ROUNDED and kept != torch.bfloat16:
+            raise TensorError(
+                f"stochastic_rounding: got moments in {name_of(kept)}, expected bfloat16; set"
+                " state_dtype=torch.bfloat16"
+            )
         state = super()._new_state(param, group)
         if group["split_master"]:
             if param.dtype != torch.bfloat16:
@@ -118,7 +134,8 @@ class FusedAdam(FusedOptimizer):
         """
         if self.algorithm is not Algorithm.ADAM:
             raise HyperparameterError(
-                "rollback: got 8-bit moments, which do not say what they were; keep a copy of parameter and state"
+                "rollback: got moments that are rounded at random or in codes, which do not say what they were; keep a"
+                " copy of parameter and state"
             )
         numbers = self._hyper(self.param_groups[group], state.get("step", 0), grad_scale)
         numbers.check_reversible()
@@ -234,93 +251,7 @@ class CPUAdam(FusedAdam):
         return loss, *found[0]
 
 
-class Adam8bit(FusedAdam):
-    """Adam(W) with both moments in 8 bits: about 2 bytes of state per parameter.
-
-    Codes are small floats relative to a scale per block of 256 elements (`scale_avg`, `scale_avg_sq` in the state: the
-    EMA of the block's largest gradient, and of its square, which bound the moments), rounded stochastically and
-    reproducibly (keyed by `seed`, step and element index). bf16 parameters are rounded stochastically too, so that
-    updates below their last bit add up. A NaN or infinity in a gradient makes its whole block NaN, so check for
-    overflow first (`dsx_ops.norm`).
-
-    Args:
-        params: parameters (float32, bfloat16, float16), or groups of them; DTensors are refused.
-        lr, bias_correction, betas, eps, adam_w_mode, weight_decay: as in `FusedAdam`.
-        seed: of the stochastic rounding; ranks that hold the same parameter need the same.
-        split_master: as in `CPUAdam`.
-
-    Raises:
-        HyperparameterError, TensorError: as in `CPUAdam`.
-    """
-
-    algorithm = Algorithm.ADAM8
-    own_options = ("set_grad_none", "seed")
-    elementwise = False
-    row_major = True
-    special_dtypes = {
-        "low_bits": torch.int16,
-        "exp_avg": torch.uint8,
-        "exp_avg_sq": torch.uint8,
-        "scale_avg": torch.float32,
-        "scale_avg_sq": torch.float32,
-    }
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        adam_w_mode: bool = True,
-        weight_decay: float = 0.0,
-        *,
-        seed: int = 0,
-        split_master: bool = False,
-    ) -> None:
-        self.seed = seed
-        super().__init__(
-            params,
-            lr=lr,
-            bias_correction=bias_correction,
-            betas=betas,
-            eps=eps,
-            adam_w_mode=adam_w_mode,
-            weight_decay=weight_decay,
-            state_dtype=None,
-            split_master=split_master,
-        )
-
-    def _hyper(self, group: dict[str, Any], step: int, grad_scale: float | Tensor) -> Hyper:
-        from dataclasses import replace
-
-        return replace(super()._hyper(group, step, grad_scale), seed=_seed(self.seed, step))
-
-    def _new_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        state = super()._new_state(param, group)
-        blocks = -(-param.numel() // BLOCK8)
-        for name in ("exp_avg", "exp_avg_sq"):
-            state[name] = self._zeros(param, torch.uint8)
-        for name in ("scale_avg", "scale_avg_sq"):
-            state[name] = torch.zeros(blocks, dtype=torch.float32, device=param.device)
-        return state
-
-    def _slot(self, param: Tensor, grad: Tensor, state: dict[str, Any], name: str) -> Slot:
-        slot = super()._slot(param, grad, state, name)
-        slot.scales = (state["scale_avg"], state["scale_avg_sq"])
-        return slot
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """From a state dict of `Adam8bit` only: the moments of others are not in 8 bits."""
-        for saved in state_dict["state"].values():
-            if "scale_avg" not in saved:
-                raise TensorError(
-                    "the state dict has no 8-bit moments (no scale_avg); load it into FusedAdam, or start fresh"
-                )
-        super().load_state_dict(state_dict)
-
-
-def _seed(seed: int, step: int) -> int:
+def step_seed(seed: int, step: int) -> int:
     """A well-mixed 32-bit number for this seed and step (splitmix64's finaliser)."""
     x = (seed * 0x9E3779B97F4A7C15 + step + 0x632BE59BD9B4E019) & 0xFFFFFFFFFFFFFFFF
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF

@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import update
 from ..errors import HyperparameterError
 from ..spec import Algorithm, Batch, Hyper
-from ._base import CopyOut, FusedOptimizer
+from ._base import CopyOut, FusedOptimizer, Offsets
 
 NormReducer = Callable[[Sequence[Tensor], Tensor], Tensor]
 
@@ -95,7 +95,9 @@ class FusedLamb(FusedOptimizer):
             grad_scale=grad_scale,
         )
 
-    def _collect(self, scale: float | Tensor, copy_out: CopyOut) -> tuple[list[Batch], list[dict[str, Any]]]:
+    def _collect(
+        self, scale: float | Tensor, copy_out: CopyOut, offsets: Offsets
+    ) -> tuple[list[Batch], list[dict[str, Any]]]:
         limits = [group["max_grad_norm"] for group in self.param_groups]
         clips = any(limit > 0 for limit in limits)
         if clips and self.norm_reducer is not None:
@@ -103,7 +105,7 @@ class FusedLamb(FusedOptimizer):
                 f"max_grad_norm: got {limits}, expected 0 with sharded parameters: a rank does not know the global"
                 " norm; let the engine clip, which its configuration says"
             )
-        batches, states = super()._collect(scale, copy_out)
+        batches, states = super()._collect(scale, copy_out, offsets)
         if clips:
             self._clip(batches, scale, limits)
         return batches, states

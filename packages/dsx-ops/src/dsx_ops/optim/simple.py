@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import HyperparameterError, TensorError
 from ..spec import Algorithm, Batch, Hyper, Slot
-from ._base import CopyOut, FusedOptimizer
+from ._base import CopyOut, FusedOptimizer, Offsets
 
 
 def _state_dtype(fp32: bool) -> torch.dtype | None:
@@ -226,10 +226,12 @@ class SGD(FusedOptimizer):
             grad_scale=grad_scale,
         )
 
-    def _collect(self, scale: float | Tensor, copy_out: CopyOut) -> tuple[list[Batch], list[dict[str, Any]]]:
+    def _collect(
+        self, scale: float | Tensor, copy_out: CopyOut, offsets: Offsets
+    ) -> tuple[list[Batch], list[dict[str, Any]]]:
         begun = self._begin_momentum()
         try:
-            return super()._collect(scale, copy_out)
+            return super()._collect(scale, copy_out, offsets)
         except (TensorError, HyperparameterError):
             for state, step in begun:
                 del state["momentum_buffer"]

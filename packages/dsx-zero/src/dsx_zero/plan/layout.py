@@ -6,6 +6,9 @@ divides into `world_size` equal shards whose size is a multiple of 16 bytes; ran
 S)`. A shard boundary may cut a parameter; `local_slice` says where. A rank may own no element of a parameter, such as
 one with fewer elements than there are ranks.
 
+Where an optimizer keeps one scale per block of elements (`block`), parameters and shards begin at multiples of a block,
+so that no boundary cuts one: a rank has at most one block of padding per parameter and shard.
+
 Where an optimizer has to see whole tensors (`undivided`), no boundary cuts a parameter: parameters are assigned to
 ranks, the largest first, each to the rank that owns the fewest elements so far. Every shard is as large as the largest.
 """
@@ -15,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
+from math import lcm, prod
 
 __all__ = ["PARAMETER_ALIGNMENT", "SHARD_ALIGNMENT", "FlatLayout", "LocalSlice"]
 
@@ -67,13 +70,14 @@ class FlatLayout:
         world_size: int,
         itemsize: int,
         undivided: bool = False,
+        block: int = 1,
     ) -> FlatLayout:
         """Lay out `(name, shape)` pairs in the given order, by ranks where they are `undivided`; `itemsize` is the
-        size of an element in bytes.
+        size of an element in bytes, `block` the number of elements that no boundary may cut.
         """
         if world_size < 1 or itemsize < 1:
             raise ValueError(f"world_size and itemsize must be at least 1, got {world_size} and {itemsize}")
-        align = max(1, PARAMETER_ALIGNMENT // itemsize)
+        align = lcm(max(1, PARAMETER_ALIGNMENT // itemsize), block)
         if undivided:
             return cls._by_ranks([(name, tuple(shape)) for name, shape in parameters], world_size, align)
         names, shapes, offsets, position = [], [], [], 0
@@ -85,7 +89,7 @@ class FlatLayout:
         if len(set(names)) != len(names):
             raise ValueError(f"parameter names must be unique, got {names}")
         end = max((o + prod(s) for o, s in zip(offsets, shapes)), default=0)
-        numel = _round_up(end, world_size * max(1, SHARD_ALIGNMENT // itemsize))
+        numel = _round_up(end, world_size * lcm(max(1, SHARD_ALIGNMENT // itemsize), block))
         return cls(tuple(names), tuple(shapes), tuple(offsets), numel, world_size)
 
     @classmethod

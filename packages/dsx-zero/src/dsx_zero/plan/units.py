@@ -261,7 +261,7 @@ def _buckets(infos: list[ParameterInfo], bucket_size: int) -> Iterator[tuple[tup
         yield tuple(names), members
 
 
-def _groups(members: list[ParameterInfo], ranks_of: RanksOf, undivided: bool) -> tuple[GroupPlan, ...]:
+def _groups(members: list[ParameterInfo], ranks_of: RanksOf, undivided: bool, block: int) -> tuple[GroupPlan, ...]:
     keys: dict[GroupKey, list[ParameterInfo]] = {}
     for info in members:
         alone = info.name if info.sparse and info.trainable else ""
@@ -275,6 +275,7 @@ def _groups(members: list[ParameterInfo], ranks_of: RanksOf, undivided: bool) ->
                 world_size=key.ranks.size,
                 itemsize=key.dtype.itemsize,
                 undivided=undivided and key.trainable,
+                block=block if key.trainable else 1,
             ),
         )
         for key, infos in keys.items()
@@ -292,6 +293,7 @@ def plan_units(
     bucket_size: int = STAGE3_BUCKET,
     leaves: frozenset[str] = frozenset(),
     undivided: bool = False,
+    block: int = 1,
 ) -> tuple[UnitPlan, ...]:
     """Divide the parameters among units, in definition order of the modules (the root unit first at stage 3).
 
@@ -299,13 +301,14 @@ def plan_units(
     buffers. `reduce_bucket_size` (elements) bounds the units of stages 0-2; a single parameter above it communicates in
     pieces. At stage 3 what lies outside all blocks is one unit up to `bucket_size` elements; more is divided into
     buckets of whole modules. The modules named by `leaves` are units of their own, whatever they contain. `undivided`:
-    each trainable parameter is owned by one rank, at the stages that divide anything.
+    each trainable parameter is owned by one rank, at the stages that divide anything. `block`: elements of a trainable
+    parameter that no boundary may cut.
     """
     blocks = block_names(model, leaves)
     if stage != 3:
         chosen = _by_size(infos, blocks, reduce_bucket_size)
         return tuple(
-            UnitPlan(i, module, _groups(members, ranks_of, undivided and stage > 0))
+            UnitPlan(i, module, _groups(members, ranks_of, undivided and stage > 0, block))
             for i, (module, members) in enumerate(chosen)
         )
     blocks += tuple(name for name in tile_names(model) if name not in blocks)
@@ -320,7 +323,7 @@ def plan_units(
         else:
             units.extend((home[0], found, False, home) for home, found in _buckets(members, bucket_size))
     return tuple(
-        UnitPlan(i, module, _groups(members, ranks_of, undivided), resident, users)
+        UnitPlan(i, module, _groups(members, ranks_of, undivided, block), resident, users)
         for i, (module, members, resident, users) in enumerate(units)
     )
 

@@ -9,6 +9,7 @@ many bytes as this rank owns.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from ..plan.layout import LocalSlice
 from ..step.masters import Master, write_parameters
 from ..step.states import OptimizerStates
 from ..transports.errors import note_lost
+from .shapes import shape_of_state
 from .slices import Place, Reader, State, places_of
 from .templates import StateTemplates, is_single
 
@@ -165,11 +167,39 @@ def _read_states(
     kinds = states.of(master) or templates.of(master)
     _check_complete(inner, master, keys, kinds)
     for key in keys:
+        kind = kinds.get(key)
+        shaped = shape_of_state(inner, master, key, kind)
+        if shaped is not None:
+            _read_shaped(load, states, reader, master, key, *shaped)
+            continue
         value = reader.state(key, master.name, master.slice.start, master.slice.stop)
         if value is not None:
-            kind = kinds.get(key)
             _check_form(inner, master, key, kind, value)
             load.add(lambda m=master, k=key, kind=kind, value=value: states.set(m, k, _like(kind, value, m)))
+
+
+def _read_shaped(
+    load: SliceLoad,
+    states: OptimizerStates,
+    reader: Reader,
+    master: Master,
+    key: str,
+    shape: tuple[int, ...],
+    start: int,
+) -> None:
+    """A state with a shape of its own, of which the master has the elements from `start` on."""
+    block = getattr(states.inner, "state_parts", {}).get(key)
+    form = shape if block is None else (-(-master.numel // block),)
+    value = reader.shaped_state(key, master.name, start, start + prod(form))
+    if value is None:
+        return
+    if value.numel() != prod(form):
+        raise ZeroStateError(
+            f"{master.name}: got {value.numel()} elements of optimizer state {key!r}, expected {prod(form)}, which is"
+            f" what {type(states.inner).__name__} keeps here"
+        )
+    device = master.tensor.device
+    load.add(lambda: states.set(master, key, value.detach().to(device=device, copy=True).reshape(form)))
 
 
 def _check_complete(inner: Any, master: Master, keys: list[str], kinds: Mapping[str, Any]) -> None:

@@ -58,6 +58,7 @@ def save_local(optimizer: SlicedOptimizer) -> LocalState:
             "master": part.master,
             "states": dict(part.states),
             "ranges": _by_key(part.ranges),
+            "shaped": {state.key: (state.start, state.values) for state in part.shaped},
         }
         for part in optimizer.held_slices()
     }
@@ -99,7 +100,8 @@ class _LocalReader:
         return self._cut(name, self._slices[name]["master"], start, stop)
 
     def state_keys(self, name: str) -> tuple[str, ...]:
-        return (*self._slices[name]["states"], *self._slices[name]["ranges"])
+        held = self._slices[name]
+        return (*held["states"], *held["ranges"], *held.get("shaped", ()))
 
     def state(self, key: str, name: str, start: int, stop: int) -> State | None:
         if key in self._slices[name]["ranges"]:
@@ -108,6 +110,16 @@ class _LocalReader:
                     return values[start - first : stop - first]
             return None
         return self._cut(name, self._slices[name]["states"][key], start, stop)
+
+    def shaped_state(self, key: str, name: str, start: int, stop: int) -> torch.Tensor | None:
+        first, values = self._slices[name].get("shaped", {})[key]
+        if not first <= start <= stop <= first + values.numel():
+            raise ZeroStateError(
+                f"{name}: this rank needs elements {start} to {stop} of optimizer state {key!r}, the state dict has"
+                f" {first} to {first + values.numel()}; it was made with another stage or number of ranks, for which"
+                " there are checkpoints"
+            )
+        return values[start - first : stop - first]
 
 
 def load_local(optimizer: SlicedOptimizer, state: dict[str, Any]) -> None:

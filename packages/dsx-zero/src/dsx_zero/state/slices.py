@@ -21,6 +21,7 @@ from ..plan.layout import LocalSlice, pieces
 from ..step.masters import Master
 from ..step.states import OptimizerStates
 from ..transports.errors import FlatError, errors_of
+from .shapes import ShapedState, shaped_state
 from .templates import StateTemplates, is_single
 
 if TYPE_CHECKING:
@@ -64,11 +65,12 @@ class ParamSlice:
     master: torch.Tensor | None
     states: Mapping[str, State] = field(default_factory=dict)
     ranges: tuple[tuple[str, int, torch.Tensor], ...] = ()
+    shaped: tuple[ShapedState, ...] = ()
 
     def without_elements(self) -> ParamSlice:
         """The slice of a rank that owns nothing of the parameter."""
         param, master = (v if v is None else torch.empty(0, dtype=v.dtype) for v in (self.param, self.master))
-        return replace(self, start=0, stop=0, param=param, master=master, states={}, ranges=())
+        return replace(self, start=0, stop=0, param=param, master=master, states={}, ranges=(), shaped=())
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,10 @@ class Reader(Protocol):
         """Elements of one of these states, or the whole of one that is a single value."""
         ...
 
+    def shaped_state(self, key: str, name: str, start: int, stop: int) -> torch.Tensor | None:
+        """Elements of a state with a shape of its own, counted there, 1-D."""
+        ...
+
 
 @dataclass(frozen=True)
 class Place:
@@ -174,6 +180,7 @@ def iter_slices(
         param: Any = read_elements(home, part.offset, part.numel, where, lazily=lazily)
         pieces = masters.get(info.name, ())
         trainable = info.trainable
+        found = own_states(states, pieces, part, templates, lazily, where) if part.numel else {}
         yield ParamSlice(
             name=info.name,
             aliases=info.aliases,
@@ -184,13 +191,14 @@ def iter_slices(
             param=param,
             master=_own_master(group, pieces, part, param, lazily, where) if trainable else None,
             states={
-                **(own_states(states, pieces, part, templates, lazily, where) if part.numel else {}),
+                **{key: value for key, value in found.items() if not isinstance(value, ShapedState)},
                 **errors.numbers_of(group),
             },
             ranges=(
-                *(found for master in pieces for found in _own_ranges(inner, master)),
+                *(one for master in pieces for one in _own_ranges(inner, master)),
                 *errors_of(errors.of(group), group, info.name),
             ),
+            shaped=tuple(value for value in found.values() if isinstance(value, ShapedState)),
         )
 
 
@@ -256,7 +264,8 @@ def own_states(
     lazily: bool,
     where: Where,
 ) -> dict[str, Any]:
-    """The states of the elements `part` of a parameter; `pieces` are this rank's masters of it.
+    """The states of the elements `part` of a parameter; `pieces` are this rank's masters of it. States with a shape of
+    their own are `ShapedState`.
 
     Raises:
         ZeroStateError: a state is neither one value nor one value per element.
@@ -279,8 +288,10 @@ def _stored_states(states: OptimizerStates, pieces: Sequence[Master], part: Loca
     return {key: StoredValues(tuple(found)) for key, found in ranges.items()}
 
 
-def _joined(values: Sequence[State]) -> State:
+def _joined(values: Sequence[Any]) -> Any:
     """One state of all pieces of a parameter: their elements joined. A single value is the same in all pieces."""
+    if isinstance(values[0], ShapedState):
+        return replace(values[0], values=torch.cat([value.values for value in values]))
     tensors = [value for value in values if isinstance(value, torch.Tensor) and value.dim()]
     return torch.cat(tensors) if tensors else values[0]
 
@@ -292,12 +303,16 @@ def _states_of(
     templates: StateTemplates,
     lazily: bool,
     where: Where,
-) -> dict[str, State]:
-    found: dict[str, State] = {}
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
     for key, value in states.of(master, stored=not lazily).items():
         if isinstance(value, torch.Tensor):
             value = where(value)
-        if _is_elementwise(key, value, master, templates):
+        shaped = shaped_state(states.inner, master, key, value, part)
+        if shaped is not None:
+            if shaped.values.numel():
+                found[key] = shaped
+        elif _is_elementwise(key, value, master, templates):
             found[key] = _cut(master, value, part)
         elif isinstance(value, torch.Tensor) and value.numel() == 1:
             found[key] = value.detach().reshape(())  # some optimizers keep their `step` with shape (1,)

@@ -244,6 +244,8 @@ class InnerStep:
         self._groups, self._numbers, self._device = groups, numbers, device
         parameters = inspect.signature(inner.step).parameters
         self._takes_scale = "grad_scale" in parameters
+        flat = getattr(inner, "step_flat", None)
+        self._takes_offsets = "offsets" in parameters, flat and "offset" in inspect.signature(flat).parameters
         self.copies = dict(copies) if "copy_out" in parameters else {}
         """Masters whose low-precision copies the optimizer itself writes."""
 
@@ -302,19 +304,23 @@ class InnerStep:
         for master, grad in zip(masters, grads):
             if grad is None:
                 continue
-            number, tensor = self._numbers[id(master.tensor)], master.tensor
+            number, tensor, copy = self._numbers[id(master.tensor)], master.tensor, self.copies.get(master.tensor)
             state = self.inner.state[tensor]
             if not state:
                 state.update(self.inner.new_flat_state(tensor, group=number))
-            copy = self.copies.get(tensor)
-            self.inner.step_flat(tensor, grad, state, group=number, grad_scale=scale, copy_out=copy)
+            more = {"copy_out": self.copies.get(tensor)} | (
+                {"offset": master.slice.start} if self._takes_offsets[1] else {}
+            )
+            self.inner.step_flat(tensor, grad, state, group=number, grad_scale=scale, **more)
 
     def _call(self, factor: float | torch.Tensor, grads: list[torch.Tensor], masters: Sequence[Master]) -> None:
-        inner, keywords = self.inner, {}
+        inner, keywords = self.inner, dict[str, Any]()
         if self._matrices is not None:
             return self._matrices.step(grads, factor)
         if self.copies:
             keywords["copy_out"] = {m.tensor: self.copies[m.tensor] for m in masters if m.tensor in self.copies}
+        if self._takes_offsets[0]:  # random bits and blocks belong to an element, on whatever rank
+            keywords["offsets"] = {m.tensor: m.slice.start for m in masters if m.slice.start}
         if isinstance(factor, float) and factor == 1.0:
             inner.step(**keywords)
         elif self._takes_scale and (isinstance(factor, torch.Tensor) or has_reciprocal(factor)):
@@ -390,10 +396,6 @@ def runs_of(masters: Sequence[Master]) -> list[tuple[int, int]]:
 
 def gradients_of(masters: Sequence[Master], read: ReadGradients) -> list[torch.Tensor]:
     """The gradients of these masters, in their shapes."""
-    grads: list[torch.Tensor] = []
-    for start, stop in runs_of(masters):
-        parts = []
-        for master in masters[start:stop]:  # a loop instead of one function call per group
-            parts.append(Part(master.name, master.slice))
-        grads.extend(read(masters[start].group, parts))
-    return [g if g.is_sparse else g.view(master.shape) for master, g in zip(masters, grads, strict=True)]
+    runs = [(masters[a].group, [Part(m.name, m.slice) for m in masters[a:b]]) for a, b in runs_of(masters)]
+    grads = [grad for group, parts in runs for grad in read(group, parts)]
+    return [g if g.is_sparse else g.view(m.shape) for m, g in zip(masters, grads, strict=True)]

@@ -200,11 +200,14 @@ def place_masters(optimizer: torch.optim.Optimizer, masters: Masters, *, keep: C
     before still has the states of its masters.
     """
     by_parameter = {id(parameter): pieces for parameter, pieces in masters}
+    parts: Mapping[str, int] = getattr(optimizer, "state_parts", {})
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state.pop(parameter, None)
             for master in by_parameter.get(id(parameter), ()) if state else ():
-                optimizer.state[master.tensor] = {k: _cut(k, v, parameter, master) for k, v in state.items()}
+                optimizer.state[master.tensor] = {
+                    k: _cut(k, v, parameter, master, parts.get(k)) for k, v in state.items()
+                }
         group["params"] = [master.tensor for p in group["params"] for master in by_parameter.get(id(p), ())]
     current = {id(master.tensor) for _, pieces in masters for master in pieces}.union(keep)
     for key in [key for key in optimizer.state if isinstance(key, torch.Tensor) and id(key) not in current]:
@@ -215,8 +218,12 @@ _SINGLE = ("step", "eta", "mu", "mu_product")
 """States of torch's optimizers that are one number per parameter, whatever its shape."""
 
 
-def _cut(key: str, value: Any, parameter: torch.Tensor, master: Master) -> Any:
-    """The master's part of a state tensor that has the parameter's shape; any other state is returned as it is."""
+def _cut(key: str, value: Any, parameter: torch.Tensor, master: Master, block: int | None) -> Any:
+    """The master's part of a state tensor that has the parameter's shape, or one value per `block` of its elements; any
+    other state is returned as it is.
+    """
+    if block is not None:
+        return value[master.slice.start // block : -(-master.slice.stop // block)].clone()
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or (value.dim() == 0 and key in _SINGLE):
         return value
     if value.dtype == parameter.dtype != master.tensor.dtype:

@@ -30,11 +30,17 @@ OPTIMIZERS = "dsx.optimizers"
 
 _TORCH_SWITCHES = ("maximize", "foreach", "capturable", "differentiable", "fused")
 _ADAM = ("lr", "betas", "eps", "weight_decay", "bias_correction", "amsgrad", "adam_w_mode", "torch_adam",
-         "fp32_optimizer_states", "set_grad_none", *_TORCH_SWITCHES)  # fmt: skip
+         "fp32_optimizer_states", "state_dtype", "stochastic_rounding", "seed", "set_grad_none",
+         *_TORCH_SWITCHES)  # fmt: skip
+_CODED_ADAM = ("lr", "betas", "eps", "weight_decay", "bias_correction", "seed")
 
 OPTIMIZER_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "Adam": _ADAM,
     "AdamW": _ADAM,
+    "Adam8bit": (*_CODED_ADAM, "adam_w_mode"),
+    "AdamW8bit": _CODED_ADAM,
+    "Adam4bit": (*_CODED_ADAM, "adam_w_mode"),
+    "AdamW4bit": _CODED_ADAM,
     "Lamb": ("lr", "betas", "eps", "weight_decay", "bias_correction", "max_coeff", "min_coeff", "amsgrad",
              "eps_inside_sqrt", "set_grad_none"),
     "Lion": ("lr", "betas", "weight_decay", "fp32_optimizer_states", "set_grad_none"),
@@ -51,20 +57,21 @@ OPTIMIZER_ARGUMENTS: dict[str, tuple[str, ...]] = {
 
 _SWITCHES = frozenset(
     {"bias_correction", "amsgrad", "adam_w_mode", "torch_adam", "fp32_optimizer_states", "set_grad_none", "nesterov",
-     "eps_inside_sqrt", "maximize", "capturable", "differentiable", "cuda_aware"}
+     "eps_inside_sqrt", "maximize", "capturable", "differentiable", "cuda_aware", "stochastic_rounding"}
 )  # fmt: skip
 _NUMBERS = frozenset(
     {"lr", "muon_lr", "adam_lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value", "momentum",
      "max_coeff", "min_coeff", "ns_eps", "coeff_beta", "factor_max", "factor_min", "factor_threshold", "variance_floor"}
 )  # fmt: skip
 _COUNTS = {"ns_steps": 1, "freeze_step": 1, "var_freeze_step": 1, "var_update_scaler": 1, "local_step_scaler": 1,
-           "local_step_clipper": 1, "variance_window": 0}  # fmt: skip
+           "local_step_clipper": 1, "variance_window": 0, "seed": 0}  # fmt: skip
 """Arguments that are whole numbers, with the smallest allowed value."""
 _CHOICES = {
     "comm_backend_name": ("nccl", "mpi", "hccl", "compressed", "gloo", "dsx"),
     "compression": ("on", "off"),
     "scale": ("rms", "mean"),
     "ns_method": ("standard", "gram"),
+    "state_dtype": ("fp32", "bf16", "fp16"),
     "ns_dtype": ("bfloat16", "float16", "float32", "float64"),
     "adjust_lr_fn": ("original", "match_rms_adamw", "spectral", "unit_rms_norm"),
     "decay": ("decoupled", "cautious"),
