@@ -246,3 +246,47 @@ def test_mistakes_are_named():
         optimizer = rounded()
         _, state = flat_run(optimizer, torch.zeros(4), [torch.ones(4)])
         optimizer.rollback_flat(torch.zeros(4), torch.ones(4), state)
+
+
+class GPT(nn.Module):
+    """One causal transformer layer over 16 tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(16, 32), nn.Embedding(24, 32)
+        self.layer = nn.TransformerEncoderLayer(32, 4, 96, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.head = nn.Linear(32, 16)
+
+    def forward(self, x):
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        hidden = self.layer(self.tokens(x) + self.places.weight[: x.shape[1]], src_mask=mask, is_causal=True)
+        return self.head(hidden)
+
+
+def loss_of_gpt(make, dtype=torch.float32, steps=300):
+    """Mean loss of the last 50 steps. The next token is a function of the two before it."""
+    torch.manual_seed(0)
+    table, net = torch.randint(16, (16, 16)), GPT()
+    low = {n: nn.Parameter(p.detach().to(dtype)) for n, p in net.named_parameters()}
+    optimizer, generator, total = make(low.values()), torch.Generator().manual_seed(1), 0.0
+    for step in range(steps):
+        rows = list(torch.randint(16, (2, 8), generator=generator))
+        for _ in range(22):
+            rows.append(torch.where(torch.rand(8, generator=generator) < 0.05, rows[-1], table[rows[-2], rows[-1]]))
+        x = torch.stack(rows, 1)
+        logits = torch.func.functional_call(net, {n: p.float() for n, p in low.items()}, x[:, :-1])
+        loss = nn.functional.cross_entropy(logits[:, 1:].flatten(0, 1), x[:, 2:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        total += loss.item() if step >= steps - 50 else 0.0
+    return total / 50
+
+
+def test_a_small_gpt_learns_as_with_exact_states():
+    exact = loss_of_gpt(lambda p: torch.optim.AdamW(p, lr=5e-3, weight_decay=0.0))
+    way = loss_of_gpt(lambda p: torch.optim.SGD(p, lr=0.0)) - exact
+    gaps = {name: (loss_of_gpt(lambda p, of=of: of(list(p), lr=5e-3)) - exact) / way for name, of in KINDS.items()}
+    gaps["4 bits, bf16"] = (loss_of_gpt(lambda p: dsx_ops.Adam4bit(p, lr=5e-3), torch.bfloat16) - exact) / way
+    assert way > 1.0, (exact, way)
+    assert all(gap < 0.01 for gap in gaps.values()), gaps

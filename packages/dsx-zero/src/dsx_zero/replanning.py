@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import dsx_comm
@@ -29,10 +30,11 @@ from .params.kept import KeptGroups
 from .params.partitioned_unit import is_partitioned
 from .params.whole import join_whole, read_whole
 from .plan.layout import LocalSlice
+from .plan.rank_sets import RankSet
 from .plan.units import ParameterInfo, find_parameters
 from .runtime import Runtime
 from .state.loading import SliceLoad, read_master
-from .state.shapes import refuse_shaped
+from .state.shapes import ShapedState
 from .state.slices import State, own_states
 from .state.templates import StateTemplates
 from .step.masters import Master, Masters
@@ -199,11 +201,14 @@ class _Whole:
         return value.reshape(-1)[start:stop] if isinstance(value, torch.Tensor) and value.dim() else value
 
     def shaped_state(self, key: str, name: str, start: int, stop: int) -> torch.Tensor | None:
-        return None  # refused before anything moved
+        value = self._states[key]
+        return value.reshape(-1)[start:stop] if isinstance(value, torch.Tensor) else None
 
 
 _Described = dict[str, tuple[str | None, Any]]
-"""States of one parameter by key: the dtype of one with a value per element, or the single value."""
+"""States of one parameter by key: the dtype of one with a value per element, with its shape if that is its own; or the
+single value.
+"""
 
 
 @dataclass(frozen=True)
@@ -255,9 +260,7 @@ class _Moves:
     def _states_of(self, move: _Move, templates: StateTemplates, *, lazily: bool) -> dict[str, Any]:
         if move.part is None or not move.part.numel:
             return {}
-        found = own_states(self.states, move.masters, move.part, templates, lazily, lambda tensor: tensor)
-        refuse_shaped(move.name, found.values(), "a change of which parameters train")
-        return found
+        return own_states(self.states, move.masters, move.part, templates, lazily, lambda tensor: tensor)
 
     def _describe(self, templates: StateTemplates) -> dict[str, _Described]:
         """Which states each parameter has, on all ranks alike: some may own nothing of it."""
@@ -265,7 +268,9 @@ class _Moves:
         for move in self.moves:
             found: _Described = {}
             for key, value in self._states_of(move, templates, lazily=True).items():
-                if isinstance(value, (int, float)) or not value.dim():
+                if isinstance(value, ShapedState):
+                    found[key] = (str(value.values.dtype).removeprefix("torch."), value.shape)
+                elif isinstance(value, (int, float)) or not value.dim():
                     found[key] = (None, value.item() if isinstance(value, torch.Tensor) else value)
                 else:
                     found[key] = (str(value.dtype).removeprefix("torch."), None)
@@ -288,14 +293,28 @@ class _Moves:
                 master = read_whole(group.layout, move.name, group.own_master, group.ranks, device=device)
         mine, states = self._states_of(move, templates, lazily=False), {}
         for key, (dtype, value) in described.items():
+            held = mine.get(key)
             if dtype is None or self.whole:
-                states[key] = value if dtype is None else mine[key]
+                states[key] = value if dtype is None else held.values if isinstance(held, ShapedState) else held
                 continue
             kind = getattr(torch, dtype)
+            if value is not None:
+                states[key] = _join_shaped(held, value, group.ranks, torch.empty(0, dtype=kind, device=device))
+                continue
             states[key] = join_whole(
                 group.layout, move.name, mine.get(key), group.ranks, dtype=kind, device=device
             ).reshape(-1)
         return _Whole(master, states)
+
+
+def _join_shaped(held: ShapedState | None, shape: tuple[int, ...], ranks: RankSet, like: torch.Tensor) -> torch.Tensor:
+    """All of a state with a shape of its own, 1-D (collective): no element is held twice, so that the sum is exact."""
+    whole = like.new_zeros(prod(shape))
+    if held is not None:
+        whole[held.start : held.start + held.values.numel()] = held.values.to(like.device)
+    if ranks.size > 1:
+        dsx_comm.all_reduce(whole, group=ranks.group)
+    return whole
 
 
 def _first_known(one: dict[str, _Described], other: dict[str, _Described]) -> dict[str, _Described]:

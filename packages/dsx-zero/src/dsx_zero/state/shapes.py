@@ -6,7 +6,7 @@ them with their block (`state_parts`). Optimizers that get whole tensors (`needs
 matrices (Adafactor, Shampoo), and the owner of a tensor has the whole of them.
 
 In a checkpoint such a state is a tensor of its own shape, of which each rank writes a range. Left out: containers of
-tensors, whole states in one dictionary (`full_state_dict`, torch's checkpoints) and re-planning, which refuse them.
+tensors, and whole states in one dictionary (`full_state_dict`, torch's checkpoints), which refuse them.
 """
 
 from __future__ import annotations

@@ -308,10 +308,8 @@ class InnerStep:
             state = self.inner.state[tensor]
             if not state:
                 state.update(self.inner.new_flat_state(tensor, group=number))
-            more = {"copy_out": self.copies.get(tensor)} | (
-                {"offset": master.slice.start} if self._takes_offsets[1] else {}
-            )
-            self.inner.step_flat(tensor, grad, state, group=number, grad_scale=scale, **more)
+            more = {"offset": master.slice.start} if self._takes_offsets[1] else {}
+            self.inner.step_flat(tensor, grad, state, group=number, grad_scale=scale, copy_out=copy, **more)
 
     def _call(self, factor: float | torch.Tensor, grads: list[torch.Tensor], masters: Sequence[Master]) -> None:
         inner, keywords = self.inner, dict[str, Any]()
