@@ -19,7 +19,7 @@ from .codes.exchange import (
 )
 from .codes.quantize import Quantized, dequantize, dequantize_fp8, ds_quantizer, quantize, quantize_fp8
 from .cuda import operators as _cuda_operators  # noqa: F401  registers the kernels for CUDA tensors
-from .errors import HyperparameterError, NativeMissingError, OpsError, TensorError
+from .errors import HyperparameterError, OpsError, TensorError
 from .flat import cast_to_byte_tensor, flatten, unflatten
 from .functional.dropout import bias_dropout_residual, dropout, dropout_mask
 from .functional.gelu import bias_gelu
@@ -71,7 +71,6 @@ __all__ = [
     "HyperparameterError",
     "LocoQuantizer",
     "Muon",
-    "NativeMissingError",
     "Norm",
     "OpsError",
     "Quantized",

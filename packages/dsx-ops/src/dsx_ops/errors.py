@@ -7,10 +7,6 @@ class OpsError(RuntimeError):
     """Base of what goes wrong at run time in dsx-ops."""
 
 
-class NativeMissingError(OpsError):
-    """Something that exists only as native code was asked for, and the module is not there."""
-
-
 class TensorError(ValueError):
     """A tensor has the wrong size, dtype, layout or device. Nothing was written."""
 
