@@ -97,6 +97,10 @@ ON_HOST = {"stage": 3, **WHOLE, **OFFLOADS["parameters-host"]}
 SPECULATED = {"stage": 2, "reduce_bucket_size": 20000, "offload_optimizer": PINNED}
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3, "ns_dtype": "float32"}}}
 """In bfloat16, the default on a device, it would not be the CPU's."""
+FOUR_BITS = {"optimizer": {"type": "AdamW4bit", "params": {"lr": 1e-3}}}
+BF16_STATES = {
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "state_dtype": "bf16", "stochastic_rounding": True}}
+}
 NEVER_CLIPPED = {"gradient_clipping": 1e3, "gradient_accumulation_steps": 4}
 VARIANTS = [
     variant("persistent", {"stage": 3}),
@@ -169,6 +173,9 @@ VARIANTS = [
     variant("activations-on-host", {"stage": 3, **WHOLE}, body="activations_on_host", sample=(2,)),
     variant("activations-on-host-offloaded", ON_HOST, body="activations_on_host"),
     variant("activations-on-host-stage-2", {"stage": 2}, "activations_on_host", PRECISIONS["fp16"], tolerance=3e-2),
+    variant("four-bits", {"stage": 2}, rest=FOUR_BITS),
+    variant("four-bits-on-host", ON_HOST, rest={**FOUR_BITS, "gradient_clipping": 0.1}),
+    variant("bf16-states", {"stage": 3, **WHOLE}, rest={**BF16_STATES, "gradient_clipping": 0.1}),
     variant("muon", {"stage": 2}, rest=MUON, sample=(2,)),
     variant("muon-at-stage-3", {"stage": 3, **WHOLE}, rest={**MUON, "gradient_clipping": 0.1}, worlds=(1, 2, 4)),
     variant("muon-on-host", ON_HOST, rest=MUON, sample=(2,)),

@@ -1,4 +1,4 @@
-"""Which parameters Muon steps as matrices, and as how many matrices each.
+"""The parameters that Muon steps as matrices, and as how many matrices each.
 
 Muon is a rule for matrices of hidden layers. A parameter's attribute, its name and the module that has it say whether
 it is one; weights that are several matrices (fused projections, packed experts) are named by the configuration.

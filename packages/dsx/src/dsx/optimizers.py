@@ -158,7 +158,7 @@ _STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.fl
 
 
 def _kept_states(arguments: dict[str, Any], wide: str, states: str) -> dict[str, Any]:
-    """How `params` say that the moments are kept, taken out of `arguments`; empty where they say nothing.
+    """The form of the moments that `params` ask for, taken out of `arguments`; empty where they ask for none.
 
     Raises:
         DsxConfigError: they contradict each other, or the precision section.
