@@ -41,7 +41,7 @@ def test_a_part_of_a_box_of_a_tensor():
 
 def test_copies_and_what_is_refused():
     values = torch.arange(5.0)
-    view = ShardView(values, Part.of_whole((3, 3), 2, 7), mine=1)
+    view = ShardView(values, Part.of_range((3, 3), 2, 7), mine=1)
     assert view.shape == (3, 3) and view.dtype == torch.float32 and view.in_place
     for other in (copy.deepcopy(view), view.clone(), pickle.loads(pickle.dumps(view)), view.to(torch.float64)):
         assert isinstance(other, ShardView) and torch.equal(other.values.float(), values) and not other.in_place

@@ -220,6 +220,15 @@ class RankSets:
             model_size=groups.size("model"),
         )
 
+    def with_slices(self, tensor: AxisGroup) -> RankSets:
+        """These sets, for a model whose slices lie on the ranks of `tensor`, of which only this rank is among `data`.
+
+        The norm is summed over them too.
+        """
+        sums = (*self.data.norm_groups, *((_plain(tensor.group),) if tensor.size > 1 else ()))
+        data = replace(self.data, norm_groups=sums)
+        return RankSets(data, self.groups, tensor=tensor, batches=self.batches, model_size=tensor.size)
+
     def of(self, marks: ParameterMarks) -> RankSet:
         """The set of a parameter with these marks.
 

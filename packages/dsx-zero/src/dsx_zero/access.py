@@ -91,6 +91,7 @@ class View:
         self.masters: tuple[Master, ...] = self.optimizer.masters_of(self.name)
         self.index = self.group.layout.index(self.name)
         self.shape = self.group.layout.shapes[self.index]
+        self.tensor = self.group.global_of(self.name)
         if self.runtime.stage == 0:
             self.part = self.group.whole_slice(self.index)
         else:
@@ -145,7 +146,15 @@ class View:
                 state.copy_(values.reshape(-1)[start : start + master.numel])
 
     def whole(self, piece: torch.Tensor | None) -> torch.Tensor | None:
-        """The whole tensor from every rank's piece; None when no rank has one."""
+        """The whole tensor from every rank's piece, the global one of a DTensor; None when no rank has one."""
+        return self.of_global(self.joined(piece))
+
+    def of_global(self, joined: torch.Tensor | None) -> torch.Tensor | None:
+        """The global tensor of this rank's part of it, where the parameter was a DTensor (collective)."""
+        return joined if joined is None or self.tensor is None else self.tensor.whole(joined)
+
+    def joined(self, piece: torch.Tensor | None) -> torch.Tensor | None:
+        """The parameter's values, or others like them, from every rank's piece; None when no rank has one."""
         ranks, layout = self.group.ranks, self.group.layout
         if self.runtime.stage == 0 or ranks.size == 1:
             return None if piece is None else piece.detach().reshape(self.shape).clone()
@@ -171,11 +180,14 @@ class View:
 
     def cut(self, value: torch.Tensor) -> torch.Tensor:
         """This rank's part of a whole tensor."""
-        if tuple(value.shape) != tuple(self.shape):
-            raise ZeroStateError(
-                f"{self.name}: got a value of shape {tuple(value.shape)}, expected {tuple(self.shape)}"
-            )
-        return value.detach().reshape(-1)[self.part.start : self.part.stop]
+        expected = tuple(self.shape) if self.tensor is None else self.tensor.shape
+        if tuple(value.shape) != expected:
+            raise ZeroStateError(f"{self.name}: got a value of shape {tuple(value.shape)}, expected {expected}")
+        return self.own(value).detach().reshape(-1)[self.part.start : self.part.stop]
+
+    def own(self, value: torch.Tensor) -> torch.Tensor:
+        """What this rank's parameter shows of a whole tensor: all of it, or the part that tensor parallelism gave it."""
+        return value if self.tensor is None else self.tensor.part_of(value)
 
     def check_local(self, value: torch.Tensor) -> torch.Tensor:
         if value.numel() != self.part.numel:
@@ -239,7 +251,7 @@ def safe_set_full_fp32_param(param: Parameter, value: torch.Tensor, *, optimizer
     """
     view = View(param, optimizer)
     view.set_master_slice(view.cut(value))
-    view.show(value)
+    view.show(view.own(value))
 
 
 def safe_get_full_optimizer_state(
@@ -297,8 +309,8 @@ def safe_get_full_grad(param: Parameter, *, optimizer: ZeroOptimizer | None = No
         return None
     view = View(param, optimizer, gradient=True)
     view.complete_gradients()
-    reduced = view.whole(view.grad_slice() if view.part.numel else None)
-    return _sum(reduced, view.unreduced())
+    reduced = view.joined(view.grad_slice() if view.part.numel else None)
+    return view.of_global(_sum(reduced, view.unreduced()))
 
 
 def safe_set_full_grad(param: Parameter, value: torch.Tensor, *, optimizer: ZeroOptimizer | None = None) -> None:
@@ -357,9 +369,9 @@ def safe_set_local_fp32_param(param: Parameter, value: torch.Tensor, *, optimize
     """
     view = View(param, optimizer)
     view.set_master_slice(view.check_local(value))
-    whole = view.whole(view.master_slice() if view.masters else None)
-    if whole is not None:
-        view.show(whole)
+    joined = view.joined(view.master_slice() if view.masters else None)
+    if joined is not None:
+        view.show(joined)
 
 
 def safe_get_local_optimizer_state(
@@ -396,7 +408,7 @@ def safe_get_local_grad(param: Parameter, *, optimizer: ZeroOptimizer | None = N
         return None
     view = View(param, optimizer, gradient=True)
     own = view.unreduced()
-    slices = (view.grad_slice(), None if own is None else view.cut(own))
+    slices = (view.grad_slice(), None if own is None else own.detach().reshape(-1)[view.part.start : view.part.stop])
     there = [piece for piece in slices if piece is not None]
     return sum(there[1:], there[0].clone()) if there else None
 

@@ -19,6 +19,7 @@ from .alike import agree, model_facts, optimizer_facts, telling
 from .building import Builder, Recipe, assemble, plan_facts
 from .checks import check_given, check_marked_in_time, check_model, check_not_wrapped, check_values
 from .errors import HAS_NO_EFFECT, ZeroConfigError, ZeroOptimizerError
+from .from_dtensors import TensorRanks, parts_of
 from .grads.reduction import Reduction
 from .groups import AuxiliaryGroups
 from .homes.chosen import (
@@ -125,7 +126,8 @@ def shard(
         store: for state on disk (`device: nvme`), such as a `dsx_nvme.TensorStore` of this rank.
         transports: how parameters and gradients are sent between the ranks. Default: the configured transports.
         mesh: in the place of `process_group`: a device mesh of one dimension, or of two for hybrid sharding: states are
-            divided along the second, and copied along the first.
+            divided along the second, and copied along the first. For a model whose parameters are DTensors (torch's
+            `parallelize_module`, a `tp_plan`) the dimensions beside theirs.
         sparse_gradients: stage 0: of embeddings with `sparse=True` only rows that have a gradient are sent.
 
     Returns:
@@ -139,6 +141,8 @@ def shard(
         RanksDifferError: the ranks have different models, optimizers or settings, or one of them raised one of the
             others.
     """
+    parallel = TensorRanks.of(model)
+    mesh = mesh if parallel is None else parallel.data_mesh(mesh)
     process_group, mesh_shards = ranks_of_mesh(mesh, process_group)
     data = choose_rank_sets(process_group, mpu, ranks_of).data
     with telling(data.group):
@@ -153,6 +157,8 @@ def shard(
         check_placement(placement, settings.stage)
     dsx_comm.join_launched_ranks()
     sets = choose_rank_sets(process_group, mpu, ranks_of)
+    if parallel is not None:
+        sets = parallel.joined(sets, given=process_group is not None, ranks_of=ranks_of)
     data = sets.data
     groups = AuxiliaryGroups(_device_type(model, device))
     settings = _without_tiny_pieces(settings, model, data)
@@ -163,10 +169,11 @@ def shard(
         "placement": str(placement),
         "transports": type(transports).__name__,
         "sparse_gradients": str(sparse_gradients),
+        **({} if parallel is None else parallel.facts()),
     }
     agree(_CALL, {**facts, **dict(model_facts(model))}, data.group)
     release_model(model)
-    holders: RanksOf = sets if ranks_of is None else ranks_of
+    holders: RanksOf = sets if ranks_of is None or parallel is not None else ranks_of
     with telling(data.group):
         check_marked_in_time(model, holders)
         check_values(model)
@@ -182,32 +189,33 @@ def shard(
 
     if settings.stage < 3:
         restore_model(model)
-    with telling(data.group):
-        inner: Any = _NoOptimizer() if optimizer is None else _inner(model, optimizer, stage=settings.stage)
-        held = frozenset(id(p) for group in inner.param_groups for p in group["params"])
-        infos = find_parameters(model, held)
-        check_model(model, infos)
-        recipe = Recipe(
-            model=model,
-            settings=settings,
-            precision=precision,
-            reduction=reduction,
-            data=data,
-            ranks_of=choose(settings),
-            placement=placement,
-            ratio=1.0 if given else offload_ratio(settings),
-            device=device,
-            leaves=_leaves(model, settings),
-            bucket_size=_bucket_size(settings, infos, placement),
-            transports=transports,
-            groups=groups,
-            sparse=_sparse_names(model, inner, sparse_gradients, data.rank),
-        )
-        planned = recipe.plan(infos, inner)
-        _check_late_update(settings, inner, planned.placements)
-        ask_for_locked_pages(planned, stage=settings.stage, precision=precision)
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-    agree(_CALL, {**dict(optimizer_facts(inner, names)), **plan_facts(planned.plans)}, data.group)
+    with parts_of(model, parallel):
+        with telling(data.group):
+            inner: Any = _NoOptimizer() if optimizer is None else _inner(model, optimizer, stage=settings.stage)
+            held = frozenset(id(p) for group in inner.param_groups for p in group["params"])
+            infos = find_parameters(model, held)
+            check_model(model, infos)
+            recipe = Recipe(
+                model=model,
+                settings=settings,
+                precision=precision,
+                reduction=reduction,
+                data=data,
+                ranks_of=choose(settings),
+                placement=placement,
+                ratio=1.0 if given else offload_ratio(settings),
+                device=device,
+                leaves=_leaves(model, settings),
+                bucket_size=_bucket_size(settings, infos, placement),
+                transports=transports,
+                groups=groups,
+                sparse=_sparse_names(model, inner, sparse_gradients, data.rank),
+            )
+            planned = recipe.plan(infos, inner)
+            _check_late_update(settings, inner, planned.placements)
+            ask_for_locked_pages(planned, stage=settings.stage, precision=precision)
+            names = {id(parameter): name for name, parameter in model.named_parameters()}
+        agree(_CALL, {**dict(optimizer_facts(inner, names)), **plan_facts(planned.plans)}, data.group)
     if data.rank == 0 and isinstance(config, dict):  # the owner of a `ZeroConfig` has its notices
         for notice in settings.notices():
             _log.warning(with_code(notice, HAS_NO_EFFECT))

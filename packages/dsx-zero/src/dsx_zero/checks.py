@@ -71,13 +71,6 @@ def check_model(model: nn.Module, infos: Sequence[ParameterInfo]) -> None:
             )
     trainable = {info.name: info.trainable for info in infos}
     for name, parameter in model.named_parameters():
-        if hasattr(parameter, "placements"):
-            raise ZeroModelError(
-                f"{name}: is a DTensor ({parameter.placements} on {parameter.device_mesh}). Models that torch's"
-                " parallelize_module or a tp_plan has divided are not taken yet: build the model without it, and divide"
-                " its states over all ranks (stage 3); or divide its tensors as Megatron does (mpu=, and the mark"
-                " tensor_model_parallel on each slice)"
-            )
         if hasattr(parameter, "fsdp_pre_all_gather"):
             raise ZeroModelError(
                 f"{name}: is a {type(getattr(parameter, 'data', parameter)).__name__}, whose values FSDP2 would send in"

@@ -28,6 +28,7 @@ from torch import nn
 from .alike import agree, hash_of, telling
 from .errors import ZeroStateError
 from .homes.home import Home, read, write
+from .params.dtensors import is_dtensor
 from .params.shard_view import Part, ShardView
 from .params.whole import joining
 from .plan.layout import LocalSlice
@@ -172,17 +173,17 @@ class ModelCopy:
         run = self._optimizer.runtime
         for name in self._names:
             group = self._optimizer.group_of(name)
-            shape = group.layout.shapes[group.layout.index(name)]
+            shape, of = group.layout.shapes[group.layout.index(name)], group.global_of(name)
             part = next((part for _, part in self._optimizer.homes_of(name)), LocalSlice(0, 0, 0))
             values = self._values.get(name)
             if values is None:
                 dtype = group.master_dtype if group.trainable else group.key.dtype
                 values = torch.empty(0, dtype=dtype, device=self._device or group.key.device)
             if run.stage == 0 or (run.stage < 3 and not group.trainable) or group.ranks.size == 1:  # every rank has all
-                found[name] = values.view(shape)
+                found[name] = values.view(shape) if of is None else of.shown(values.view(shape))
                 continue
-            whole = joining(group.layout, name, group.ranks, values.dtype, group.key.device)
-            found[name] = ShardView(values, Part.of_whole(shape, part.start, part.stop), whole=whole)
+            whole = joining(group.layout, name, group.ranks, values.dtype, group.key.device, of)
+            found[name] = ShardView(values, Part.of_range(shape, part.start, part.stop, of), whole=whole)
         return {**found, **self._buffers, _UPDATES: self.updates}
 
     @torch.no_grad()
@@ -205,7 +206,10 @@ class ModelCopy:
                     f"{name}: got shape {tuple(state_dict[name].shape)}, expected {tuple(value.shape)}"
                 )
         for name, value in mine.items():
-            if name != _UPDATES:
+            if name in self._names and is_dtensor(value):
+                of = self._optimizer.group_of(name).global_of(name)
+                value.to_local().copy_(of.part_of(state_dict[name]))
+            elif name != _UPDATES:
                 value.copy_(state_dict[name])
         self.updates = int(state_dict.get(_UPDATES, self.updates))
 

@@ -22,6 +22,7 @@ from .access import OWNERS, View
 from .alike import agree, hash_of, telling
 from .errors import ZeroStateError
 from .grads.averaging import averages_itself
+from .params.dtensors import is_dtensor
 from .params.partitioned import PartitionedParameter
 from .state.shapes import refuse_shaped
 from .torch_state import MASTER, numbered_groups
@@ -116,10 +117,12 @@ def whole_values(values: dict[str, Any], *, keep: bool = True) -> None:
         if not isinstance(value, torch.Tensor):
             continue
         partitioned = isinstance(value, PartitionedParameter)
-        key: Any = id(value.source) if partitioned else (value.untyped_storage()._cdata, value.storage_offset())
+        part = value.to_local() if is_dtensor(value) else value  # type: ignore[operator]
+        key: Any = id(value.source) if partitioned else (part.untyped_storage()._cdata, part.storage_offset())
         key = (key, tuple(value.shape), tuple(value.stride()))
         if key not in made:
-            whole = value.full_tensor() if partitioned else value.detach()
+            divided = partitioned or is_dtensor(value)
+            whole = value.full_tensor() if divided else value.detach()  # type: ignore[operator]
             made[key] = whole.to("cpu", copy=not partitioned) if keep else torch.empty(0)
         values[name] = made[key]
 
@@ -137,7 +140,8 @@ def check_plain(optimizer: ZeroOptimizer) -> None:
         )
     for unit in run.units:
         for group in unit.groups:
-            if group.ranks.holders is not run.ranks.group or group.ranks.tensor_groups:
+            unknown = group.ranks.tensor_groups and any(group.global_of(name) is None for name in group.layout.names)
+            if group.ranks.holders is not run.ranks.group or unknown:
                 raise ZeroStateError(
                     f"{group.layout.names[0]}: only some ranks hold this tensor (an expert, or a slice), so no rank"
                     " could have the whole state; save with the checkpoints of an engine (dsx.initialize)"
@@ -236,6 +240,7 @@ class _WholeReader:
         self._model, self._masters = state_dict["model"], state_dict.get("masters") or {}
         self.groups: list[dict[str, Any]] = state_dict["optimizer"]["param_groups"]
         self._of = {info.name: (info.name, *info.aliases) for info in optimizer.runtime.infos}
+        self._tensors = {i.name: optimizer.group_of(i.name).global_of(i.name) for i in optimizer.runtime.infos}
         self._check_parameters(optimizer)
         self.others = list(self._rest(optimizer.runtime.model))
         self._states = self._states_by_name(optimizer, state_dict["optimizer"]["state"])
@@ -250,7 +255,10 @@ class _WholeReader:
         return next((self._model[known] for known in self._of[name] if known in self._model), None)
 
     def _check_parameters(self, optimizer: ZeroOptimizer) -> None:
-        shapes = {info.name: tuple(info.shape) for info in optimizer.runtime.infos}
+        shapes = {
+            info.name: tuple(info.shape) if (of := self._tensors[info.name]) is None else of.shape
+            for info in optimizer.runtime.infos
+        }
         missing = [name for name in shapes if self._tensor(name) is None]
         known = set(dict(optimizer.runtime.model.state_dict())) | {
             name for names in self._of.values() for name in names
@@ -294,13 +302,17 @@ class _WholeReader:
                     raise ZeroStateError(f"{name}: {key} has {value.numel()} elements, expected {numel}, or one value")
         return found
 
+    def _elements(self, name: str, tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        of = self._tensors[name]
+        return (tensor if of is None else of.part_of(tensor)).reshape(-1)[start:stop]
+
     def param(self, name: str, start: int, stop: int) -> torch.Tensor | None:
         tensor = self._tensor(name)
-        return None if tensor is None else tensor.reshape(-1)[start:stop]
+        return None if tensor is None else self._elements(name, tensor, start, stop)
 
     def master(self, name: str, start: int, stop: int) -> torch.Tensor | None:
         tensor = self._masters.get(name)
-        return None if tensor is None else tensor.reshape(-1)[start:stop]
+        return None if tensor is None else self._elements(name, tensor, start, stop)
 
     def state_keys(self, name: str) -> tuple[str, ...]:
         return tuple(self._states.get(name, ()))
@@ -308,7 +320,7 @@ class _WholeReader:
     def state(self, key: str, name: str, start: int, stop: int) -> Any:
         value = self._states[name].get(key)
         if isinstance(value, torch.Tensor) and value.dim():
-            return value.reshape(-1)[start:stop]
+            return self._elements(name, value, start, stop)
         return value
 
     def shaped_state(self, key: str, name: str, start: int, stop: int) -> torch.Tensor | None:

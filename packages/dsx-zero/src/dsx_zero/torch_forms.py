@@ -23,6 +23,7 @@ from .full_state import (
     whole_states,
     whole_values,
 )
+from .params.dtensors import GlobalTensor
 from .torch_state import MASTER, PartsReader, asked_by_torch, fresh_states, model_parts, optimizer_parts
 
 if TYPE_CHECKING:
@@ -89,7 +90,14 @@ def _plain_optimizer(optimizer: ZeroOptimizer) -> dict[str, Any]:
         if group.trainable and group.master_dtype != group.key.dtype and number in found["state"]:
             (master,) = optimizer.masters_of(name)
             found["state"][number] = {**found["state"][number], MASTER: master.tensor.detach()}
+        if (of := group.global_of(name)) is not None and number in found["state"]:
+            states = found["state"][number].items()
+            found["state"][number] = {key: of.shown(v) if _is_part(v, of) else v for key, v in states}
     return found
+
+
+def _is_part(value: Any, of: GlobalTensor) -> bool:
+    return isinstance(value, torch.Tensor) and tuple(value.shape) == of.size and value.dim() > 0
 
 
 def _load_plain(optimizer: ZeroOptimizer, state_dict: Mapping[str, Any]) -> None:
@@ -97,7 +105,12 @@ def _load_plain(optimizer: ZeroOptimizer, state_dict: Mapping[str, Any]) -> None
     optimizer.collect_edits()
     saved = [key for group in state_dict["param_groups"] for key in group["params"]]
     masters: list[tuple[torch.Tensor, torch.Tensor]] = []
+    state_dict = {**state_dict, "state": dict(state_dict["state"])}
     for name, number in numbers_of(optimizer).items():
+        if (of := optimizer.group_of(name).global_of(name)) is not None and number < len(saved):
+            states = state_dict["state"].get(saved[number], {}).items()
+            own = {k: of.part_of(v) if isinstance(v, torch.Tensor) and v.dim() else v for k, v in states}
+            state_dict["state"][saved[number]] = own
         value = state_dict["state"].get(saved[number], {}).get(MASTER) if number < len(saved) else None
         if value is not None:
             (master,) = optimizer.masters_of(name)

@@ -93,12 +93,12 @@ def _view(
 ) -> torch.Tensor:
     """A tensor over this rank's elements: a `ShardView`, or a plain one where every rank has all elements."""
     group = optimizer.group_of(name)
-    shape = group.layout.shapes[group.layout.index(name)]
+    shape, of = group.layout.shapes[group.layout.index(name)], group.global_of(name)
     if optimizer.runtime.stage == 0:
-        return values.view(shape)
-    whole = joining(group.layout, name, group.ranks, values.dtype, group.key.device)
+        return values.view(shape) if of is None else of.shown(values.view(shape))
+    whole = joining(group.layout, name, group.ranks, values.dtype, group.key.device, of)
     mine = id(optimizer.runtime) if own else None
-    return ShardView(values, Part.of_whole(shape, part.start, part.stop), whole=whole, mine=mine)
+    return ShardView(values, Part.of_range(shape, part.start, part.stop, of), whole=whole, mine=mine)
 
 
 # The optimizer --------------------------------------------------------------------------------------------------------
@@ -186,7 +186,12 @@ class PartsReader:
     """
 
     def __init__(self, optimizer: ZeroOptimizer, state_dict: Mapping[str, Any], numbers: Mapping[str, int]) -> None:
-        self._runtime, self._shapes = optimizer.runtime, {i.name: tuple(i.shape) for i in optimizer.runtime.infos}
+        self._runtime = optimizer.runtime
+        self._tensors = {i.name: optimizer.group_of(i.name).global_of(i.name) for i in optimizer.runtime.infos}
+        self._shapes = {
+            info.name: tuple(info.shape) if (of := self._tensors[info.name]) is None else of.shape
+            for info in optimizer.runtime.infos
+        }
         self.groups: list[dict[str, Any]] = list(state_dict["param_groups"])
         got, expected = [len(g["params"]) for g in self.groups], [len(g["params"]) for g in optimizer.param_groups]
         if got != expected:
@@ -222,8 +227,9 @@ class PartsReader:
         if isinstance(value, ShardView):
             if value.is_of(id(self._runtime)) and not value.loaded:
                 return None  # the memory that is asked for, as it is
-            part = value.part
-            if not part.start <= start <= stop <= part.stop or part.size != part.shape:
+            part, of = value.part, self._tensors[name]
+            size = self._shapes[name] if of is None else of.size
+            if not part.start <= start <= stop <= part.stop or part.size != size:
                 raise ZeroStateError(
                     f"{name}: this rank needs elements {start} to {stop}, and got {value!r}, which another stage or"
                     " number of ranks has made; save it with torch.distributed.checkpoint and load it into"
@@ -231,7 +237,8 @@ class PartsReader:
                 )
             return value.values[start - part.start : stop - part.start]
         if isinstance(value, torch.Tensor) and value.dim() and tuple(value.shape) == self._shapes[name]:
-            return _plain(value).reshape(-1)[start:stop]
+            of = self._tensors[name]
+            return (_plain(value) if of is None else of.part_of(value)).reshape(-1)[start:stop]
         return value.reshape(()) if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
     def param(self, name: str, start: int, stop: int) -> torch.Tensor | None:

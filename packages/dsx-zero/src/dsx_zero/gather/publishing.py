@@ -10,6 +10,7 @@ from typing import Any
 import dsx_comm
 import torch
 
+from ..params.dtensors import is_dtensor
 from ..params.flat import FlatGroup, Unit
 from ..plan.layout import pieces
 
@@ -21,6 +22,7 @@ def broadcast_first(values: torch.Tensor, ranks: dsx_comm.RankSet) -> None:
     if (ranks.size == 1 and ranks.copies is None) or not values.numel():
         return
     with torch.no_grad():
+        values = values.to_local() if is_dtensor(values) else values  # type: ignore[operator]
         contiguous = values if values.is_contiguous() else values.contiguous()
         dsx_comm.broadcast(contiguous, dsx_comm.get_global_rank(ranks.holders, 0), group=ranks.holders)
         if contiguous is not values:

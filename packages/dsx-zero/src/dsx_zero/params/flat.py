@@ -24,6 +24,7 @@ from ..homes.home import Cuttable, DeviceHome, Home, read, write
 from ..homes.tiers import DeviceTier, Tier
 from ..plan.layout import FlatLayout, LocalSlice
 from ..plan.units import GroupKey, GroupPlan, UnitPlan
+from .dtensors import GlobalTensor, global_of
 from .memory import Memory, OrdinaryMemory
 
 __all__ = ["FlatGroup", "Unit", "cut_at_parts", "label_of", "local_parts", "make_shard"]
@@ -181,6 +182,10 @@ class FlatGroup:
     def whole_slice(self, index: int) -> LocalSlice:
         """The slice of all of parameter `index` in a buffer of `layout.numel` elements."""
         return LocalSlice(0, self.layout.sizes[index], self.layout.offsets[index])
+
+    def global_of(self, name: str) -> GlobalTensor | None:
+        """The tensor of which parameter `name` is a part, where tensor parallelism by torch has cut it."""
+        return global_of(self.parameters[self.layout.index(name)])
 
     def all_visible(self) -> Home:
         """The home of the whole parameters if every rank has them, else that of the shard."""

@@ -31,6 +31,7 @@ import torch
 from ..errors import ZeroStateError
 from ..torch_names import DisableTorchFunctionSubclass, make_wrapper_subclass, tree_map_only
 from .conversions import CONVERSIONS, conversion_target
+from .dtensors import GlobalTensor, global_of
 from .partitioned_view import VIEWS, ViewSource, find_views
 from .shard_view import ShardView
 from .sources import ParameterSource
@@ -100,7 +101,13 @@ class PartitionedParameter(torch.Tensor):
 
     def full_tensor(self) -> torch.Tensor:
         """The whole parameter as a new plain tensor. Collective: every rank must call it."""
-        return self._source.full_tensor()
+        whole, of = self._source.full_tensor(), self._global
+        return whole if of is None else of.whole(whole)
+
+    @property
+    def _global(self) -> GlobalTensor | None:
+        """The tensor that it is a part of, where it was a DTensor."""
+        return global_of(self) or global_of(self._source.leaf())
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         """The name and the logical facts, without values."""
@@ -274,7 +281,7 @@ def _write_with_whole(target: PartitionedParameter, func: Callable, args: Any, k
 
     def collect(param: PartitionedParameter) -> None:
         if param._source is not target._source and id(param._source) not in others:
-            others[id(param._source)] = param.full_tensor()
+            others[id(param._source)] = param._source.full_tensor()
 
     tree_map_only(PartitionedParameter, collect, (args, kwargs))
 
@@ -303,7 +310,9 @@ def _compute(func: Callable, args: Any, kwargs: Any) -> Any:
         tensor = partitioned._source.borrow()
         if tensor is not None:
             borrowed.append(partitioned._source)
-            return tensor if partitioned.requires_grad else tensor.detach()
+            tensor = tensor if partitioned.requires_grad else tensor.detach()
+            of = partitioned._global
+            return tensor if of is None else of.shown(tensor)
         differentiable = torch.is_grad_enabled() and partitioned.requires_grad
         copy = None if differentiable or what in _NATIVE else partitioned._source.read()
         if copy is None:
@@ -382,7 +391,7 @@ def _set_data(param: PartitionedParameter, value: torch.Tensor) -> None:
     if isinstance(value, PartitionedParameter):
         if value._source is param._source:
             return
-        value = value.full_tensor()
+        value = value._source.full_tensor()
     with torch.no_grad():
         param._source.write(lambda whole: whole.copy_(value))
 

@@ -135,8 +135,9 @@ class UnitParameter(SourceWithPlain):
         """This rank's elements for torch's checkpoints, over the shard's memory (a copy if it is on disk)."""
         group, values = self.group, self.local_shard()
         part = group.layout.local_slice(self.name, group.rank) or LocalSlice(0, 0, 0)
-        whole = joining(group.layout, self.name, group.ranks, values.dtype, group.key.device)
-        shape = Part.of_whole(group.layout.shapes[self._index], part.start, part.stop)
+        of = group.global_of(self.name)
+        whole = joining(group.layout, self.name, group.ranks, values.dtype, group.key.device, of)
+        shape = Part.of_range(group.layout.shapes[self._index], part.start, part.stop, of)
         mine = None if group.shard.view() is None else id(group)
 
         def on_load() -> None:  # no method: a stager of torch would copy the object behind it
@@ -296,7 +297,7 @@ class PartitionedUnit:
 
             def whole_of(name: str, device: torch.device = key.device) -> torch.Tensor:
                 original = model.get_parameter(infos[name].name)
-                whole = original.full_tensor() if isinstance(original, PartitionedParameter) else original.detach()
+                whole = original.source.full_tensor() if isinstance(original, PartitionedParameter) else original.detach()
                 return whole.to(device)
 
             with torch.no_grad():

@@ -55,7 +55,7 @@ class WholeParameter(SourceWithPlain):
 
 def restore_parameter(model: nn.Module, names: Sequence[str], face: PartitionedParameter) -> nn.Parameter:
     """Replace `face` under each of `names` by a whole parameter with its values and attributes (collective)."""
-    plain = nn.Parameter(face.full_tensor(), requires_grad=face.requires_grad)
+    plain = nn.Parameter(face.source.full_tensor(), requires_grad=face.requires_grad)
     vars(plain).update({key: value for key, value in vars(face).items() if key not in ("_source", "_is_param")})
     for name in names:
         path, _, attribute = name.rpartition(".")
@@ -80,7 +80,7 @@ _REPLACED: dict[int, tuple[weakref.ref, weakref.ref]] = {}
 """The parameter of stage 3 that took the place of an ordinary one, by the `id` of that. Keeps neither alive."""
 
 
-def note_replaced(original: torch.Tensor, face: PartitionedParameter) -> None:
+def note_replaced(original: torch.Tensor, face: torch.Tensor) -> None:
     """`face` has taken the place of `original` in its module."""
     key = id(original)
     _REPLACED[key] = weakref.ref(original, lambda _: _REPLACED.pop(key, None)), weakref.ref(face)
@@ -88,8 +88,9 @@ def note_replaced(original: torch.Tensor, face: PartitionedParameter) -> None:
 
 def current_parameter(parameter: Any) -> Any:
     """The parameter that took the place of this one and is trained now; any other object unchanged."""
-    known = _REPLACED.get(id(parameter))
-    if known is not None and known[0]() is parameter and (face := known[1]()) is not None:
+    while (known := _REPLACED.get(id(parameter))) is not None and known[0]() is parameter:
+        if (face := known[1]()) is None:
+            break
         parameter = face
     if isinstance(parameter, PartitionedParameter) and isinstance(parameter.source, WholeParameter):
         return parameter.source.plain

@@ -26,6 +26,7 @@ import torch
 
 from ..errors import ZeroStateError
 from ..torch_names import make_wrapper_subclass
+from .dtensors import GlobalTensor
 
 __all__ = ["Part", "ShardView", "boxes_of_range"]
 
@@ -83,8 +84,10 @@ class Part:
     stop: int
 
     @classmethod
-    def of_whole(cls, shape: tuple[int, ...], start: int, stop: int) -> Part:
-        """Elements of a tensor that no tensor parallelism has cut."""
+    def of_range(cls, shape: tuple[int, ...], start: int, stop: int, of: GlobalTensor | None = None) -> Part:
+        """Elements of a parameter of this shape, which may be a part of a global tensor (`of`)."""
+        if of is not None:
+            return cls(of.shape, of.offset, of.size, start, stop)
         return cls(tuple(shape), (0,) * len(shape), tuple(shape), start, stop)
 
     def chunks(self) -> tuple[Chunk, ...]:

@@ -15,6 +15,7 @@ from dsx_comm import RankSet
 
 from ..homes.home import Home, opened, read, write
 from ..plan.layout import FlatLayout, LocalSlice
+from .dtensors import GlobalTensor
 
 __all__ = ["Shards", "join_whole", "joining", "read_whole", "write_all", "write_whole"]
 
@@ -71,13 +72,21 @@ def join_whole(
 
 
 def joining(
-    layout: FlatLayout, name: str, ranks: RankSet, dtype: torch.dtype, device: torch.device
+    layout: FlatLayout,
+    name: str,
+    ranks: RankSet,
+    dtype: torch.dtype,
+    device: torch.device,
+    of: GlobalTensor | None = None,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """`join_whole` as a plain function of this rank's elements, 1-D on any device (none: an empty tensor)."""
+    """`join_whole` as a plain function of this rank's elements, 1-D on any device (none: an empty tensor). Of a part of
+    a global tensor (`of`) it gives the global one.
+    """
 
     def whole(values: torch.Tensor) -> torch.Tensor:
         mine = values.to(device) if values.numel() else None
-        return join_whole(layout, name, mine, ranks, dtype=dtype, device=device)
+        joined = join_whole(layout, name, mine, ranks, dtype=dtype, device=device)
+        return joined if of is None else of.whole(joined)
 
     return whole
 
