@@ -190,6 +190,33 @@ def tensor_parallel(model):
     parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel()})
 
 
+def tensor_parallel_trained(t):
+    """The same steps with the whole batch, as a tensor-parallel model on all ranks."""
+    import dsx_zero
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    t.train(2)
+    if not t.sharded:
+        return
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(Net(), mesh["tp"], {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()})
+    model, optimizer = dsx_zero.shard(
+        model, lambda p: torch.optim.SGD(p, lr=0.3, momentum=0.9), stage=t.stage, mesh=mesh["dp"],
+        config={"stage3_param_persistence_threshold": 0},
+    )  # fmt: skip
+    whole = Training.__new__(Training)
+    whole.__dict__.update(t.__dict__, sharded=False)  # the batches of all ranks
+    for index in (50, 51):
+        whole.loss(index, model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = dsx_zero.full_state_dict(optimizer, rank0_only=False)["model"]
+    for name, value in t.weights().items():
+        torch.testing.assert_close(state[name], value)
+    optimizer.release()
+
+
 def fully_sharded(model):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -237,8 +264,9 @@ ROWS = [
     Row("`copy.deepcopy(model)`", deep_copy, {3: "optimizer.copy_of()"}),
     Row("`compile_units(model, fullgraph=True)`", blocks_compiled),
     Row("`shard(mesh=...)` of one or two dimensions", mesh),
-    Row("a model of `parallelize_module` or `tp_plan`, given to `shard`", given(tensor_parallel),
-        dict.fromkeys(range(4), "is a DTensor")),
+    Row("`shard(mesh=...)` of a model of `parallelize_module` or `tp_plan`", tensor_parallel_trained),
+    Row("the same without `mesh=`", given(tensor_parallel),
+        dict.fromkeys(range(4), "hold different parts")),
     Row("a model of `fully_shard`, given to `shard`", given(fully_sharded),
         dict.fromkeys(range(4), "remove the lines")),
     Row("weights with `fsdp_pre_all_gather` (torchao's float8)", given(one_byte),

@@ -396,7 +396,9 @@ class _Build:
         dtypes = {group.key.dtype for unit in units for group in unit.trainable}
         dense = not any(group.key.sparse for unit in units for group in unit.trainable)
         same = all(precision.gradient_dtype(dtype) == dtype for dtype in dtypes)
-        if stage == 0 and self.data.size == 1 and dense and same:
+        # Plain gradients of slices would let each rank clip by the norm of its own.
+        sliced = any(group.ranks.tensor_groups for unit in units for group in unit.groups)
+        if stage == 0 and self.data.size == 1 and dense and same and not sliced:
             return LocalGradients(units)
         reductions = self._reductions(units, stage, lambda: gradients.complete())
         order = self._order(CollectiveExecutor(reductions.run_reduce), self._builder.channel())

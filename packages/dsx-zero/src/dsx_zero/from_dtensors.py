@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-__all__ = ["TensorRanks", "parts_of"]
+__all__ = ["TensorRanks", "parts_of", "rank_sets_of"]
 
 
 @dataclass(frozen=True)
@@ -106,12 +106,13 @@ class TensorRanks:
         data = [me] if sets.data.size == 1 else sorted(dsx_comm.get_all_ranks_from_group(sets.data.group))
         if set(mine).intersection(data) != {me}:
             name = next(iter(self.tensors))
-            told = "the data-parallel ranks given are" if given else "no data-parallel ranks are named, which means all:"
+            told = "the data-parallel ranks given are" if given else "none are named, so that all are data-parallel:"
             raise ZeroModelError(
                 f"{name}: is a DTensor whose parts lie on the ranks {mine}, and {told} {data}: they hold different"
                 " parts, and only ranks with equal parts can share one. Give shard the dimension of the device mesh"
                 " beside it: init_device_mesh(device, (data, tensor), mesh_dim_names=('dp', 'tp')), then"
                 " parallelize_module(model, mesh['tp'], ...) and shard(..., mesh=mesh['dp'])"
+                " (dsx.initialize: mesh_param=mesh['dp'])"
             )
         if sets.slice_group is not None:
             if sorted(sets.slice_group.ranks) != mine:
@@ -143,8 +144,8 @@ def _tensor_of(name: str, parameter: Any) -> GlobalTensor | None:
     (placement,) = placements
     if type(placement).__name__ not in ("Shard", "Replicate"):
         raise ZeroModelError(
-            f"{what}; expected Shard or Replicate: a tensor that waits for a sum or is cut in strides has no part of its"
-            " own to train. Redistribute it before: parameter.redistribute(placements=[Replicate()])"
+            f"{what}; expected Shard or Replicate: a tensor that waits for a sum or is cut in strides has no part of"
+            " its own to train. Redistribute it before: parameter.redistribute(placements=[Replicate()])"
         )
     dim = placement.dim if placement.is_shard() else None
     if dim is not None and parameter.shape[dim] % mesh.size():
@@ -258,6 +259,23 @@ class _Saved(_PartsHook):
 class _ToLoad(_PartsHook):
     def __call__(self, module: nn.Module, values: dict[str, Any], prefix: str, *rest: Any) -> None:
         self._parts.to_load(values, prefix)
+
+
+def rank_sets_of(model: nn.Module, mesh: DeviceMesh) -> RankSets:
+    """The rank sets of a model over a device mesh of one dimension beside that of its DTensors, if it has any.
+
+    Raises:
+        ZeroModelError: see `TensorRanks`; the mesh has more dimensions.
+    """
+    parallel = TensorRanks.of(model)
+    mesh = mesh if parallel is None else parallel.data_mesh(mesh) or mesh
+    if mesh.ndim != 1:
+        raise ZeroModelError(
+            f"mesh: got {mesh.ndim} dimensions {mesh.mesh_dim_names or ''} beside those of tensor parallelism, expected"
+            " one, such as mesh['dp']; copies of shards (hybrid sharding) are zero_optimization.mics_shard_size"
+        )
+    sets = RankSets.over(mesh.get_group())
+    return sets if parallel is None else parallel.joined(sets, given=True, ranks_of=None)
 
 
 @contextmanager

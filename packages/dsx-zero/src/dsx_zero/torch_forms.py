@@ -109,7 +109,13 @@ def _load_plain(optimizer: ZeroOptimizer, state_dict: Mapping[str, Any]) -> None
     for name, number in numbers_of(optimizer).items():
         if (of := optimizer.group_of(name).global_of(name)) is not None and number < len(saved):
             states = state_dict["state"].get(saved[number], {}).items()
-            own = {k: of.part_of(v) if isinstance(v, torch.Tensor) and v.dim() else v for k, v in states}
+            # Contiguous copies: torch's optimizers keep what they load, and a part would keep the whole tensor alive.
+            own = {
+                key: of.part_of(v).clone(memory_format=torch.contiguous_format)
+                if isinstance(v, torch.Tensor) and v.dim()
+                else v
+                for key, v in states
+            }
             state_dict["state"][saved[number]] = own
         value = state_dict["state"].get(saved[number], {}).get(MASTER) if number < len(saved) else None
         if value is not None:

@@ -6,6 +6,7 @@ error, and no rank waits for another.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
@@ -96,7 +97,8 @@ def initialize(
         config: dictionary (`dsx.Config` makes one that an editor checks), path of a JSON file, or base64 of JSON.
             `config_params` is an older name of it.
         mesh_param: (data-parallel ranks, sequence-parallel ranks): the same as `sequence_parallel_size` in the
-            configuration.
+            configuration. Or a `DeviceMesh` of the data-parallel ranks, for a model whose parameters are DTensors
+            (torch's `parallelize_module`, a `tp_plan`).
         extensions: objects that take part in building the engine (`dsx.Extension`), beside those of installed
             packages.
 
@@ -122,6 +124,7 @@ def initialize(
         distributed_port=distributed_port,
         dist_init_required=dist_init_required,
         mesh=_checked_mesh(mesh_param),
+        device_mesh=mesh_param if _is_device_mesh(mesh_param) else None,
     )
     check_siblings()
     # Lazy import: the wiring imports most sibling packages, which a mistake in the arguments should not wait for.
@@ -158,14 +161,19 @@ def config_source(args: Any, config: Any, config_params: Any) -> Any:
     return source
 
 
+def _is_device_mesh(mesh: Any) -> bool:
+    module = sys.modules.get("torch.distributed.device_mesh")  # a program that has one has imported it
+    return module is not None and isinstance(mesh, module.DeviceMesh)
+
+
 def _checked_mesh(mesh: Any) -> tuple[int, int] | None:
-    if mesh is None:
+    if mesh is None or _is_device_mesh(mesh):
         return None
     sizes = tuple(mesh) if isinstance(mesh, Sequence) else ()
     if len(sizes) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sizes):
         raise EngineArgumentError(
             f"initialize(mesh_param=...): got {mesh!r}, expected two numbers: data-parallel ranks and sequence-parallel"
-            " ranks"
+            " ranks; or a DeviceMesh of the data-parallel ranks"
         )
     return sizes
 

@@ -8,6 +8,7 @@ import dsx_comm
 import torch
 from dsx_comm import RankSets
 from dsx_core.device import Device, accelerator_kind
+from dsx_zero.from_dtensors import rank_sets_of
 
 from .config import Config
 from .engine.errors import EngineArgumentError
@@ -34,8 +35,15 @@ def batch_ranks(request: Request, topology: RankSets | None) -> int:
 
 def rank_sets(request: Request, held: ExitStack) -> RankSets:
     """The groups of ranks: those of the mpu, which are in use until `held` is closed, or those given to
-    `dsx_comm.parallel_groups.use`. The groups that other engines hold are not meant.
+    `dsx_comm.parallel_groups.use`. The groups that other engines hold are not meant. Of a device mesh: its ranks, and
+    those that hold parts of the model's DTensors.
     """
+    if request.device_mesh is not None:
+        if request.mpu is not None:
+            raise EngineArgumentError(
+                "initialize: got an mpu and a DeviceMesh (mesh_param), and each names the data-parallel ranks; give one"
+            )
+        return rank_sets_of(request.model, request.device_mesh)
     if request.mpu is not None and dsx_comm.is_initialized():
         held.callback(dsx_comm.parallel_groups.hold(request.mpu))
     return dsx_comm.RankSets.current() if request.mpu is None else dsx_comm.RankSets.of_mpu(request.mpu)

@@ -1,8 +1,9 @@
 """Parameters that were DTensors: what their placements say of the part that this rank holds.
 
 Tensor parallelism by torch (`parallelize_module`, a `tp_plan`) leaves DTensors in a model, each with this rank's part
-and the placement of the part. dsx-zero shards the parts, as it shards Megatron's slices, and keeps the placement on each
-parameter as a `GlobalTensor`: with it a forward gets a DTensor again, and accessors and checkpoints the global tensor.
+and the placement of the part. dsx-zero shards the parts, as it shards Megatron's slices, and keeps the placement on
+each parameter as a `GlobalTensor`: with it a forward gets a DTensor again, and accessors and checkpoints the global
+tensor.
 
 Left out: placements that no even cut of one dimension describes; `from_dtensors` refuses them.
 """

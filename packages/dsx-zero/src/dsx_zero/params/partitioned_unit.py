@@ -297,7 +297,9 @@ class PartitionedUnit:
 
             def whole_of(name: str, device: torch.device = key.device) -> torch.Tensor:
                 original = model.get_parameter(infos[name].name)
-                whole = original.source.full_tensor() if isinstance(original, PartitionedParameter) else original.detach()
+                whole = (
+                    original.source.full_tensor() if isinstance(original, PartitionedParameter) else original.detach()
+                )
                 return whole.to(device)
 
             with torch.no_grad():

@@ -14,6 +14,7 @@ from .errors import EngineArgumentError
 
 if TYPE_CHECKING:
     from dsx_comm import RankSets
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Request:
         store: a store (`dsx_zero.homes.stored.TensorStore`, with `close`) that is used for state on disk instead of a
             folder.
         mesh: numbers of data-parallel and sequence-parallel ranks.
+        device_mesh: of the data-parallel ranks, in the place of `mesh` and `mpu`.
         ranks_of: the argument of `dsx_zero.shard`; None: the groups of all ranks.
     """
 
@@ -38,6 +40,7 @@ class Request:
     dist_init_required: bool | None
     store: Any = None
     mesh: tuple[int, int] | None = None
+    device_mesh: DeviceMesh | None = None
     ranks_of: RankSets | Callable[[nn.Parameter], RankSets] | None = None
 
 
