@@ -207,7 +207,7 @@ def deepspeed_engine(stage: int) -> Callable[[bool], Receipt]:
 
 def torchtitan_train(wrong: bool) -> Receipt:
     """`train()` of torchtitan's Trainer. Wrong: each micro-batch is divided by its own tokens."""
-    from torchtitan_program import audited
+    from _torchtitan import audited
 
     return audited(wrong)
 

@@ -240,15 +240,21 @@ class _PartsHook(ModuleHook):
 
 
 class _BeforeForward(_PartsHook):
-    @torch.compiler.disable
+    def __init__(self, parts: _Parts) -> None:
+        super().__init__(parts)
+        self._show = torch.compiler.disable(parts.show)  # here: it imports dynamo, which takes a second
+
     def __call__(self, module: nn.Module, args: Any) -> None:
-        self._parts.show()
+        self._show()
 
 
 class _AfterForward(_PartsHook):
-    @torch.compiler.disable
+    def __init__(self, parts: _Parts) -> None:
+        super().__init__(parts)
+        self._withdraw = torch.compiler.disable(parts.withdraw)
+
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._parts.withdraw()
+        self._withdraw()
 
 
 class _Saved(_PartsHook):
