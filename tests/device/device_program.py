@@ -606,7 +606,10 @@ def main() -> None:
     modes, names = sys.argv[2].split(","), sys.argv[3].split(",")
     if SIMULATED:
         torch.cuda.set_device(0)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if SIMULATED else "gloo")
+        bound = torch.device("cuda", 0) if int(os.environ["WORLD_SIZE"]) > 1 else None  # as most programs on GPUs do
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=bound)
+    else:
+        dist.init_process_group("gloo")
     with open(FOLDER / f"rank{dist.get_rank()}.jsonl", "a") as out:
         for number, name in enumerate(names):
             each = ["slow-side" if ":" in name else dealt(number)]

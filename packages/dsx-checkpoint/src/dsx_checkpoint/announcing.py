@@ -127,10 +127,8 @@ class Holding:
         return found.digest()[:16]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        numbered, shaped = (
-            {key: columns.to_bytes(array("q", numbers), 1) for key, numbers in found.items()}
-            for found in (self.numbered, self.shaped)
-        )
+        numbered = {key: columns.to_bytes(array("q", numbers), 1) for key, numbers in self.numbered.items()}
+        shaped = {key: columns.to_bytes(array("q", numbers), 1) for key, numbers in self.shaped.items()}
         rows = columns.to_bytes(self.rows, _WIDTH)
         return _restored, (rows, self.boxes, self.key_sets, self.client, numbered, shaped)
 
@@ -160,10 +158,11 @@ def _restored(
     numbered: dict[str, bytes],
     shaped: dict[tuple[str, tuple[int, ...]], bytes],
 ) -> Holding:
-    numbers, shapes = (
-        {key: array("I", columns.from_bytes(data, 1)) for key, data in found.items()} for found in (numbered, shaped)
-    )
-    return Holding(columns.from_bytes(rows, _WIDTH), boxes, key_sets, client, numbers, shapes)
+    numbers = {key: array("I", columns.from_bytes(data, 1)) for key, data in numbered.items()}
+    found = Holding(columns.from_bytes(rows, _WIDTH), boxes, key_sets, client, numbers)
+    for key, data in shaped.items():
+        found.shaped[key] = array("I", columns.from_bytes(data, 1))
+    return found
 
 
 @dataclass(frozen=True)

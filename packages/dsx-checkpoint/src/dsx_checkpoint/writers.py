@@ -54,7 +54,8 @@ class Writers:
                 if known.master:
                     made._note_dtype(name, model[name], MASTER, known.master, 0)
         for (catalogue, number), rank in told.first.items():
-            made._take_shapes(rank, told.names[catalogue], told.holdings[number])
+            if told.holdings[number].shaped:
+                made._take_shapes(rank, told.names[catalogue], told.holdings[number])
             made._take_rows(rank, told.names[catalogue], told.holdings[number], model, members[catalogue, number] > 1)
             for client in told.holdings[number].client:
                 if client.name not in made.client:
@@ -110,7 +111,8 @@ class Writers:
 
     def _shape(self, spec: TensorSpec, key: str) -> tuple[int, ...]:
         """The shape of a member of a tensor's family."""
-        return self.shapes.get(spec.name, {}).get(key, spec.shape)
+        own = self.shapes.get(spec.name) if self.shapes else None
+        return spec.shape if own is None else own.get(key, spec.shape)
 
     def of_piece(self, name: str, key: str, spot: Spot) -> int:
         """The rank that writes a region of a tensor (`MODEL_KEY`) or of one of its states."""

@@ -7,7 +7,8 @@ worked out once per group and found again by every call. None means the default 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -280,16 +281,32 @@ def new_group(
     if dist.get_backend() == REHEARSAL:
         backend = REHEARSAL  # whatever transport is asked for, nothing is sent
     shared = "dsx" in (backend or dist.get_backend())
-    # torch sorts unless told not to, and a group's order decides who owns which shard
-    return dist.new_group(
-        ranks,
-        timeout=timeout,
-        backend=backend,
-        pg_options=options if shared else None,
-        group_desc=description,
-        sort_ranks=False,
-        use_local_synchronization=local,
-    )
+    with _no_bound_device() if shared or local else nullcontext():
+        # torch sorts unless told not to, and a group's order decides who owns which shard
+        return dist.new_group(
+            ranks,
+            timeout=timeout,
+            backend=backend,
+            pg_options=options if shared else None,
+            group_desc=description,
+            sort_ranks=False,
+            use_local_synchronization=local,
+        )
+
+
+@contextmanager
+def _no_bound_device() -> Iterator[None]:
+    """Hide from torch the device that `init_process_group(device_id=...)` was given, while a group is made.
+
+    torch asks the new group for the backend of that device, and a group in host memory has none. And it would split the
+    communicator of all ranks, a collective of all of them, also where only the members of the group make it.
+    """
+    world = dist.group.WORLD
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
 
 
 def destroy_process_group(group: Any = None) -> None:
