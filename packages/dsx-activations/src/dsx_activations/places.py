@@ -335,4 +335,4 @@ class _InHostSlot:
 
 def host_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Memory of the host for a flat tensor of a device, page-locked for CUDA."""
-    return torch.empty(numel, dtype=dtype, pin_memory=device.type == "cuda")
+    return torch.empty(numel, dtype=dtype, pin_memory=device.type == "cuda", device="cpu")

@@ -68,7 +68,7 @@ class DiskCopy:
         return Piece(piece.family, piece.spec, piece.region, lambda: self._read(start, nbytes, dtype), in_memory=False)
 
     def _read(self, start: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-        data = torch.empty(nbytes, dtype=torch.uint8)
+        data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         view, got = raw_bytes(data), 0
         while got < nbytes and (count := os.preadv(self._file.fileno(), [view[got:]], start + got)):
             got += count
@@ -127,7 +127,7 @@ class HostSlot:
         pinned = any(value.is_cuda for value in values)
         if self._memory is None or self._memory.numel() < size or (pinned and not self._memory.is_pinned()):
             self._memory = None  # freed before the new block is made
-            self._memory = _page_locked(size) if pinned else torch.empty(size, dtype=torch.uint8)
+            self._memory = _page_locked(size) if pinned else torch.empty(size, dtype=torch.uint8, device="cpu")
         room = self._memory
         copies = [
             room[at : at + value.numel() * value.element_size()].view(value.dtype) for at, value in zip(places, values)

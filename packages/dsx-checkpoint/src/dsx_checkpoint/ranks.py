@@ -116,7 +116,7 @@ class GroupRanks(Ranks):
     def _send_bytes(self, data: bytes, to: int) -> None:
         import torch
 
-        for values in (torch.tensor([len(data)]), torch.frombuffer(bytearray(data), dtype=torch.uint8)):
+        for values in (torch.tensor([len(data)], device="cpu"), torch.frombuffer(bytearray(data), dtype=torch.uint8)):
             self._comm.send(values.to(self._device), group=self._group, group_dst=to, tag=_TAG)
 
     def _receive_bytes(self, source: int) -> bytes:

@@ -70,7 +70,7 @@ def read_region(fd: int, placed: Placed, region: Region, sums: Sums) -> torch.Te
         raise CheckpointCorruptError(
             f"{placed.file}: ends {missing} bytes before the end of {shown(spec.name)}; it was cut short"
         )
-    out = torch.empty(region.numel, dtype=getattr(torch, DTYPES[spec.dtype][0]))
+    out = torch.empty(region.numel, dtype=getattr(torch, DTYPES[spec.dtype][0]), device="cpu")
     view = raw_bytes(out)
     for run in region.runs(spec.shape):
         begin, end = run.first * spec.itemsize, (run.first + run.numel) * spec.itemsize

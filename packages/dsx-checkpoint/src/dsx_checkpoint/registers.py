@@ -47,8 +47,10 @@ class Registers:
     @staticmethod
     def of(items: Mapping[int, int], replicas: Mapping[int, Mapping[int, int]] | None = None) -> Registers:
         """From registers by number."""
-        numbers = torch.tensor(sorted(items), dtype=torch.int64)
-        return Registers(numbers, torch.tensor([items[n] for n in numbers.tolist()], dtype=torch.int64), replicas or {})
+        numbers = torch.tensor(sorted(items), dtype=torch.int64, device="cpu")
+        return Registers(
+            numbers, torch.tensor([items[n] for n in numbers.tolist()], dtype=torch.int64, device="cpu"), replicas or {}
+        )
 
     @staticmethod
     def written(plan: RankPlan, written: Written, rank: int) -> Registers:
@@ -85,7 +87,7 @@ class Registers:
 
     def dense(self, count: int) -> array[int]:
         """The registers of chunks 0 to count - 1."""
-        found = torch.zeros(count, dtype=torch.int64)
+        found = torch.zeros(count, dtype=torch.int64, device="cpu")
         found[self.numbers] = self.values
         return array("I", found.tolist())
 
@@ -98,7 +100,7 @@ class Registers:
         return None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        starts = torch.ones(len(self.numbers), dtype=torch.bool)
+        starts = torch.ones(len(self.numbers), dtype=torch.bool, device="cpu")
         starts[1:] = self.numbers.diff() != 1
         places = starts.nonzero().squeeze(1)
         runs = torch.stack((self.numbers[places], places), dim=1).flatten()
@@ -109,11 +111,11 @@ class Registers:
 def _restored(runs: bytes, values: bytes, replicas: Mapping[int, Mapping[int, int]]) -> Registers:
     registers, rows = array("I"), columns.from_bytes(runs, 2)
     registers.frombytes(values)
-    places = torch.tensor([*rows[1::2], len(registers)], dtype=torch.int64)
+    places = torch.tensor([*rows[1::2], len(registers)], dtype=torch.int64, device="cpu")
     # A run begins at a place of its own: its number there less that place is the same in all of the run.
-    shifts = torch.tensor(list(rows[::2]), dtype=torch.int64) - places[:-1]
-    numbers = torch.arange(len(registers)) + shifts.repeat_interleave(places.diff())
-    return Registers(numbers, torch.tensor(list(registers), dtype=torch.int64), replicas)
+    shifts = torch.tensor(list(rows[::2]), dtype=torch.int64, device="cpu") - places[:-1]
+    numbers = torch.arange(len(registers), device="cpu") + shifts.repeat_interleave(places.diff())
+    return Registers(numbers, torch.tensor(list(registers), dtype=torch.int64, device="cpu"), replicas)
 
 
 def _added(items: Iterator[tuple[int, int]]) -> dict[int, int]:

@@ -112,7 +112,7 @@ class SymmetricArena:
         length = self.space(numel * dtype.itemsize)
         begin = self._ranges.take(length) if length else None
         if begin is None or self._mapping is None:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         self._touched = max(self._touched, begin + length)
         return torch.frombuffer(self._mapping, dtype=dtype, offset=self._begin + begin, count=numel).view(shape)
 

@@ -165,7 +165,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
 
 def timed_in_turn(calls: dict[str, Callable[[], Any]], group: Any, options: argparse.Namespace) -> dict[str, float]:
     """Median milliseconds of each call, the slowest rank's, each called `options.calls` times on end per round."""
-    samples = torch.zeros(options.repeats, len(calls), dtype=torch.float64)
+    samples = torch.zeros(options.repeats, len(calls), dtype=torch.float64, device="cpu")
     began, rounds = time.perf_counter(), 0
     for round_ in range(-options.warmup, options.repeats):
         for column, call in enumerate(calls.values()):
@@ -177,7 +177,9 @@ def timed_in_turn(calls: dict[str, Callable[[], Any]], group: Any, options: argp
             if round_ >= 0:
                 samples[round_, column] = (time.perf_counter() - start) * 1e3 / options.calls
         rounds = max(rounds, round_ + 1)
-        slow = torch.tensor([time.perf_counter() - began > options.seconds and rounds >= 5], dtype=torch.uint8)
+        slow = torch.tensor(
+            [time.perf_counter() - began > options.seconds and rounds >= 5], dtype=torch.uint8, device="cpu"
+        )
         dist.all_reduce(slow, dist.ReduceOp.MAX, group=group)  # all ranks stop together
         if slow.item():
             break

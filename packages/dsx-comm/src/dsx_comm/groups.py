@@ -231,9 +231,16 @@ def get_all_ranks_from_group(group: Any = None) -> list[int]:
 
 
 def get_backend(group: Any = None) -> str:
-    """The backend name of a group."""
+    """The backend name of a group. Where `init_process_group` was given none, that of the device that torch chose:
+    torch itself says "undefined" there.
+    """
     _need_initialized()
-    return dist.get_backend(group)
+    found = dist.get_backend(group)
+    if found != "undefined":
+        return found
+    chosen = dist.get_backend_config(group)
+    kinds = set(_backends(chosen).values())
+    return kinds.pop() if len(kinds) == 1 else chosen
 
 
 def backend_for(device_type: str, group: Any = None) -> str:
@@ -278,9 +285,10 @@ def new_group(
         wrong = [r for r in ranks if not 0 <= r < world]
         if wrong or len(set(ranks)) != len(ranks) or not ranks:
             raise CommArgumentError(f"ranks: got {ranks}, expected distinct ranks in [0, {world}), at least one")
-    if dist.get_backend() == REHEARSAL:
+    default = get_backend()
+    if default == REHEARSAL:
         backend = REHEARSAL  # whatever transport is asked for, nothing is sent
-    shared = "dsx" in (backend or dist.get_backend())
+    shared = "dsx" in (backend or default)
     with _no_bound_device() if shared or local else nullcontext():
         # torch sorts unless told not to, and a group's order decides who owns which shard
         return dist.new_group(

@@ -170,7 +170,7 @@ class ObjectTree:
 
     def _send(self, data: bytes, place: int) -> None:
         device, peer = self._to.message_device, self._peer(place)
-        for tensor in (torch.tensor([len(data)]), torch.frombuffer(bytearray(data), dtype=torch.uint8)):
+        for tensor in (torch.tensor([len(data)], device="cpu"), torch.frombuffer(bytearray(data), dtype=torch.uint8)):
             start_p2p(tensor.to(device), peer, self._to, _TAG, sending=True).wait()
 
     def _receive(self, place: int) -> bytes:

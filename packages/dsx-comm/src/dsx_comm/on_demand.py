@@ -123,7 +123,7 @@ def _start(backend: Any, ranks: Sequence[int], tensor: torch.Tensor, peer: int, 
 
 def _over(start: Start, mine: torch.Tensor, rank: int, size: int) -> torch.Tensor:
     """The addresses of all ranks [N, s], over messages."""
-    table = torch.empty(size, len(mine), dtype=torch.uint8)
+    table = torch.empty(size, len(mine), dtype=torch.uint8, device="cpu")
     fill_in_rounds(table, mine, rank, size, start, connected=False)
     return table
 

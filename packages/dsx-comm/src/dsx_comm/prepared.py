@@ -155,7 +155,7 @@ def prepare_reduce_scatter(
             group.
     """
     name, to = "reduce_scatter_tensor", member(group)
-    kind = reduce_kind(op, torch.empty(0, dtype=dtype), name)
+    kind = reduce_kind(op, torch.empty(0, dtype=dtype, device="cpu"), name)
     size = _bytes(numel, dtype)
     call = Call(name, to.group, to.size, size, share_volume(size, to.size), device, {}, 1, described(dtype, kind))
     issue: _Issue = lambda output, source: start_reduce_scatter(output, source, kind, to)  # noqa: E731

@@ -170,7 +170,7 @@ class Eigenvalue:
         """The eigenvalue of largest magnitude of one block."""
         generator = torch.Generator().manual_seed(self._seed + place)
         numel = sum(p.numel() for p in parameters)
-        v = torch.randn(numel, generator=generator).to(parameters[0].device)
+        v = torch.randn(numel, generator=generator, device="cpu").to(parameters[0].device)
         v = self._normalised(v)
         value, before, iterations = 1.0, 0.0, 0
         while iterations < self.max_iter and value != 0.0 and abs((value - before) / value) >= self.tol:

@@ -68,7 +68,7 @@ def empty(
     sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
     numel = math.prod(sizes)  # type: ignore[arg-type]
     if numel == 0:
-        return torch.empty(sizes, dtype=dtype)  # type: ignore[arg-type]
+        return torch.empty(sizes, dtype=dtype, device="cpu")  # type: ignore[arg-type]
     return allocate(numel * dtype.itemsize, pin).tensor(dtype, numel).view(sizes)  # type: ignore[arg-type]
 
 

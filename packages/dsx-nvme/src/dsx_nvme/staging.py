@@ -58,7 +58,11 @@ def needed(tensor: torch.Tensor) -> bool:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor, 1-D uint8, sharing its memory."""
-    return tensor.detach().view(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
+    return (
+        tensor.detach().view(-1).view(torch.uint8)
+        if tensor.numel()
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
 
 
 class Stager:

@@ -24,7 +24,7 @@ from .errors import DataRaceError, EndOfFileError, ForkError, TransferError
 
 END_OF_FILE = -1
 SLICE = 0.2  # seconds; a wait checks for Python's signals so often
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, device="cpu")
 
 
 class Outcome(NamedTuple):

@@ -123,7 +123,7 @@ def whole_values(values: dict[str, Any], *, keep: bool = True) -> None:
         if key not in made:
             divided = partitioned or is_dtensor(value)
             whole = value.full_tensor() if divided else value.detach()  # type: ignore[operator]
-            made[key] = whole.to("cpu", copy=not partitioned) if keep else torch.empty(0)
+            made[key] = whole.to("cpu", copy=not partitioned) if keep else torch.empty(0, device="cpu")
         values[name] = made[key]
 
 

@@ -72,4 +72,4 @@ def _uses(kind: str, topology: RankSets) -> bool:
     if not torch.distributed.is_initialized():
         return True
     backend = torch.distributed.get_default_backend_for_device(kind)
-    return backend in str(torch.distributed.get_backend(topology.data.group))
+    return backend in dsx_comm.get_backend(topology.data.group)

@@ -34,7 +34,7 @@ def write_dcp(folder: Path, weights: Mapping[str, Tensor], optimizer_of: Source 
                     tensors[f"optim.state.{name}.{key}"] = value
                     states.setdefault(name, {})[key] = _empty(value)
                 else:  # torch's optimizers keep their number of steps as a tensor
-                    states.setdefault(name, {})[key] = torch.tensor(float(value))
+                    states.setdefault(name, {})[key] = torch.tensor(float(value), device="cpu")
         state["optim"] = {"state": states, "param_groups": _groups(optimizer_of, list(chosen))}
     writer = filesystem.FileSystemWriter(str(folder), sync_files=True, thread_count=1)
     planner = _OneAtATime(tensors, progress)
@@ -77,5 +77,5 @@ def _groups(source: Source, names: list[str]) -> list[dict[str, Any]]:
     kind = str(((engine.get("config") or {}).get("optimizer") or {}).get("type", ""))
     made = {name.lower(): getattr(torch.optim, name) for name in ("Adam", "AdamW", "SGD", "Adagrad", "NAdam", "RAdam")}
     optimizer = made.get(kind.lower())
-    defaults = optimizer([torch.nn.Parameter(torch.zeros(1))]).defaults if optimizer is not None else {}
+    defaults = optimizer([torch.nn.Parameter(torch.zeros(1, device="cpu"))]).defaults if optimizer is not None else {}
     return [{**defaults, **numbers, "params": names}]

@@ -193,7 +193,7 @@ def _tensor(folder: Path, name: str, entry: Any, chunks: Any, where: dict[Any, A
     _check_chunks(folder, TensorSpec(name, dtype_name(dtype), tuple(map(expect_int, shape))), found)
 
     def fetch() -> torch.Tensor:
-        whole = torch.empty(shape, dtype=dtype)
+        whole = torch.empty(shape, dtype=dtype, device="cpu")
         for chunk in found:
             value = _read(chunk, name)
             if tuple(value.shape) != chunk.sizes:

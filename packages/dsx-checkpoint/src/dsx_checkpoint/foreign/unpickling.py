@@ -143,7 +143,7 @@ def _rebuild_tensor_of_dtype(
 def _view(storage: Any, dtype: torch.dtype, offset: Any, size: Any, stride: Any, metadata: Any) -> torch.Tensor:
     untyped = storage._untyped_storage
     check_view(untyped.nbytes(), dtype.itemsize, offset, size, stride)
-    made: Any = torch.empty((0,), dtype=dtype)
+    made: Any = torch.empty((0,), dtype=dtype, device="cpu")
     made.set_(untyped, offset, tuple(size), tuple(stride))
     if metadata:  # conjugated, or negated
         utils: Any = importlib.import_module("torch._utils")

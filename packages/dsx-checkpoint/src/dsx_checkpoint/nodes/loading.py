@@ -116,7 +116,7 @@ class _Wishes(Reader):
     def _read_region(self, key: Key, region: Region) -> torch.Tensor:
         self.regions.append((key, region))
         dtype = getattr(torch, DTYPES[self.index.tensors[key[0]][key[1]].spec.dtype][0])
-        return torch.zeros((), dtype=dtype).expand(region.numel)  # takes no memory
+        return torch.zeros((), dtype=dtype, device="cpu").expand(region.numel)  # takes no memory
 
 
 def _wished(request: LoadRequest, folder: Path, index: Index, ranks: Ranks) -> Spans:

@@ -201,7 +201,11 @@ def run_transfers(
         OSError, CheckpointError: the first thing that went wrong here. The ranks must agree on it afterwards.
     """
     failure: Exception | None = None
-    buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8) if transfers else torch.empty(0, dtype=torch.uint8)
+    buffer = (
+        torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cpu")
+        if transfers
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
     with ExitStack() as stack:
         files = _Files(folder, stack)
         for transfer in transfers:

@@ -64,7 +64,7 @@ def _table(device: torch.device) -> torch.Tensor:
 def measure_runs(runs: Sequence[torch.Tensor], measure: Measure) -> torch.Tensor:
     """The scale of every run (1-D float32, not empty): a float32 tensor of len(runs) elements."""
     if not runs:
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
     pieces = [piece for run in runs for piece in run.split(_PIECE)]
     order = 2 if measure == "rms" else 1
     norms = torch.stack(torch._foreach_norm(pieces, order)).double()  # pyright: ignore[reportPrivateImportUsage]

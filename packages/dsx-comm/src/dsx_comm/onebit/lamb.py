@@ -143,7 +143,7 @@ class OneBitLamb(FreezingOptimizer):
         compressed = self._compressed()
         if all(self.state[p]["scaling_coeff"] for p in compressed):
             return
-        counts = torch.tensor([max(p.numel(), 1) for p in compressed], dtype=torch.float32)
+        counts = torch.tensor([max(p.numel(), 1) for p in compressed], dtype=torch.float32, device="cpu")
         sizes = (_norms(self._states(compressed, "exp_avg")).cpu() / counts.sqrt()).tolist()
         united = sum(sizes) / len(sizes)
         for parameter, size in zip(compressed, sizes):

@@ -137,17 +137,17 @@ _TEXT = 512
 
 
 def _broadcast_text(group: Any, text: str) -> str:
-    line = torch.zeros(_TEXT, dtype=torch.uint8)
+    line = torch.zeros(_TEXT, dtype=torch.uint8, device="cpu")
     data = text.encode()[:_TEXT]
-    line[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+    line[: len(data)] = torch.tensor(list(data), dtype=torch.uint8, device="cpu")
     group.broadcast([line]).wait()
     return bytes(line.tolist()).rstrip(b"\0").decode()
 
 
 def _all_gather_text(group: Any, text: str, out: list[Any]) -> None:
-    line = torch.zeros(_TEXT, dtype=torch.uint8)
+    line = torch.zeros(_TEXT, dtype=torch.uint8, device="cpu")
     data = text.encode()[:_TEXT]
-    line[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
-    rows = torch.empty(group.size(), _TEXT, dtype=torch.uint8)
+    line[: len(data)] = torch.tensor(list(data), dtype=torch.uint8, device="cpu")
+    rows = torch.empty(group.size(), _TEXT, dtype=torch.uint8, device="cpu")
     group.all_gather_single(rows, line).wait()
     out[:] = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]

@@ -127,7 +127,7 @@ class ShmReductions(ShmGroup):
         part: tuple[int, int] | None = None,
     ) -> Any:
         """Dtypes the compiled module does not add up: all ranks' data is gathered, torch reduces it in rank order."""
-        gathered = torch.empty(self._size * flat.numel(), dtype=flat.dtype)
+        gathered = torch.empty(self._size * flat.numel(), dtype=flat.dtype, device="cpu")
         target = flat if into is None else into
         begin, length = part or (0, flat.numel())
         skip = into is None and isinstance(opts, c10d.ReduceOptions)

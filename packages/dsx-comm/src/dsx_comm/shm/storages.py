@@ -40,7 +40,7 @@ def _collect(tensors: Any, found: dict[int, Any]) -> None:
 @lru_cache(maxsize=1)
 def _offset() -> int | None:
     """Bytes from the beginning of a storage to the word with the address of its memory; None if no word fits."""
-    own, borrowed = torch.empty(64), torch.frombuffer(bytearray(256), dtype=torch.uint8)
+    own, borrowed = torch.empty(64, device="cpu"), torch.frombuffer(bytearray(256), dtype=torch.uint8)
     fitting = _fitting(own) & _fitting(borrowed)
     own.untyped_storage().resize_(1 << 16)  # moves
     fitting &= _fitting(own)

@@ -99,7 +99,7 @@ def target(
     in_place = output.data_ptr() == own
     if output.is_contiguous() and (in_place or not any(overlap(output, p) for p in parts)):
         return output, None
-    flat = torch.empty(output.shape, dtype=output.dtype)
+    flat = torch.empty(output.shape, dtype=output.dtype, device="cpu")
     return flat, lambda: output.copy_(flat)
 
 

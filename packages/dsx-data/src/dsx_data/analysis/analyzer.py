@@ -239,7 +239,7 @@ def _metrics(names: Any, functions: Any, kinds: Any, dtypes: Any) -> list[Metric
 
 def _numpy_dtype(dtype: Any) -> np.dtype:
     if isinstance(dtype, torch.dtype):
-        return torch.zeros(0, dtype=dtype).numpy().dtype
+        return torch.zeros(0, dtype=dtype, device="cpu").numpy().dtype
     return np.dtype(dtype)
 
 

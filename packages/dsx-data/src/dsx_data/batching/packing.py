@@ -108,16 +108,19 @@ class PackingCollator:
         pairs = [self._tokens(sample) for sample in samples]
         rows = pack_lengths([len(tokens) for tokens, _ in pairs], self.row_length)
         shape = (len(rows), self.row_length)
-        ids = torch.full(shape, self.pad_token_id)
-        labels = torch.full(shape, IGNORED)
-        positions, segments = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+        ids = torch.full(shape, self.pad_token_id, device="cpu")
+        labels = torch.full(shape, IGNORED, device="cpu")
+        positions, segments = (
+            torch.zeros(shape, dtype=torch.int64, device="cpu"),
+            torch.zeros(shape, dtype=torch.int64, device="cpu"),
+        )
         for row, numbers in enumerate(rows):
             start = 0
             for segment, number in enumerate(numbers, 1):
                 tokens, wanted = pairs[number]
                 stop = start + len(tokens)
                 ids[row, start:stop], labels[row, start:stop] = tokens, wanted
-                positions[row, start:stop] = torch.arange(len(tokens))
+                positions[row, start:stop] = torch.arange(len(tokens), device="cpu")
                 segments[row, start:stop] = segment
                 if self.causal and len(tokens):
                     labels[row, start] = IGNORED

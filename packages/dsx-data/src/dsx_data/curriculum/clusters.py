@@ -62,7 +62,7 @@ class Cluster:
 
     def _current_order(self) -> np.ndarray:
         if self._order is None:
-            order = torch.randperm(len(self), generator=generator(self.seed, self.number, self.round))
+            order = torch.randperm(len(self), generator=generator(self.seed, self.number, self.round), device="cpu")
             self._order = order.numpy().astype(np.min_scalar_type(max(1, len(self))))
         return self._order
 

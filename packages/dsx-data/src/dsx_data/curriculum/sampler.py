@@ -128,7 +128,9 @@ class CurriculumSampler:
 
     def _from_clusters(self) -> np.ndarray:
         ends = np.cumsum([len(cluster) for cluster in self._clusters])
-        slots = torch.randint(int(ends[-1]), (self.batch_size,), generator=generator(self.seed, -1, self.step)).numpy()
+        slots = torch.randint(
+            int(ends[-1]), (self.batch_size,), generator=generator(self.seed, -1, self.step), device="cpu"
+        ).numpy()
         owner = np.searchsorted(ends, slots, side="right")
         samples = np.empty(self.batch_size, np.int64)
         for number, cluster in enumerate(self._clusters):

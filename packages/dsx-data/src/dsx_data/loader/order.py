@@ -67,7 +67,7 @@ def epoch_pieces(
 def _drawn(length: int, seed: int, epoch: int) -> np.ndarray:
     generator = torch.Generator()
     generator.manual_seed(seed + epoch)
-    return torch.randperm(length, generator=generator).numpy()
+    return torch.randperm(length, generator=generator, device="cpu").numpy()
 
 
 def rank_share(order: Any, *, rank: int, world_size: int, drop_last: bool) -> Any:

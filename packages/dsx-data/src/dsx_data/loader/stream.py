@@ -73,7 +73,7 @@ class SharedStream:
         left_over = position - block * self.shuffle_window
         source = self._skipped(block * self.shuffle_window, key)
         while window := list(itertools.islice(source, self.shuffle_window)):
-            order = torch.randperm(len(window), generator=generator(seed, epoch, block)).tolist()
+            order = torch.randperm(len(window), generator=generator(seed, epoch, block), device="cpu").tolist()
             yield from (window[i] for i in order[left_over:])
             block, left_over = block + 1, 0
 

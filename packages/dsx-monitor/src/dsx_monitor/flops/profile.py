@@ -58,7 +58,7 @@ def get_model_profile(
         raise ProfilerError(f"get_model_profile(mode=...): got {mode!r}, expected 'forward' or 'generate'")
     positional, named = list(args), dict(kwargs or {})
     if input_shape is not None:
-        like = next(model.parameters(), torch.empty(0))
+        like = next(model.parameters(), torch.empty(0, device="cpu"))
         positional.insert(0, torch.ones(tuple(input_shape), dtype=like.dtype, device=like.device))
     if not positional and not named:
         raise ProfilerError("get_model_profile: got nothing to call the model with; pass input_shape, args or kwargs")

@@ -214,11 +214,11 @@ def _tensor(args: argparse.Namespace, handle: aio_handle, device: int | None) ->
         place = torch.device("cuda", device or 0)
         return torch.randint(0, 256, (args.io_size,), dtype=torch.uint8, device=place)
     if args.slow_bounce_buffer:
-        tensor = torch.empty(args.io_size + 1, dtype=torch.uint8)[1:]
+        tensor = torch.empty(args.io_size + 1, dtype=torch.uint8, device="cpu")[1:]
     elif args.use_accelerator_pin_memory:
-        tensor = torch.empty(args.io_size, dtype=torch.uint8).pin_memory()
+        tensor = torch.empty(args.io_size, dtype=torch.uint8, device="cpu").pin_memory()
     else:
-        tensor = handle.new_cpu_locked_tensor(args.io_size, torch.empty(0, dtype=torch.uint8))
+        tensor = handle.new_cpu_locked_tensor(args.io_size, torch.empty(0, dtype=torch.uint8, device="cpu"))
     return tensor.random_(0, 256)
 
 

@@ -69,7 +69,7 @@ class WeightChange:
             raise ZeroStateError(f"{self.name}: got shape {tuple(whole.shape)}, expected {self.shape}")
         positions = self.positions
         if len(self.values) == self.stop - self.start:
-            positions = torch.arange(self.stop - self.start)
+            positions = torch.arange(self.stop - self.start, device="cpu")
         flat, index = positions + self.start, torch.zeros_like(positions)
         for extent, at, full in zip(_strides(self.size), self.offset, _strides(self.shape)):
             index += (flat // extent + at) * full
@@ -137,7 +137,7 @@ class WeightMark:
                 new.append(now[differ])
                 if advance:
                     before.copy_(now)
-            positions = torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
+            positions = torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device="cpu")
             if len(positions):
                 yield WeightChange(
                     name, shape, source.offset, source.size, source.start, source.stop, positions, torch.cat(new)
@@ -163,7 +163,7 @@ def pack_changes(changes: Iterable[WeightChange]) -> torch.Tensor:
         )  # fmt: skip
         chunks += [positions, one.values.contiguous().view(torch.uint8)]
     header = json.dumps(entries, separators=(",", ":")).encode()
-    length = torch.tensor([len(header)], dtype=torch.int64).view(torch.uint8)
+    length = torch.tensor([len(header)], dtype=torch.int64, device="cpu").view(torch.uint8)
     return torch.cat([length, torch.frombuffer(bytearray(header), dtype=torch.uint8), *chunks])
 
 
@@ -214,21 +214,21 @@ def _encode(positions: torch.Tensor, among: int) -> tuple[str, int, torch.Tensor
     """The shortest code of ascending positions below `among`: its name, its low bits, and its bytes."""
     count = len(positions)
     if count == among:
-        return "all", 0, torch.empty(0, dtype=torch.uint8)
-    new = torch.ones(count, dtype=torch.bool)
+        return "all", 0, torch.empty(0, dtype=torch.uint8, device="cpu")
+    new = torch.ones(count, dtype=torch.bool, device="cpu")
     new[1:] = positions[1:] != positions[:-1] + 1
     firsts = new.nonzero().view(-1)
     named = min(count, among - count)
     bits = max(0, math.floor(math.log2(among / named * math.log(2))))
     sparse, dense = (named * bits + 7) // 8 + (named + (among >> bits) + 8) // 8, (among + 7) // 8
     if 8 * len(firsts) <= min(sparse, dense):
-        lengths = torch.diff(firsts, append=torch.tensor([count]))
+        lengths = torch.diff(firsts, append=torch.tensor([count], device="cpu"))
         pairs = torch.stack([positions[firsts], lengths], 1)
         if among < 1 << 31:
             return "runs", 32, pairs.to(torch.int32).view(-1).view(torch.uint8)
         return "runs", 64, pairs.view(-1).view(torch.uint8)
     if dense <= sparse or named < count:
-        changed = torch.zeros(among, dtype=torch.bool)
+        changed = torch.zeros(among, dtype=torch.bool, device="cpu")
         changed[positions] = True
         if dense <= sparse:
             return "bitmap", 0, _pack_bits(changed)
@@ -238,48 +238,52 @@ def _encode(positions: torch.Tensor, among: int) -> tuple[str, int, torch.Tensor
 
 def _elias_fano(positions: torch.Tensor, among: int, bits: int) -> torch.Tensor:
     count = len(positions)
-    high = torch.zeros(count + (among >> bits) + 1, dtype=torch.bool)
-    high[(positions >> bits) + torch.arange(count)] = True
+    high = torch.zeros(count + (among >> bits) + 1, dtype=torch.bool, device="cpu")
+    high[(positions >> bits) + torch.arange(count, device="cpu")] = True
     return torch.cat([_pack_low(positions, bits), _pack_bits(high)])
 
 
 def _decode(data: torch.Tensor, code: str, bits: int, count: int, among: int) -> torch.Tensor:
     if code == "all":
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device="cpu")
     if code == "runs":
         pairs = data.clone().view(torch.int32 if bits == 32 else torch.int64).view(-1, 2).to(torch.int64)
         starts = torch.repeat_interleave(pairs[:, 0] - (pairs[:, 1].cumsum(0) - pairs[:, 1]), pairs[:, 1])
-        return starts + torch.arange(len(starts))
+        return starts + torch.arange(len(starts), device="cpu")
     if code == "bitmap":
         return _unpack_bits(data).nonzero().view(-1)
     if code == "elias-fano of the others":
-        changed = torch.ones(among, dtype=torch.bool)
+        changed = torch.ones(among, dtype=torch.bool, device="cpu")
         changed[_decode(data, "elias-fano", bits, among - count, among)] = False
         return changed.nonzero().view(-1)
     if code != "elias-fano":
         raise ValueError(f"unknown code {code!r}")
     low_bytes = (count * bits + 7) // 8
     low = _unpack_bits(data[:low_bytes])[: count * bits].view(count, bits).to(torch.int64)
-    value = (low << torch.arange(bits)).sum(1) if bits else torch.zeros(count, dtype=torch.int64)
+    value = (
+        (low << torch.arange(bits, device="cpu")).sum(1)
+        if bits
+        else torch.zeros(count, dtype=torch.int64, device="cpu")
+    )
     ones = _unpack_bits(data[low_bytes:]).nonzero().view(-1)
-    return ((ones - torch.arange(count)) << bits) + value
+    return ((ones - torch.arange(count, device="cpu")) << bits) + value
 
 
 def _pack_low(positions: torch.Tensor, bits: int) -> torch.Tensor:
     """The `bits` low bits of each position, one after the other."""
     parts = [
-        (some.unsqueeze(1) >> torch.arange(bits)).bitwise_and_(1).view(-1).to(torch.bool)
+        (some.unsqueeze(1) >> torch.arange(bits, device="cpu")).bitwise_and_(1).view(-1).to(torch.bool)
         for some in positions.split(_AT_ONCE)
     ]
     return _pack_bits(torch.cat(parts))
 
 
 def _pack_bits(bits: torch.Tensor) -> torch.Tensor:
-    padded = torch.zeros(-(-len(bits) // 8) * 8, dtype=torch.uint8)
+    padded = torch.zeros(-(-len(bits) // 8) * 8, dtype=torch.uint8, device="cpu")
     padded[: len(bits)] = bits
-    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
+    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device="cpu")
     return (padded.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
 
 
 def _unpack_bits(data: torch.Tensor) -> torch.Tensor:
-    return ((data.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)) & 1).view(-1).to(torch.bool)
+    return ((data.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8, device="cpu")) & 1).view(-1).to(torch.bool)

@@ -208,7 +208,7 @@ def _power_sum(piece: torch.Tensor, order: float) -> torch.Tensor:
     order 0 the count of values that are not zero.
     """
     if not piece.numel():
-        return torch.full((), math.inf if order == -math.inf else 0.0, dtype=torch.float64)
+        return torch.full((), math.inf if order == -math.inf else 0.0, dtype=torch.float64, device="cpu")
     dtype = torch.float32 if piece.dtype.itemsize < 4 else piece.dtype
     norm = torch.linalg.vector_norm(piece, order, dtype=dtype)
     if math.isinf(order):

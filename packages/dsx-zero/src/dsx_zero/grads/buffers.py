@@ -401,7 +401,7 @@ class GroupGradients:
             self.wait_until_stored()
         if self.result is None:
             self.result = self._target(self._whole())
-            write(self.result, torch.zeros(self.result.numel, dtype=self.dtype))
+            write(self.result, torch.zeros(self.result.numel, dtype=self.dtype, device="cpu"))
         return self.result
 
     def unreduced(self, index: int) -> torch.Tensor | None:

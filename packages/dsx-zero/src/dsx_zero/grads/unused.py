@@ -43,7 +43,7 @@ class UnusedParameters:
             if group.ranks.holders is not ranks.group
             for name in group.layout.names
         }
-        self._seen = torch.zeros(len(pairs), dtype=torch.uint8)
+        self._seen = torch.zeros(len(pairs), dtype=torch.uint8, device="cpu")
         self._handles = [
             parameter.register_post_accumulate_grad_hook(partial(self._arrived, index))
             for index, (_, parameter) in enumerate(pairs)

@@ -204,7 +204,11 @@ class HostHome(_InMemory):
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, *, pin: bool = True) -> None:
         try:
-            memory = locked_empty(numel, dtype) if pin and device.type == "cuda" else torch.empty(numel, dtype=dtype)
+            memory = (
+                locked_empty(numel, dtype)
+                if pin and device.type == "cuda"
+                else torch.empty(numel, dtype=dtype, device="cpu")
+            )
         except RuntimeError as error:
             raise ZeroStateError(
                 f"host memory for {numel:,} elements ({numel * dtype.itemsize:,} bytes"

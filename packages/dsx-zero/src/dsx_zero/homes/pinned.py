@@ -29,7 +29,7 @@ def locked_empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """
     nbytes = numel * dtype.itemsize
     if nbytes < _EXACT_FROM:
-        return torch.empty(numel, dtype=dtype, pin_memory=True)
+        return torch.empty(numel, dtype=dtype, pin_memory=True, device="cpu")
     try:
         region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:

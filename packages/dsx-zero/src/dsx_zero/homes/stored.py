@@ -241,7 +241,7 @@ class StoredHome:
             elif (first, last) == (begin, end) and self._fits(out):
                 moves.add(self._store.get(key, target))
             else:
-                piece = torch.empty(end - begin, dtype=self.dtype)
+                piece = torch.empty(end - begin, dtype=self.dtype, device="cpu")
                 moves.add(self._store.get(key, piece), target, piece[first - begin : last - begin])
         return moves
 
@@ -260,7 +260,7 @@ class StoredHome:
             if (first, last) == (begin, end):
                 moves.add(self._store.put(key, source))
                 continue
-            piece = torch.zeros(end - begin, dtype=self.dtype)
+            piece = torch.zeros(end - begin, dtype=self.dtype, device="cpu")
             if earlier in self._store:
                 self._store.get(earlier, piece).wait()
             piece[first - begin : last - begin].copy_(source)

@@ -88,8 +88,8 @@ class ControlChannel:
 
     def post(self, words: tuple[int, ...]) -> Callable[[], list[tuple[int, ...]]]:
         """See `Channel.post`: the all-gather runs in the background."""
-        mine = torch.tensor(words, dtype=torch.int64)
-        rows = torch.empty(self._world_size * len(words), dtype=torch.int64)
+        mine = torch.tensor(words, dtype=torch.int64, device="cpu")
+        rows = torch.empty(self._world_size * len(words), dtype=torch.int64, device="cpu")
         handle = self._start(rows, mine)
 
         def read() -> list[tuple[int, ...]]:
@@ -110,7 +110,7 @@ class ControlChannel:
 
     def ask(self, yes: bool) -> Answer:
         """See `Asks.ask`: one all-reduce of a number, which is a ring of 2 (N - 1) messages where gloo carries it."""
-        noes = torch.tensor([0.0 if yes else 1.0])
+        noes = torch.tensor([0.0 if yes else 1.0], device="cpu")
         return _Asked(noes, dsx_comm.all_reduce(noes, group=self._group, async_op=True))
 
 
@@ -140,8 +140,8 @@ class ManyRanks(ControlChannel):
 
     def ask(self, yes: bool) -> Answer:
         """See `Asks.ask`: a word of each rank, by the same rounds."""
-        said = torch.empty(self._world_size, dtype=torch.int64)
-        return _AskedInRounds(said, self._start(said, torch.tensor([0 if yes else 1])))
+        said = torch.empty(self._world_size, dtype=torch.int64, device="cpu")
+        return _AskedInRounds(said, self._start(said, torch.tensor([0 if yes else 1], device="cpu")))
 
 
 def channel_of(group: Any, rank: int, world_size: int) -> ControlChannel:

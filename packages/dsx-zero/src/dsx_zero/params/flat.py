@@ -64,7 +64,7 @@ def make_shard(plan: GroupPlan, memory: Memory, tier: Tier) -> Home:
     if shard.view() is None:
         cut_at_parts(shard, local_parts(layout, key.ranks.rank))
     else:
-        write(shard, torch.zeros(layout.shard_numel, dtype=key.dtype))  # the padding, too
+        write(shard, torch.zeros(layout.shard_numel, dtype=key.dtype, device="cpu"))  # the padding, too
     return shard
 
 

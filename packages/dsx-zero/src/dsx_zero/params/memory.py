@@ -158,7 +158,7 @@ class SharedMemory:
             return dsx_comm.empty(numel, dtype=dtype, group=self._group)
         except dsx_comm.SymmetricMemoryError as error:
             _log.warning(with_code("%s; this buffer lies in ordinary memory", _CODE), error)
-            return torch.empty(numel, dtype=dtype)
+            return torch.empty(numel, dtype=dtype, device="cpu")
 
     def pool(self, kinds: Iterable[Kind], *, idle: int) -> BufferPool:
         """See `Memory.pool`. If a buffer is on a device, the pool has ordinary memory."""

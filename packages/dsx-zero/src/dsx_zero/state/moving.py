@@ -146,7 +146,9 @@ class MovedStates:
         if stash is None:
             return tensor
         storage: Any = stash.reading()
-        return torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
+            storage, tensor.storage_offset(), tensor.shape, tensor.stride()
+        )
 
     def _refusal(self) -> str:
         names = ", ".join(kind.value for kind in self.stashes)

@@ -69,7 +69,9 @@ class ParamSlice:
 
     def without_elements(self) -> ParamSlice:
         """The slice of a rank that owns nothing of the parameter."""
-        param, master = (v if v is None else torch.empty(0, dtype=v.dtype) for v in (self.param, self.master))
+        param, master = (
+            v if v is None else torch.empty(0, dtype=v.dtype, device="cpu") for v in (self.param, self.master)
+        )
         return replace(self, start=0, stop=0, param=param, master=master, states={}, ranges=(), shaped=())
 
 

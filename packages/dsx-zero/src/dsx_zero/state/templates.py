@@ -64,7 +64,9 @@ class StateTemplates:
         probe = _copy_without_groups(self._inner)
         sample.grad = torch.zeros_like(sample)
         if needs_rows(self._inner):
-            sample.grad = torch.sparse_coo_tensor(torch.arange(_SAMPLE)[None], torch.zeros_like(sample), shape)
+            sample.grad = torch.sparse_coo_tensor(
+                torch.arange(_SAMPLE, device="cpu")[None], torch.zeros_like(sample), shape
+            )
         options = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "param_names"}
         probe.param_groups = [{**options, "params": [sample]}]
         probe.state = defaultdict(dict)

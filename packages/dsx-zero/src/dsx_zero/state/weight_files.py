@@ -87,7 +87,7 @@ class WeightFiles:
         tensor = self._tensors[name]
         size = tensor.dtype.itemsize
         if start == stop:
-            return torch.empty(0, dtype=tensor.dtype)
+            return torch.empty(0, dtype=tensor.dtype, device="cpu")
         data = bytearray((stop - start) * size)
         try:
             with open(tensor.file, "rb", buffering=0) as file:

@@ -46,7 +46,7 @@ def _send(norm: torch.Tensor) -> _Arrival | None:
     device = Device.of(norm)
     if not device.is_accelerator:
         return None
-    host = torch.empty((), dtype=norm.dtype, pin_memory=True)
+    host = torch.empty((), dtype=norm.dtype, pin_memory=True, device="cpu")
     host.copy_(norm, non_blocking=True)
     event = device.event()
     return lambda: host.item() if event is None or event.query() else None

@@ -87,7 +87,7 @@ def sum_of_squares(
         if not all(counted):
             # Multiplied by zero instead of left out: if any copy is not finite, so is the norm, on all ranks. Then all
             # ranks skip the step together.
-            squares = squares * torch.tensor(counted, dtype=dtype).to(device, non_blocking=True)
+            squares = squares * torch.tensor(counted, dtype=dtype, device="cpu").to(device, non_blocking=True)
         total += squares.sum()
     return total, all_double
 
@@ -144,7 +144,7 @@ class SquaresAndRows:
         sums[0], self.all_double = self._squares()
         dsx_comm.all_reduce(sums, op=dsx_comm.ReduceOp.SUM, group=self._group)
         total, *rows = sums.tolist()  # at once: a second read would be a second wait for the device
-        self.total = torch.tensor(total, dtype=torch.float64)
+        self.total = torch.tensor(total, dtype=torch.float64, device="cpu")
         return rows
 
     def take_part(self, row: Sequence[float]) -> None:
@@ -158,7 +158,7 @@ class SquaresAndRows:
         if self._under_way is not None:
             self._under_way[0].wait()
             self._under_way = None
-        return torch.tensor([0.0, *row], dtype=torch.float64).to(self._device, non_blocking=True)
+        return torch.tensor([0.0, *row], dtype=torch.float64, device="cpu").to(self._device, non_blocking=True)
 
 
 class StepNorm:
@@ -207,7 +207,7 @@ class StepNorm:
         elif local or not self.host_reads():
             gradients.finish(meanwhile=launch)
         elif (total := gradients.finish(self._read)) is not None:
-            self._total = torch.tensor(total, dtype=torch.float64)
+            self._total = torch.tensor(total, dtype=torch.float64, device="cpu")
 
     def host_reads(self) -> bool:
         """Whether this rank's squares can travel with the words of the ranks. Elsewhere they would make the host wait
@@ -225,7 +225,7 @@ class StepNorm:
         """
         run = self._runtime
         if not needed:
-            return torch.zeros(())
+            return torch.zeros((), device="cpu")
         groups = [group for group in run.norm_groups if not local or group != run.ranks.group]
         if self._total is None:
             total, all_double = self._mine or self._squares(groups, whole=run.stage == 0 and not local)
@@ -274,7 +274,7 @@ class StepNorm:
 def usual_factor(grad_scale: float, max_norm: float | None, *, on_host: bool) -> float:
     """What `clip_factor` gives where the norm is at most `max_norm`, bit for bit. `on_host`: where the norm is."""
     factor = 1.0 / grad_scale if grad_scale else math.inf
-    return factor if on_host or not max_norm else torch.tensor(factor, dtype=torch.float32).item()
+    return factor if on_host or not max_norm else torch.tensor(factor, dtype=torch.float32, device="cpu").item()
 
 
 def clip_factor(norm: torch.Tensor, grad_scale: float, max_norm: float | None) -> float | torch.Tensor:

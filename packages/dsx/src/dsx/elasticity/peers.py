@@ -347,7 +347,7 @@ class _Recorder(Reader):
     def _read_region(self, key: tuple[str, str], region: Region) -> torch.Tensor:
         placed = self.index.tensors[key[0]][key[1]].placed
         self.noted += spans_of_region(placed, region)
-        return torch.zeros(region.numel, dtype=getattr(torch, DTYPES[placed.spec.dtype][0]))
+        return torch.zeros(region.numel, dtype=getattr(torch, DTYPES[placed.spec.dtype][0]), device="cpu")
 
 
 def _wanted(folder: Path, index: Index, ranks: Processes, module: Any, optimizer: Any, places: Any) -> Spans:

@@ -25,7 +25,11 @@ def random_states() -> dict[str, Any]:
     """The states of the generators of this process."""
     version, numbers, gauss = random.getstate()
     found: dict[str, Any] = {
-        "python": {"version": version, "numbers": torch.tensor(numbers, dtype=torch.int64), "gauss": gauss},
+        "python": {
+            "version": version,
+            "numbers": torch.tensor(numbers, dtype=torch.int64, device="cpu"),
+            "gauss": gauss,
+        },
         "torch": torch.get_rng_state(),
     }
     numpy = sys.modules.get("numpy")

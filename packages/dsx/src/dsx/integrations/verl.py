@@ -251,7 +251,9 @@ class DSXEngine(BaseEngine):
             changed = {one.name: one for one in mark.changes()}
             for whole in dsx_zero.export.weight_ranges(self.shards):
                 one = changed.get(whole.name)
-                positions = torch.empty(0, dtype=torch.int64) if one is None else one.positions + one.start
+                positions = (
+                    torch.empty(0, dtype=torch.int64, device="cpu") if one is None else one.positions + one.start
+                )
                 values = whole.values.new_empty(0) if one is None else one.values.to(whole.values.device)
                 dtype = str(whole.values.dtype).removeprefix("torch.")
                 slots, counts = [(whole.name, tuple(whole.shape))], [len(positions)]
