@@ -19,6 +19,7 @@ OFFLOAD = {
     "offload_param": {"device": "cpu", "pin_memory": True},
     "offload_optimizer": {"device": "cpu", "pin_memory": True},
 }
+CONFIG = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
 STAGES = {"0": {"stage": 0}, "2": {"stage": 2}, "3, offloaded": {"stage": 3, **OFFLOAD}}
 
 
@@ -44,18 +45,11 @@ def trained(settings: dict, folder: Path) -> dict:
     torch.manual_seed(0)
     kind: Any = {"device": "cpu", "dtype": torch.float32}  # so that all ways begin with the same values
     model = nn.Sequential(nn.Linear(16, 32, **kind), nn.GELU(), nn.Linear(32, 1, **kind))
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": settings,
-    }
+    config = {**CONFIG, "gradient_accumulation_steps": 2, "gradient_clipping": 1.0, "zero_optimization": settings}
     engine, *_ = dsx.initialize(model=model, config=config)
     losses = []
     for number in range(4):
-        numbers = torch.arange(64.0, dtype=torch.float32, device=engine.device).view(4, 16)
-        loss = engine(numbers.mul(number + 1 + dist.get_rank()).sin()).square().mean()
+        loss = engine(inputs(number + dist.get_rank(), engine.device)).square().mean()
         engine.backward(loss)
         engine.step()
         losses.append(loss.detach())
@@ -68,10 +62,57 @@ def trained(settings: dict, folder: Path) -> dict:
     return {"losses": [loss.item() for loss in losses], "device": device}
 
 
+def with_experts() -> dict:
+    import dsx_moe
+
+    torch.manual_seed(0)
+    kind: Any = {"device": "cpu", "dtype": torch.float32}
+    expert = nn.Sequential(nn.Linear(16, 32, **kind), nn.ReLU(), nn.Linear(32, 16, **kind))
+
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            with torch.device("cpu"):
+                self.moe = dsx_moe.MoE(16, expert, num_experts=4, ep_size=2, k=1).float()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out, balance, *_ = self.moe(x)
+            return out.square().mean() + 0.01 * balance
+
+    engine, *_ = dsx.initialize(model=Routed(), config=CONFIG)
+    losses = []
+    for number in range(3):
+        losses.append(engine(inputs(number + dist.get_rank(), engine.device)))
+        engine.backward(losses[-1])
+        engine.step()
+    found = {"losses": [loss.item() for loss in losses], "device": str(engine.device)}
+    engine.destroy()
+    return found
+
+
+def in_stages() -> dict:
+    import dsx_pipe
+
+    torch.manual_seed(0)
+    kind: Any = {"device": "cpu", "dtype": torch.float32}
+    layers = [nn.Linear(16, 16, **kind), nn.Tanh(), nn.Linear(16, 16, **kind), nn.Tanh()]
+    model = dsx_pipe.PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss)
+    engine, *_ = dsx.initialize(model=model, config={**CONFIG, "gradient_accumulation_steps": 4})
+    data = iter([(inputs(number, "cpu"), torch.zeros(4, 16, dtype=torch.float32, device="cpu")) for number in range(8)])
+    found = {"losses": [float(engine.train_batch(data)) for _ in range(2)], "device": str(engine.device)}
+    engine.destroy()
+    return found
+
+
+def inputs(number: int, device: Any) -> torch.Tensor:
+    return torch.arange(64.0, dtype=torch.float32, device=device).view(4, 16).mul(number + 1).sin()
+
+
 def main() -> None:
     way, file = sys.argv[1], Path(sys.argv[2])
     begin(way)
     found = {name: trained(settings, file.with_suffix(f".{name[0]}")) for name, settings in STAGES.items()}
+    found |= {"experts": with_experts(), "pipeline": in_stages()}
     found["reports"] = [str(report) for report in dsx_simcuda.reports()]
     if dist.get_rank() == 0:
         file.write_text(json.dumps(found))

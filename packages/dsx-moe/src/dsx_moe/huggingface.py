@@ -109,7 +109,7 @@ class PackedExpertShard(ExpertShard):
         if self.is_feed_forward:
             return self._feed_forward(rows, list(counts), slice(first, first + len(counts)))
         local = torch.arange(first, first + len(counts), device=rows.device)
-        times = to_device(torch.tensor(list(counts)), rows.device)
+        times = to_device(torch.tensor(list(counts), device="cpu"), rows.device)
         index = local.repeat_interleave(times, output_size=sum(counts)).unsqueeze(1)
         held: dict[str, torch.Tensor] = dict(self.named_parameters(recurse=False))
         out = functional_call(self.original, held, (rows, index, rows.new_ones(index.shape)))

@@ -38,7 +38,7 @@ class Chunk:
         if 1 in self.arrivals.shape:
             return None
         ranks, experts = self.arrivals.shape
-        expert_of_row = torch.arange(experts).repeat(ranks).repeat_interleave(self.arrivals.reshape(-1))
+        expert_of_row = torch.arange(experts, device="cpu").repeat(ranks).repeat_interleave(self.arrivals.reshape(-1))
         return expert_of_row.sort(stable=True).indices
 
 
@@ -88,4 +88,4 @@ def plan_experts(counts: torch.Tensor, rank: int, chunks: int = 1) -> ExpertPlan
 def _ranges(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """The numbers starts[i] ... starts[i] + lengths[i] - 1 for each i, concatenated."""
     offsets = (starts - (lengths.cumsum(0) - lengths)).repeat_interleave(lengths)
-    return offsets + torch.arange(offsets.numel())
+    return offsets + torch.arange(offsets.numel(), device="cpu")

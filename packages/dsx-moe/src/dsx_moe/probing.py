@@ -57,14 +57,16 @@ def probe_inputs(module: nn.Module, total: int) -> tuple[torch.Tensor, torch.Ten
         next(module.parameters()).shape[-1],
     )
     tokens = random_tokens(module, size)
-    chosen = torch.stack([torch.randperm(total)[: min(2, total)] for _ in range(_PROBE_TOKENS)]).to(tokens.device)
+    chosen = torch.stack([torch.randperm(total, device="cpu")[: min(2, total)] for _ in range(_PROBE_TOKENS)]).to(
+        tokens.device
+    )
     return tokens, chosen, torch.rand(chosen.shape, device=tokens.device).to(tokens.dtype)
 
 
 def random_tokens(module: nn.Module, size: int) -> torch.Tensor:
     """Random tokens [12, size], with device and dtype of the module's parameters."""
     like = next(module.parameters())
-    return torch.randn(_PROBE_TOKENS, size).to(like.device, like.dtype)
+    return torch.randn(_PROBE_TOKENS, size, device="cpu").to(like.device, like.dtype)
 
 
 def listed_size(module: nn.Module, rule: RouterRule, name: str) -> int:

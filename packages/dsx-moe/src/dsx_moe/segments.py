@@ -88,7 +88,9 @@ class _Repeat(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
         ctx.counts = counts
-        return values.repeat_interleave(to_device(torch.tensor(counts), values.device), dim=0, output_size=sum(counts))
+        return values.repeat_interleave(
+            to_device(torch.tensor(counts, device="cpu"), values.device), dim=0, output_size=sum(counts)
+        )
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, None]:  # type: ignore[override]
@@ -117,7 +119,7 @@ def _bounds(counts: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _ends(counts: Sequence[int], device: torch.device) -> torch.Tensor:
-    return to_device(torch.tensor(list(accumulate(counts)), dtype=torch.int32), device)
+    return to_device(torch.tensor(list(accumulate(counts)), dtype=torch.int32, device="cpu"), device)
 
 
 def _one_kernel(rows: torch.Tensor, inner: int, outer: int) -> bool:

@@ -72,7 +72,7 @@ class GatheredExperts:
         per_rank = sizes.sum(1).tolist()
         everything = _Gather.apply(rows, tuple(per_rank), rank, self.group)
         # the rows are sorted by rank, then by expert; the experts need them sorted by expert
-        expert_of_row = torch.arange(sizes.shape[1]).repeat(size).repeat_interleave(sizes.reshape(-1))
+        expert_of_row = torch.arange(sizes.shape[1], device="cpu").repeat(size).repeat_interleave(sizes.reshape(-1))
         order = expert_of_row.sort(stable=True).indices.to(rows.device)
         out = self.experts(everything.index_select(0, order), sizes.sum(0).tolist(), first)
         start = sum(per_rank[:rank])

@@ -176,7 +176,7 @@ def _legend(top: int) -> str:
 
 
 def _to_vector(stats: LayerStats) -> torch.Tensor:
-    loss = torch.zeros(1, dtype=torch.float64) if stats.l_aux is None else stats.l_aux.double().view(1)
+    loss = torch.zeros(1, dtype=torch.float64, device="cpu") if stats.l_aux is None else stats.l_aux.double().view(1)
     device = stats.requested.device
     return torch.cat([stats.requested.double(), stats.kept.double(), loss.to(device)])
 

@@ -48,7 +48,7 @@ class Agreement:
         Raises:
             PipelineError: on every rank, if they are not.
         """
-        mine = torch.tensor([plan.digest, kind, int(dynamic_shape), run], dtype=torch.int64)
+        mine = torch.tensor([plan.digest, kind, int(dynamic_shape), run], dtype=torch.int64, device="cpu")
         rows = self._gather_rows(mine)
         if all(row == rows[0] for row in rows):
             return
@@ -75,7 +75,7 @@ class Agreement:
         if step.lost or (told and told[0] == LOST):
             raise self._failed([Failure.unpack(told[1])] if told else step.failures)
         count = plan.micro_batches if stands_for is None else stands_for
-        row = torch.zeros(2 + count, dtype=torch.float64)  # failed, has further losses, losses
+        row = torch.zeros(2 + count, dtype=torch.float64, device="cpu")  # failed, has further losses, losses
         row[0] = float(told is not None)
         last = self._stages.get(self._schedule.stages - 1)
         if last is not None and step.mode.loss and told is None:
@@ -135,7 +135,7 @@ class Agreement:
             raise  # communication has failed: there is nothing to tell the others by
         except Exception as error:  # noqa: BLE001  (every rank must be told, whatever the error is)
             failure = error
-        flag = torch.tensor([failure is not None], dtype=torch.int32)
+        flag = torch.tensor([failure is not None], dtype=torch.int32, device="cpu")
         try:
             dsx_comm.all_reduce(flag, op=dsx_comm.ReduceOp.MAX, group=self._everyone)
             if not flag.item():
@@ -155,7 +155,7 @@ class Agreement:
 
     def _gather_rows(self, row: torch.Tensor) -> list[list[Any]]:
         """The rows of all ranks, by rank."""
-        table = torch.empty((self._groups.size, row.numel()), dtype=row.dtype)
+        table = torch.empty((self._groups.size, row.numel()), dtype=row.dtype, device="cpu")
         try:
             dsx_comm.all_gather_into_tensor(table.view(-1), row, group=self._groups.host)
         except RuntimeError as error:

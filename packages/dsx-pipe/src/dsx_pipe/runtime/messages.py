@@ -254,7 +254,7 @@ class Mailbox:
     # - the queue
 
     def _receive_next(self, source: int) -> tuple[Key, Message]:
-        header = torch.zeros(8, dtype=torch.int64)
+        header = torch.zeros(8, dtype=torch.int64, device="cpu")
         self._receive_tensor(header, source, self.groups.host, HEADER)
         magic, run, stage, flags, micro_batch, status, first, second = header.tolist()
         has_others, backward = divmod(flags, 2)
@@ -263,7 +263,7 @@ class Mailbox:
         key = Key(stage, bool(backward), micro_batch)
         blob = b""
         if first + second:
-            raw = torch.empty(first + second, dtype=torch.uint8)
+            raw = torch.empty(first + second, dtype=torch.uint8, device="cpu")
             self._receive_tensor(raw, source, self.groups.host, BLOB)
             blob = dsx_comm.object_tree.host_bytes(raw)
         if status != DATA:
@@ -318,7 +318,7 @@ class Mailbox:
     def _send_header(self, destination: int, key: Key, status: int, first: int, second: int, has_others: int) -> None:
         flags = 2 * has_others + int(key.backward)
         numbers = [_MAGIC, self.run, key.stage, flags, key.micro_batch, status, first, second]
-        self._send_tensor(torch.tensor(numbers, dtype=torch.int64), destination, self.groups.host, HEADER)
+        self._send_tensor(torch.tensor(numbers, dtype=torch.int64, device="cpu"), destination, self.groups.host, HEADER)
 
     def _send_tensor(self, tensor: torch.Tensor, destination: int, group: Any, tag: int) -> None:
         try:

@@ -120,7 +120,7 @@ def finite_parameters(module: Any) -> tuple[list[str], torch.Tensor]:
     values = {name: g.coalesce().values() if g.is_sparse else g for name, g in grads.items()}
     values = {name: g for name, g in values.items() if g.numel()}
     if not values:
-        return [], torch.empty(0, dtype=torch.bool)
+        return [], torch.empty(0, dtype=torch.bool, device="cpu")
     order = float("inf")  # the maximum norm; it is NaN if a value is NaN
     plain = {name: g for name, g in values.items() if type(g) is torch.Tensor}
     norms = {name: g.norm(order) for name, g in values.items() if name not in plain}

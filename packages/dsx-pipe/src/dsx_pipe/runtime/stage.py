@@ -324,7 +324,7 @@ class Stage:
         else:
             names, read = [], [[flag.item() for flag in flags.values()], [], []]
         if losses:
-            self._losses_read = torch.tensor(read[1], dtype=torch.float64)
+            self._losses_read = torch.tensor(read[1], dtype=torch.float64, device="cpu")
             self._check_losses(losses, read[1])
         for index, is_bad in zip(flags, read[0]):
             if is_bad:
@@ -359,7 +359,7 @@ class Stage:
 
 def _row(scalars: Sequence[torch.Tensor]) -> torch.Tensor:
     """Tensors of one element as one 1-D tensor."""
-    return torch.stack([t.reshape(()) for t in scalars]) if scalars else torch.empty(0)
+    return torch.stack([t.reshape(()) for t in scalars]) if scalars else torch.empty(0, device="cpu")
 
 
 def as_input(value: Any) -> Any:
