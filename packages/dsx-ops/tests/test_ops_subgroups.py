@@ -101,7 +101,7 @@ def test_what_cannot_be_undone_is_refused_before_anything_is_written():
     for optimizer, text in (
         (dsx_ops.FusedAdam([nn.Parameter(torch.ones(1))], betas=(0.0, 0.9)), r"betas\[0\] = 0"),
         (dsx_ops.FusedAdam([nn.Parameter(torch.ones(1))], lr=0.5, weight_decay=2.0), r"1 - lr \* weight_decay"),
-        (dsx_ops.Adam8bit([nn.Parameter(torch.ones(1))]), "8-bit moments"),
+        (dsx_ops.Adam8bit([nn.Parameter(torch.ones(1))]), "rounded at random or in codes"),
     ):
         state = optimizer.new_flat_state(flat)
         optimizer.step_flat(flat, torch.ones(300), state)
