@@ -34,22 +34,9 @@ from .matrix_rules import matrix_rule
 from .sparse import takes_rows
 
 __all__ = [
-    "InnerStep",
-    "ReadGradients",
-    "Settings",
-    "StateView",
-    "StepGroups",
-    "checked_state",
-    "gradients_of",
-    "has_reciprocal",
-    "has_step_hooks",
-    "may_be_cut",
-    "runs_of",
-    "same_settings",
-    "settings_of",
-    "twin",
-    "why_at_once",
-]
+    "InnerStep", "ReadGradients", "Settings", "StateView", "StepGroups", "checked_state", "gradients_of",
+    "has_reciprocal", "has_step_hooks", "may_be_cut", "runs_of", "same_settings", "settings_of", "twin", "why_at_once",
+]  # fmt: skip
 
 ReadGradients = Callable[[FlatGroup, Sequence[Part]], tuple[torch.Tensor, ...]]
 """Reads the reduced gradients of parts of a flat group, as `Gradients.parts` does."""
@@ -244,8 +231,7 @@ class InnerStep:
         self._groups, self._numbers, self._device = groups, numbers, device
         parameters = inspect.signature(inner.step).parameters
         self._takes_scale = "grad_scale" in parameters
-        flat = getattr(inner, "step_flat", None)
-        self._takes_offsets = "offsets" in parameters, flat and "offset" in inspect.signature(flat).parameters
+        self._by_element = "offsets" in parameters and inner.row_major  # its blocks and random bits go by index
         self.copies = dict(copies) if "copy_out" in parameters else {}
         """Masters whose low-precision copies the optimizer itself writes."""
 
@@ -308,17 +294,17 @@ class InnerStep:
             state = self.inner.state[tensor]
             if not state:
                 state.update(self.inner.new_flat_state(tensor, group=number))
-            more = {"offset": master.slice.start} if self._takes_offsets[1] else {}
-            self.inner.step_flat(tensor, grad, state, group=number, grad_scale=scale, copy_out=copy, **more)
+            own = {"offset": master.slice.start} if self._by_element else {}
+            self.inner.step_flat(tensor, grad, state, group=number, grad_scale=scale, copy_out=copy, **own)
 
     def _call(self, factor: float | torch.Tensor, grads: list[torch.Tensor], masters: Sequence[Master]) -> None:
-        inner, keywords = self.inner, dict[str, Any]()
         if self._matrices is not None:
             return self._matrices.step(grads, factor)
+        inner, keywords = self.inner, dict[str, Any]()
         if self.copies:
             keywords["copy_out"] = {m.tensor: self.copies[m.tensor] for m in masters if m.tensor in self.copies}
-        if self._takes_offsets[0]:  # random bits and blocks belong to an element, on whatever rank
-            keywords["offsets"] = {m.tensor: m.slice.start for m in masters if m.slice.start}
+        if self._by_element:
+            keywords["offsets"] = {m.tensor: m.slice.start for m in masters}
         if isinstance(factor, float) and factor == 1.0:
             inner.step(**keywords)
         elif self._takes_scale and (isinstance(factor, torch.Tensor) or has_reciprocal(factor)):
@@ -394,6 +380,10 @@ def runs_of(masters: Sequence[Master]) -> list[tuple[int, int]]:
 
 def gradients_of(masters: Sequence[Master], read: ReadGradients) -> list[torch.Tensor]:
     """The gradients of these masters, in their shapes."""
-    runs = [(masters[a].group, [Part(m.name, m.slice) for m in masters[a:b]]) for a, b in runs_of(masters)]
-    grads = [grad for group, parts in runs for grad in read(group, parts)]
+    grads: list[torch.Tensor] = []
+    for start, stop in runs_of(masters):
+        parts = []
+        for master in masters[start:stop]:  # a loop instead of one function call per group
+            parts.append(Part(master.name, master.slice))
+        grads.extend(read(masters[start].group, parts))
     return [g if g.is_sparse else g.view(m.shape) for m, g in zip(masters, grads, strict=True)]
