@@ -139,6 +139,7 @@ class Reductions:
         """The gradients of the groups whose `.grad` shows the reduced values."""
         self._in_flight: list[int] = []
         self._leaving: list[int] = []
+        self._newest: list[GroupGradients | RowGradients] = []  # what left last, until somebody has waited for it
         self.watch: ReductionWatch | None = None
         """Is told of every reduction. No null object, because a call per unit costs time (test_python_calls.py)."""
 
@@ -200,6 +201,7 @@ class Reductions:
             leaves = buffers.finish() or leaves
         if leaves:
             self._leaving.append(unit)
+            self._newest = self.by_unit[unit]
         if self.watch is not None:
             self.watch.finished(unit)
         while len(self._leaving) > IN_FLIGHT:
@@ -223,10 +225,10 @@ class Reductions:
         """See `Gradients.parts`."""
         if group in self.rows:
             return (self.rows[group].stepped(),) if parts else ()
-        if self._leaving:  # the newest copy first: when it has arrived on the host, the earlier ones have, too
-            for buffers in reversed(self.by_unit[self._leaving[-1]]):
-                if isinstance(buffers, GroupGradients):
-                    read(buffers.values(), 0, 0)
+        newest, self._newest = self._newest, []
+        for buffers in reversed(newest):  # when its copy has arrived on the host, the earlier ones have, too
+            if isinstance(buffers, GroupGradients):
+                read(buffers.values(), 0, 0)
         return cut_parts(self._of[group].values(), group, parts) if parts else ()
 
     def norms(self) -> Iterator[tuple[dsx_comm.RankSet, torch.Tensor]]:
