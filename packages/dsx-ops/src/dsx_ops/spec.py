@@ -35,6 +35,8 @@ class Algorithm(enum.IntEnum):
 
 BLOCKS = {Algorithm.ADAM8: 256, Algorithm.ADAM4: 128}
 """Elements per scale of coded states; that of 8 bits as in native/include/dsx_ops/kernels.h."""
+BITS = {Algorithm.ADAM8: 8, Algorithm.ADAM4: 4}
+"""Of a coded moment."""
 _ADAMS = (Algorithm.ADAM, Algorithm.ADAM8, Algorithm.ADAM4, Algorithm.ADAM_ROUNDED)
 
 
@@ -227,9 +229,8 @@ def check_slot(slot: Slot, algorithm: Algorithm) -> None:
         _check(slot.grad, "gradient", slot.name, FLOATS, param)
     block = BLOCKS.get(algorithm, 0)
     if block and slot.offset % block:
-        bits = 8 if algorithm is Algorithm.ADAM8 else 4
         raise TensorError(
-            f"{slot.name}: got offset {slot.offset}, expected a multiple of {block} for {bits}-bit states"
+            f"{slot.name}: got offset {slot.offset}, expected a multiple of {block} for {BITS[algorithm]}-bit states"
         )
     for state in slot.states:
         _check(state, "optimizer state", slot.name, (torch.uint8,) if block else FLOATS, param)

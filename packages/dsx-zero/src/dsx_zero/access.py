@@ -180,7 +180,7 @@ class View:
 
     def cut(self, value: torch.Tensor) -> torch.Tensor:
         """This rank's part of a whole tensor."""
-        expected = tuple(self.shape) if self.tensor is None else self.tensor.shape
+        expected = self.group.global_shape(self.name)
         if tuple(value.shape) != expected:
             raise ZeroStateError(f"{self.name}: got a value of shape {tuple(value.shape)}, expected {expected}")
         return self.own(value).detach().reshape(-1)[self.part.start : self.part.stop]

@@ -255,10 +255,7 @@ class _WholeReader:
         return next((self._model[known] for known in self._of[name] if known in self._model), None)
 
     def _check_parameters(self, optimizer: ZeroOptimizer) -> None:
-        shapes = {
-            info.name: tuple(info.shape) if (of := self._tensors[info.name]) is None else of.shape
-            for info in optimizer.runtime.infos
-        }
+        shapes = {i.name: optimizer.group_of(i.name).global_shape(i.name) for i in optimizer.runtime.infos}
         missing = [name for name in shapes if self._tensor(name) is None]
         known = set(dict(optimizer.runtime.model.state_dict())) | {
             name for names in self._of.values() for name in names

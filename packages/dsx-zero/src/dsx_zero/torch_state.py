@@ -188,10 +188,7 @@ class PartsReader:
     def __init__(self, optimizer: ZeroOptimizer, state_dict: Mapping[str, Any], numbers: Mapping[str, int]) -> None:
         self._runtime = optimizer.runtime
         self._tensors = {i.name: optimizer.group_of(i.name).global_of(i.name) for i in optimizer.runtime.infos}
-        self._shapes = {
-            info.name: tuple(info.shape) if (of := self._tensors[info.name]) is None else of.shape
-            for info in optimizer.runtime.infos
-        }
+        self._shapes = {i.name: optimizer.group_of(i.name).global_shape(i.name) for i in optimizer.runtime.infos}
         self.groups: list[dict[str, Any]] = list(state_dict["param_groups"])
         got, expected = [len(g["params"]) for g in self.groups], [len(g["params"]) for g in optimizer.param_groups]
         if got != expected:

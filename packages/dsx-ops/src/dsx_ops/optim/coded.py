@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import TensorError
-from ..spec import BLOCKS, Algorithm, Slot
+from ..spec import BITS, BLOCKS, Algorithm, Slot
 from .adam import FusedAdam
 
 
@@ -73,13 +73,12 @@ class _CodedAdam(FusedAdam):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """From a state dict of this class only: the moments of others are not in its codes."""
-        bits = 8 if self.algorithm is Algorithm.ADAM8 else 4
         for saved in state_dict["state"].values():
             if any(key not in saved for key in (*self.state_names, *self.state_parts)):
                 raise TensorError(
-                    f"the state dict has {', '.join(map(str, saved)) or 'nothing'}, expected {bits}-bit moments"
-                    f" ({', '.join((*self.state_names, *self.state_parts))}); load it into the optimizer that wrote it,"
-                    " or start fresh"
+                    f"the state dict has {', '.join(map(str, saved)) or 'nothing'}, expected {BITS[self.algorithm]}-bit"
+                    f" moments ({', '.join((*self.state_names, *self.state_parts))}); load it into the optimizer that"
+                    " wrote it, or start fresh"
                 )
         super().load_state_dict(state_dict)
 

@@ -187,6 +187,11 @@ class FlatGroup:
         """The tensor of which parameter `name` is a part, where tensor parallelism by torch has cut it."""
         return global_of(self.parameters[self.layout.index(name)])
 
+    def global_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of parameter `name`, or of the tensor of which it is a part (`global_of`)."""
+        of = self.global_of(name)
+        return tuple(self.layout.shapes[self.layout.index(name)]) if of is None else of.shape
+
     def all_visible(self) -> Home:
         """The home of the whole parameters if every rank has them, else that of the shard."""
         return self.shard if self.visible is None else DeviceHome(self.visible)

@@ -17,7 +17,7 @@ import torch
 from ..errors import ZeroStateError
 from ..homes.home import Home, write
 from ..plan.layout import LocalSlice
-from ..step.masters import Master, write_parameters
+from ..step.masters import Master, block_of, write_parameters
 from ..step.states import OptimizerStates
 from ..transports.errors import note_lost
 from .shapes import shape_of_state
@@ -188,7 +188,7 @@ def _read_shaped(
     start: int,
 ) -> None:
     """A state with a shape of its own, of which the master has the elements from `start` on."""
-    block = getattr(states.inner, "state_parts", {}).get(key)
+    block = block_of(states.inner, key)
     form = shape if block is None else (-(-master.numel // block),)
     value = reader.shaped_state(key, master.name, start, start + prod(form))
     if value is None:

@@ -20,7 +20,7 @@ import torch
 
 from ..errors import ZeroStateError
 from ..plan.layout import LocalSlice
-from ..step.masters import Master, needs_whole_tensors
+from ..step.masters import Master, block_of, needs_whole_tensors
 
 __all__ = ["ShapedState", "refuse_shaped", "shape_of_state", "shaped_state"]
 
@@ -43,7 +43,7 @@ def shape_of_state(inner: Any, master: Master, key: str, value: Any) -> tuple[tu
         ZeroStateError: a block lies in two masters.
     """
     logical = master.group.layout.shapes[master.group.layout.index(master.name)]
-    block = getattr(inner, "state_parts", {}).get(key)
+    block = block_of(inner, key)
     if block is not None:
         if master.slice.start % block:
             raise ZeroStateError(
@@ -65,7 +65,7 @@ def shaped_state(inner: Any, master: Master, key: str, value: Any, part: LocalSl
     if found is None:
         return None
     shape, start = found
-    block, flat = getattr(inner, "state_parts", {}).get(key), value.detach().reshape(-1)
+    block, flat = block_of(inner, key), value.detach().reshape(-1)
     if block is None:
         return ShapedState(key, shape, 0, flat if part.start == 0 and part.numel else flat[:0])
     first, last = max(part.start, master.slice.start), min(part.stop, master.slice.stop)

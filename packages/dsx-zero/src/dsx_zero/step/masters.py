@@ -27,6 +27,7 @@ from .sliced_matrices import cut_dimension
 __all__ = [
     "Master",
     "Masters",
+    "block_of",
     "check_optimizer",
     "check_whole_tensors",
     "copy_targets",
@@ -193,6 +194,11 @@ def replace_parameters(optimizer: Any, current: Callable[[torch.Tensor], torch.T
         group["params"] = [current(old) for old in group["params"]]
 
 
+def block_of(optimizer: Any, key: str) -> int | None:
+    """How many elements share one value of the state `key` (scales of coded moments); None for any other state."""
+    return getattr(optimizer, "state_parts", {}).get(key)
+
+
 def place_masters(optimizer: torch.optim.Optimizer, masters: Masters, *, keep: Collection[int] = ()) -> None:
     """Put the masters in the place of the parameters in `param_groups`, and cut states that exist already.
 
@@ -200,13 +206,12 @@ def place_masters(optimizer: torch.optim.Optimizer, masters: Masters, *, keep: C
     before still has the states of its masters.
     """
     by_parameter = {id(parameter): pieces for parameter, pieces in masters}
-    parts: Mapping[str, int] = getattr(optimizer, "state_parts", {})
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state.pop(parameter, None)
             for master in by_parameter.get(id(parameter), ()) if state else ():
                 optimizer.state[master.tensor] = {
-                    k: _cut(k, v, parameter, master, parts.get(k)) for k, v in state.items()
+                    k: _cut(k, v, parameter, master, block_of(optimizer, k)) for k, v in state.items()
                 }
         group["params"] = [master.tensor for p in group["params"] for master in by_parameter.get(id(p), ())]
     current = {id(master.tensor) for _, pieces in masters for master in pieces}.union(keep)
