@@ -188,7 +188,8 @@ def _adam_with_states(
     cls, missing = _ops_class("FusedAdam")
     if wish or cls is None:
         raise optimizer_problem(f"params.{next(iter(kept))}", f"torch's Adam has none of this, and it is taken, because"
-                       f" {wish or missing}", kind="conflict", got=str(next(iter(kept.values()))))  # fmt: skip
+                       f" {wish or missing}", kind="conflict", got=str(next(iter(kept.values()))),
+                       fix="leave it out, or what asks for torch's Adam")  # fmt: skip
     own = {key: value for key, value in arguments.items() if key not in _ONLY_TORCH}
     return _from_ops(type_name, cls, {**own, **kept}, wide)
 

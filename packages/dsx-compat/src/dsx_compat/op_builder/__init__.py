@@ -91,7 +91,7 @@ _TRANSFORMER = {
     "TransformerConfig": "dsx_ops.transformer.config:TransformerConfig",
 }
 _GROUPS: dict[str, dict[str, str]] = {
-    "CPUAdam": {"CPUAdam": "dsx_ops.optim.adam:CPUAdam", "Adam8bit": "dsx_ops.optim.adam:Adam8bit"},
+    "CPUAdam": {"CPUAdam": "dsx_ops.optim.adam:CPUAdam", "Adam8bit": "dsx_ops.optim.coded:Adam8bit"},
     "CPUAdagrad": {"CPUAdagrad": "dsx_ops.optim.simple:CPUAdagrad"},
     "CPULion": {"CPULion": "dsx_ops.optim.simple:CPULion"},
     "FusedAdam": {"FusedAdam": "dsx_ops.optim.adam:FusedAdam"},
