@@ -6,6 +6,8 @@ so that the operating system never provides it. What an operator would return is
 kind of arguments. Small tensors are computed as ever: counts, hashes, flags, positions of tokens, by which programs
 decide what to do next. A small result of large tensors (a loss, a norm) is zero. Comparisons are answered as if
 all values were zero, and whether all of them are true with yes: programs ask so whether values are finite.
+What is chosen by values that are not there (`topk`, `sort`, `argmax`) is spread evenly over what there is to choose, so
+that experts get the same number of tokens, as a trained router gives them.
 
 Why not `FakeTensorMode`: the engine compares addresses and storages of buffers, resizes them, and exchanges words with
 other ranks in host memory; fake tensors have no address, and their words no values.
@@ -23,17 +25,22 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .shapes import call_key, map_tensors, result_on_meta, run_below
+
 __all__ = ["FakeCompute", "OperatorWatch", "is_small"]
 
 SMALL_WORDS = 1 << 20
 """Bytes of whole numbers up to which they are computed."""
 SMALL_VALUES = 1 << 14
 """The same of floating-point numbers."""
+SMALL_POSITIONS = 1 << 21
+"""Elements up to which 64-bit numbers and flags are computed: the routes of tokens to experts are sorted and counted."""
 
 _VIEW, _IN_PLACE, _NEW, _REAL, _ITEM, _EMPTY = "view", "in place", "new", "real", "item", "empty"
 _REAL_BY_NAME = frozenset({"set_", "resize_", "resize_as_", "_resize_output_"})
 _EMPTY_BY_NAME = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
+_CHOOSERS = frozenset({"argmax", "argmin", "argsort", "max", "min", "multinomial", "sort", "topk"})
 _VIEW_BY_NAME = frozenset({"_unsafe_view", "_reshape_alias", "detach", "lift_fresh", "alias"})
 
 
@@ -41,8 +48,14 @@ def is_small(tensor: torch.Tensor) -> bool:
     """Whether a tensor's values are computed: by the size of its memory, since a part of something without contents has
     none either.
     """
-    size = tensor.untyped_storage().nbytes()
-    return size <= (SMALL_VALUES if tensor.is_floating_point() or tensor.is_complex() else SMALL_WORDS)
+    return tensor.untyped_storage().nbytes() <= _limit(tensor.dtype)
+
+
+def _limit(dtype: torch.dtype) -> int:
+    """Bytes of a type up to which values are computed."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return SMALL_VALUES
+    return SMALL_POSITIONS * dtype.itemsize if dtype in (torch.int64, torch.bool) else SMALL_WORDS
 
 
 class OperatorWatch(Protocol):
@@ -86,9 +99,9 @@ class FakeCompute(TorchDispatchMode):
             kind = self._kinds[id(func)] = _kind_of(func)
             self._seen.append(func)
         if _on_no_device(args, kwargs):
-            return _run(func, args, kwargs)
+            return run_below(func, args, kwargs)
         if kind is _VIEW:
-            result = _run(func, args, kwargs)
+            result = run_below(func, args, kwargs)
             self._watch.ran(func, args, kwargs, result, view=True)
             return result
         if kind is _ITEM and not is_small(args[0]):
@@ -109,7 +122,8 @@ class FakeCompute(TorchDispatchMode):
                 name = func._overloadpacket._qualified_op_name
                 self.computed[name] = self.computed.get(name, 0) + 1
                 return self._compute(func, args, kwargs)
-            result = self._make(found, func, args)
+            chooses = func._overloadpacket.__name__ in _CHOOSERS and _chooses_of_many(found, args)
+            result = self._choices(found, func, args, kwargs) if chooses else self._make(found, func, args)
             answer = _answer_about_zeros(func, args, kwargs)
             if answer is not None and is_small(result):
                 result.fill_(answer)
@@ -118,7 +132,7 @@ class FakeCompute(TorchDispatchMode):
 
     def _empty(self, func: Any, args: Any, kwargs: Any) -> Any:
         try:
-            return _run(func, args, kwargs)
+            return run_below(func, args, kwargs)
         except RuntimeError:
             found = self._shape(func, args, kwargs)  # more than the system gives in one piece, or a mistake
             if not isinstance(found, tuple):
@@ -126,8 +140,8 @@ class FakeCompute(TorchDispatchMode):
             return without_memory(*found)
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        result = _run(func, args, kwargs)
-        result = _map(result, lambda tensor: self._watch.made(tensor, func, args))
+        result = run_below(func, args, kwargs)
+        result = map_tensors(result, lambda tensor: self._watch.made(tensor, func, args))
         self._watch.ran(func, args, kwargs, result, view=False)
         return result
 
@@ -142,10 +156,10 @@ class FakeCompute(TorchDispatchMode):
 
     def _shape(self, func: Any, args: Any, kwargs: Any) -> Any:
         """(size, stride, dtype) of the result, a list of such for several, None where the meta device cannot say."""
-        key = _key((id(func), args, tuple(kwargs.items())))
+        key = call_key((id(func), args, tuple(kwargs.items())))
         if key is not None and key in self._results:
             return self._results[key]
-        found = _on_meta(func, args, kwargs)
+        found = result_on_meta(func, args, kwargs)
         if key is not None:
             self._results[key] = found
         return found
@@ -156,6 +170,19 @@ class FakeCompute(TorchDispatchMode):
         made = [None if spec is None else self._one(spec, func, args) for spec in found]
         return made if len(func._schema.returns) == 1 else tuple(made)
 
+    def _choices(self, found: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        """The results of an operator that chooses: its positions, which come last, are known, and its values are one: a
+        router divides them by their sum.
+        """
+        *values, (size, _, _) = found if isinstance(found, list) else [found]
+        arguments = dict(zip((a.name for a in func._schema.arguments), args)) | kwargs
+        dim = -1 if func._overloadpacket.__name__ == "multinomial" else arguments.get("dim", -1)
+        keeps = arguments["self"].dim() == len(size)
+        made = [self._one(spec, func, args) for spec in values]
+        made = [value.fill_(1) if is_small(value) else value for value in made]
+        made.append(self._watch.made(_spread(size, arguments["self"].shape[dim], dim if keeps else None), func, args))
+        return tuple(made) if isinstance(found, list) else made[0]
+
     def _one(self, spec: Any, func: Any, args: Any) -> Any:
         if not isinstance(spec, tuple):
             return spec  # a number
@@ -164,6 +191,30 @@ class FakeCompute(TorchDispatchMode):
         if is_small(tensor):
             tensor.zero_()
         return self._watch.made(tensor, func, args)
+
+
+def _chooses_of_many(found: Any, args: Any) -> bool:
+    """Whether positions in a tensor with dimensions are among the results, as `max()` of all values has none."""
+    last = found[-1] if isinstance(found, list) else found
+    return isinstance(last, tuple) and last[2] == torch.int64 and args[0].dim() > 0 and bool(last[0])
+
+
+def _spread(size: Sequence[int], options: int, dim: int | None) -> torch.Tensor:
+    """int64 of a size: the j-th choice of the t-th row is (t + j) modulo `options`. `dim`: of the choices; None: each
+    row has one.
+
+    Rows overlap in memory, so that the positions of long rows (a sort by all experts) are known, too.
+    """
+    rows, choices = list(size), 1
+    if dim is not None:
+        choices = rows.pop(dim)
+    strides, count = [], 1
+    for extent in reversed(rows):
+        strides.insert(0, count)
+        count *= extent
+    line = torch.arange(count + choices, dtype=torch.int64) % options
+    spread = line.as_strided((*rows, choices), (*strides, 1))
+    return spread.squeeze(-1) if dim is None else spread.movedim(-1, dim)
 
 
 def without_memory(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -206,7 +257,7 @@ def _answer_about_zeros(func: Any, args: Any, kwargs: Any) -> bool | None:
         return True
     if name not in _COMPARISONS:
         return None
-    return bool(_run(func, _map(args, lambda tensor: torch.zeros((), dtype=tensor.dtype)), kwargs))
+    return bool(run_below(func, map_tensors(args, lambda tensor: torch.zeros((), dtype=tensor.dtype)), kwargs))
 
 
 def _small_spec(spec: Any) -> bool:
@@ -215,9 +266,7 @@ def _small_spec(spec: Any) -> bool:
     numel = 1
     for extent in spec[0]:
         numel *= extent
-    dtype = spec[2]
-    limit = SMALL_VALUES if dtype.is_floating_point or dtype.is_complex else SMALL_WORDS
-    return numel * dtype.itemsize <= limit
+    return numel * spec[2].itemsize <= _limit(spec[2])
 
 
 def _kind_of(func: Any) -> str:
@@ -244,12 +293,6 @@ def _kind_of(func: Any) -> str:
     if dynamic and name not in ("index", "equal"):
         return _REAL
     return _NEW
-
-
-def _run(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operator as without a mode: subclasses have had their word before it was dispatched."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
 
 
 def _on_no_device(args: Any, kwargs: Any) -> bool:
@@ -283,69 +326,3 @@ def _written(func: Any, args: Any, kwargs: Any) -> Any:
     if count == 0:
         return None
     return found[0] if count == 1 else tuple(found[:count])
-
-
-def _map(value: Any, of: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return of(value)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_map(item, of) for item in value) if type(value) in (list, tuple) else value
-    return value
-
-
-def _key(value: Any) -> Any:
-    """Arguments as something that can be looked up; None where that is not possible."""
-    try:
-        found = _frozen(value)
-        hash(found)
-    except (TypeError, NotImplementedError, RuntimeError):
-        return None
-    return found
-
-
-def _frozen(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return (tuple(value.shape), value.stride(), value.dtype)
-    if isinstance(value, (list, tuple)):
-        return tuple(_frozen(item) for item in value)
-    return (type(value), value)
-
-
-_META = torch.device("meta")
-
-
-def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
-    to_meta: Any = lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=_META)  # noqa: E731
-    moved = {key: _map(value, to_meta) for key, value in kwargs.items()}
-    if "device" in moved or not _has_tensor(args, kwargs):
-        moved["device"] = _META
-        moved.pop("pin_memory", None)
-    if func._overloadpacket.__name__ == "index" and _has_mask(args):
-        return None
-    try:
-        with torch.no_grad():
-            result = _run(func, _map(args, to_meta), moved)
-    except (NotImplementedError, RuntimeError, TypeError, ValueError):
-        return None
-    if isinstance(result, (list, tuple)):
-        return [_spec(item) for item in result]
-    return _spec(result)
-
-
-def _spec(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return (tuple(value.shape), tuple(value.stride()), value.dtype)
-    return value
-
-
-def _has_tensor(args: Any, kwargs: Any) -> bool:
-    return any(
-        isinstance(item, torch.Tensor)
-        for value in (*args, *kwargs.values())
-        for item in (value if isinstance(value, (list, tuple)) else (value,))
-    )
-
-
-def _has_mask(args: Any) -> bool:
-    indices = args[1] if len(args) > 1 else ()
-    return any(isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices)

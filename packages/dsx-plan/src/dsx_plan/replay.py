@@ -373,9 +373,10 @@ def _hint(error: Exception) -> str:
 
 def _experts(model: nn.Module) -> int:
     """Over how many ranks the experts of a model are spread."""
-    import dsx_moe  # lazy import: only replays need it
+    from dsx_moe.experts import ExpertShard  # lazy import: only replays need it
 
-    return max((layer.ep_size for layer in dsx_moe.name_layers(model).values()), default=0)
+    shards = (module for module in model.modules() if isinstance(module, ExpertShard))
+    return max((shard.num_experts // shard.count for shard in shards), default=0)
 
 
 def _buffer_bytes(model: nn.Module) -> int:
