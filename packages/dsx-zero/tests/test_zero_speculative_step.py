@@ -10,12 +10,11 @@ import dsx_zero
 import pytest
 import torch
 from dsx_testkit import run_ranks, tiny
-from dsx_zero.step.host_thread import ApartSteps
+from dsx_testkit.early_steps import CLIP, CountedSteps, everything, same_bits, strengths, update
 
 pytest.importorskip("dsx_ops")
 
 WIDTH = 12
-CLIP = 1.0
 
 
 def fused(parameters):
@@ -66,77 +65,23 @@ def built(
     return dsx_zero.shard(model, optimizer, config=config, precision=precision, store=store)
 
 
-def everything(model, optimizer):
-    """All that a step may change, by name: masters, states and parameters."""
-    return copy.deepcopy([(s.name, s.start, s.param, s.master, dict(s.states)) for s in optimizer.slices()])
-
-
-def same(a, b):
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a.contiguous().view(-1).view(torch.uint8),
-                                                  b.contiguous().view(-1).view(torch.uint8))  # fmt: skip
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(value, b[key]) for key, value in a.items())
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b))
-    return repr(a) == repr(b)
-
-
-class Counted:
-    """Counts announced steps, sub-groups that were stepped early, and steps that were undone."""
-
-    def __init__(self, patch):
-        self.announced = self.stepped = self.undone = 0
-        step, undo = ApartSteps.step, ApartSteps.undo
-
-        def noting_step(apart, numbers, *args, **options):
-            self.stepped += len(numbers)
-            return step(apart, numbers, *args, **options)
-
-        def noting_undo(apart):
-            self.undone += 1
-            return undo(apart)
-
-        patch.setattr(ApartSteps, "step", noting_step)
-        patch.setattr(ApartSteps, "undo", noting_undo)
-
-
-def update(model, optimizer, batches, strength, scale, counted=None):
-    for place, batch in enumerate(batches):
-        if place == len(batches) - 1:
-            said = optimizer.step_during_backward(grad_scale=scale, max_norm=CLIP)
-            if counted is not None:
-                counted.announced += said
-        model.strength = strength * scale / len(batches)
-        model(batch).backward()
-    outcome = optimizer.step(grad_scale=scale, max_norm=CLIP)
-    optimizer.zero_grad()
-    return outcome.overflow, outcome.grad_norm
-
-
-def strengths(chance, steps):
-    """Mostly small gradients, some that are clipped, some that are not finite."""
-    return [chance.choices((1e-3, 30.0, float("inf"), float("nan")), (10, 3, 1, 1))[0] for _ in range(steps)]
-
-
 def sequences(rank, world, kind, stage, dtype, number, micro=1):
     """Random sequences of three steps, each with the same bits as the plain order."""
     chance = random.Random(f"{kind} {stage} {dtype}")
     plain = built(False, kind, stage, dtype)
     with pytest.MonkeyPatch.context() as patch:
-        counted = Counted(patch)
+        counted = CountedSteps(patch)
         early = built(True, kind, stage, dtype)
         for sequence in range(number):
-            for step, strength in enumerate(strengths(chance, 3)):
-                if dtype == torch.float32 and strength not in (1e-3, 30.0):
-                    strength = 2e3  # nothing is checked: it would stay in the parameters
+            # In fp32 nothing is checked: what is not finite would stay in the parameters.
+            for step, strength in enumerate(strengths(chance, 3, finite=dtype == torch.float32)):
                 scale = chance.choice((1.0, 8.0, 3.0))
                 batches = [early[0].batch(rank, 100 * sequence + 10 * step + part) for part in range(micro)]
                 said = update(*plain, batches, strength, scale)
                 assert repr(said) == repr(update(*early, batches, strength, scale, counted))
                 if sequence % 5 == 4 or number < 20:
-                    assert same(everything(*plain), everything(*early)), (sequence, step)
-        assert same(everything(*plain), everything(*early))
+                    assert same_bits(everything(*plain), everything(*early)), (sequence, step)
+        assert same_bits(everything(*plain), everything(*early))
     for _, optimizer in (plain, early):
         optimizer.release()
     return counted.announced, counted.stepped, counted.undone
@@ -164,7 +109,7 @@ def accumulated(rank, world, place, nvme, folder):
     section = {"device": "nvme", "nvme_path": "unused"} if nvme else {}
     chance, pairs = random.Random(place), []
     with pytest.MonkeyPatch.context() as patch:
-        counted = Counted(patch)
+        counted = CountedSteps(patch)
         for on in (False, True):
             store = dsx_nvme.TensorStore(f"{folder}/{place}.{on}.{rank}") if nvme else None
             pairs.append(built(on, "fused", 3, torch.float32, store=store, offload_param=place, **section))
@@ -176,7 +121,7 @@ def accumulated(rank, world, place, nvme, folder):
                 noting = counted if optimizer is pairs[1][1] else None
                 said.append(update(model, optimizer, batches, strength, scale, noting))
             assert repr(said[0]) == repr(said[1])
-            assert same(*(everything(*pair) for pair in pairs)), step
+            assert same_bits(*(everything(*pair) for pair in pairs)), step
     for _, optimizer in pairs:
         optimizer.release()
     return counted.announced, counted.stepped, counted.undone
@@ -275,11 +220,11 @@ def changed(rank, world, stage, change, store, folder):
         return said, found
 
     with pytest.MonkeyPatch.context() as patch:
-        counted = Counted(patch)
+        counted = CountedSteps(patch)
         said, found = run(True)
     none, wanted = run(False)
     assert not any(none) and said[1:3] == [True, True] and counted.stepped
-    assert same(found, wanted)
+    assert same_bits(found, wanted)
     assert counted.undone == (change is not read_gradient)
 
 
@@ -324,7 +269,7 @@ def failing(rank, world, error, heals):
     if not heals:
         with pytest.raises(dsx_zero.ZeroStateError, match=f"rank {world - 1}: .*{error}"):
             optimizer.step(max_norm=CLIP)
-        assert same(everything(model, optimizer), before)  # on every rank: a checkpoint can be saved
+        assert same_bits(everything(model, optimizer), before)  # on every rank: a checkpoint can be saved
     optimizer.step(max_norm=CLIP)  # the gradients are there
     optimizer.zero_grad()
     other, plain = built(False)
@@ -335,7 +280,7 @@ def failing(rank, world, error, heals):
         plain.step(max_norm=CLIP)
         plain.zero_grad()
     found, wanted = everything(model, optimizer), everything(other, plain)
-    assert same(found, wanted)
+    assert same_bits(found, wanted)
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -352,7 +297,7 @@ def test_without_space_beside_the_old_values_the_step_is_made_after_backward():
 
 def said_by(rank, world, section):
     with pytest.MonkeyPatch.context() as patch:
-        counted = Counted(patch)
+        counted = CountedSteps(patch)
         config = {"stage": 2, "reduce_bucket_size": 200, "offload_optimizer": {"device": "cpu", **section}}
         model, optimizer = dsx_zero.shard(Net(WIDTH, 3), fused, config=config)
         for step in range(3):
@@ -380,7 +325,7 @@ def test_after_a_clipped_step_the_norm_is_waited_for():
 
     def clipped(rank, world):
         with pytest.MonkeyPatch.context() as patch:
-            counted = Counted(patch)
+            counted = CountedSteps(patch)
             model, optimizer = built(True)
             for step, strength in enumerate((1e-3, 30.0, 30.0, 30.0, 1e-3, 1e-3)):
                 update(model, optimizer, [model.batch(rank, step)], strength, 1.0, counted)

@@ -14,8 +14,8 @@ Files: `ranks` and `zygote` (processes), `numerics`, `tiny` (models), `paced` (l
 (races between such streams), `browser` (a headless Chromium),
 `stores` (a store of tensors that counts what is held), `threads` (works at the same time), `limits` (little memory),
 `operations` (a count of what operators compute), `allocated` (the most host memory in use), `benches` (a GPT, and
-training steps that take turns) and `results` (what a bench found, printed and as a file), the last five imported by
-themselves.
+training steps that take turns), `early_steps` (updates on the host that are kept or undone) and `results` (what a bench
+found, printed and as a file), the last six imported by themselves.
 """
 
 from . import tiny
