@@ -97,6 +97,10 @@ ON_HOST = {"stage": 3, **WHOLE, **OFFLOADS["parameters-host"]}
 SPECULATED = {"stage": 2, "reduce_bucket_size": 20000, "offload_optimizer": PINNED}
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3, "ns_dtype": "float32"}}}
 """In bfloat16, the default on a device, it would not be the CPU's."""
+CLIPPED_MUON = {
+    "optimizer": {"type": "Muon", "params": {"lr": 1e-3, "ns_dtype": "float32", "qk_clip": {"threshold": 0.05}}}
+}
+"""Logits are clipped in every step."""
 FOUR_BITS = {"optimizer": {"type": "AdamW4bit", "params": {"lr": 1e-3}}}
 BF16_STATES = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "state_dtype": "bf16", "stochastic_rounding": True}}
@@ -178,6 +182,7 @@ VARIANTS = [
     variant("bf16-states", {"stage": 3, **WHOLE}, rest={**BF16_STATES, "gradient_clipping": 0.1}),
     variant("muon", {"stage": 2}, rest=MUON, sample=(2,)),
     variant("muon-at-stage-3", {"stage": 3, **WHOLE}, rest={**MUON, "gradient_clipping": 0.1}, worlds=(1, 2, 4)),
+    variant("muon-with-clipped-logits", {"stage": 3, **WHOLE}, rest=CLIPPED_MUON, sample=(2,)),
     variant("muon-on-host", ON_HOST, rest=MUON, sample=(2,)),
     variant("muon-on-disk", {"stage": 3, **WHOLE, **OFFLOADS["disk"]}, rest=MUON),
     variant("muon-in-bf16", {"stage": 3, **WHOLE}, rest={**MUON, **PRECISIONS["bf16"]}, tolerance=3e-2),

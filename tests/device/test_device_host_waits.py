@@ -64,6 +64,7 @@ BUDGETS = [
     Budget("sequences-with-attention-on-host", 2, 0),
     Budget("sequences-in-host-chunks", 1, 0),
     Budget("sequences-in-host-chunks", 2, 0),
+    Budget("muon-with-clipped-logits", 2, 0),
     Budget("experts-dropless", 2, 1),
     Budget("experts-with-capacity", 2, 1),
 ]

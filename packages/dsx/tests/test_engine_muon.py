@@ -182,3 +182,62 @@ def test_mistakes_are_named():
     ):
         with pytest.raises(DsxConfigError, match=match):
             choose_optimizer("Muon", params)
+
+
+class Attention(nn.Module):
+    """Attention of two heads, behind an embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed_tokens, self.num_heads = nn.Embedding(7, 8), 2
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(8, 8, bias=False) for _ in range(3))
+        self.q_proj.weight.data *= 20.0
+
+    def forward(self, x):
+        x = self.embed_tokens(x)
+        q, k, v = (f(x).unflatten(-1, (2, 4)).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).square().mean()
+
+
+def clipped(rank, world, stage, clip):
+    torch.manual_seed(0)
+    params = {"lr": 1e-4, "weight_decay": 0.0} | ({} if clip is None else {"qk_clip": clip})
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "Muon", "params": params},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    engine, *_ = dsx.initialize(model=Attention(), config=config)
+    for _ in range(2):
+        engine.backward(engine(torch.arange(10).view(2, 5) % 7))
+        engine.step()
+    found = {n: (p.full_tensor() if stage == 3 else p).detach().clone() for n, p in engine.module.named_parameters()}
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 2), (2, 3)])
+def test_logits_are_clipped_where_the_configuration_asks(world, stage):
+    plain, mine = run_ranks(clipped, world, stage, None)[0], run_ranks(clipped, world, stage, {"threshold": 0.5})[0]
+    ratio = mine["q_proj.weight"] / plain["q_proj.weight"]
+    assert (ratio < 0.7).all()
+    for head in ratio.split(4):  # one factor per head, which the keys have, too
+        torch.testing.assert_close(head, head[0, 0].expand(4, 8))
+    torch.testing.assert_close(mine["k_proj.weight"] / plain["k_proj.weight"], ratio)
+    assert torch.equal(mine["v_proj.weight"], plain["v_proj.weight"])
+
+
+def test_a_clip_that_is_asked_for_wrongly_is_refused():
+    def built(params, model=None, kind="Muon"):
+        config = {"train_batch_size": 2, "optimizer": {"type": kind, "params": {"lr": 0.1, **params}}}
+        return dsx.initialize(model=model or Attention(), config=config)[0]
+
+    with pytest.raises(DsxConfigError, match=r"(?s)optimizer.params.qk_clip.*threshold, alpha, heads, layers"):
+        built({"qk_clip": {"tau": 100}})
+    with pytest.raises(DsxConfigError, match="qk_clip"):
+        built({"qk_clip": {"threshold": 100}}, kind="AdamW")
+    with pytest.raises(ValueError, match="found no attention"):
+        built({"qk_clip": {}}, Net())
+    with pytest.raises(ValueError, match="alpha: got 3"):
+        built({"qk_clip": {"alpha": 3}})

@@ -202,6 +202,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Whether the loss scale follows overflows; False without a loss scale."""
         self._nonfinite = NonFiniteWarning()
         self._failure = StepFailure()
+        self.qk_clip: Any = None
+        """The `dsx_zero.qk_clip.QKClip` that clips the logits of attention behind each step; None: there is none."""
         self.steps_done = 0
         """Steps so far, those that an overflow skipped included. To be set where training goes on from a checkpoint:
         `offload_optimizer.late_update_after` counts them.
@@ -269,6 +271,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             )
             runtime.gradients.watch_reductions(early)
             self._early = early
+        self.applies_late = parts.late_after is not None
+        """Whether updates are applied a step later, from some step on (`offload_optimizer.late_update_after`)."""
         self._late: LateUpdate | None = None
         if parts.late_after is not None:
             self._late = LateUpdate(runtime, self._runner, self._edits, channel=parts.channel, warm_up=parts.late_after)

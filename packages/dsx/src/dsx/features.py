@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .clipping import LogitClipping
 from .compressing import Compression
 from .config.sections import installed
 from .efficiency import Curriculum, DataSampling, LayerDrop, TokenDrop
@@ -53,6 +54,7 @@ FEATURES: tuple[type[Extension], ...] = (
     TokenDrop,
     LayerDrop,
     DataSampling,
+    LogitClipping,
     Recomputing,
     GarbageBetweenSteps,
 )

@@ -14,7 +14,7 @@ from torch import nn
 
 from .errors import DsxConfigError, Problem
 
-__all__ = ["check_split", "groups_for_muon", "optimizer_problem"]
+__all__ = ["check_qk_clip", "check_split", "groups_for_muon", "optimizer_problem"]
 
 
 def check_split(split: Any) -> None:
@@ -26,6 +26,18 @@ def check_split(split: Any) -> None:
         raise optimizer_problem(
             "params.split", "it says which weights are several matrices", got=repr(split), expected=wanted
         )
+
+
+def check_qk_clip(section: Any) -> None:
+    """Raise DsxConfigError if `optimizer.params.qk_clip` has other keys than those of `dsx_zero.qk_clip.QKClip`, which
+    judges their values when the model is sharded.
+    """
+    known = ("threshold", "alpha", "heads", "layers")
+    if not isinstance(section, dict) or not section.keys() <= set(known):
+        raise optimizer_problem(
+            "params.qk_clip", "it clips the logits of attention", got=repr(section),
+            expected=f'an object with {", ".join(known)} (all optional), such as {{"threshold": 100}}',
+        )  # fmt: skip
 
 
 _CONVOLUTIONS = (nn.Conv1d, nn.ConvTranspose1d)

@@ -25,7 +25,7 @@ from torch import nn
 
 from .config.notes import CLIPPING
 from .errors import DsxConfigError, in_checkout
-from .muon_groups import check_split, groups_for_muon, optimizer_problem
+from .muon_groups import check_qk_clip, check_split, groups_for_muon, optimizer_problem
 
 Build = Callable[..., torch.optim.Optimizer]
 
@@ -90,7 +90,7 @@ def choose_optimizer(
     if key in _CODED:
         return _coded_adam(type_name, _CODED[key], arguments, wide)
     if key == "muon":
-        return _muon(type_name, arguments, wide)
+        return _muon(type_name, arguments, wide, reference=reference)
     if key in _MUP:
         return _mup(type_name, _MUP[key], arguments, wide)
     averaging_in_one_bit = one_bit.find_optimizer(type_name)
@@ -218,16 +218,23 @@ def _torch_adam(torch_name: str, arguments: dict[str, Any], *, plain: bool) -> O
     return _from_torch(torch_name, {key: value for key, value in arguments.items() if key not in ours}, plain)
 
 
-def _muon(type_name: str, arguments: dict[str, Any], wide: str) -> OptimizerChoice:
-    """Muon of dsx_ops, with the matrices of hidden layers for Muon and the rest for AdamW."""
+def _muon(type_name: str, arguments: dict[str, Any], wide: str, *, reference: bool) -> OptimizerChoice:
+    """Muon of dsx_ops, with the matrices of hidden layers for Muon and the rest for AdamW. Logits are clipped by an
+    extension (`clipping.py`), which needs the sharded model.
+    """
     if wide:
         raise _narrow(type_name, "Muon keeps", wide)
     cls, missing = _ops_class("Muon")
     if cls is None:
         raise optimizer_problem("type", f'optimizer "{type_name}" is one of dsx-ops: {missing}', kind="not-available")
-    split = arguments.pop("split", None) or {}
-    _check_arguments(cls, arguments, type_name, more=("split",))
+    split, clip = arguments.pop("split", None) or {}, arguments.pop("qk_clip", None)
+    _check_arguments(cls, arguments, type_name, more=("split", "qk_clip"))
     check_split(split)
+    if clip is not None:
+        check_qk_clip(clip)
+        if reference:
+            raise optimizer_problem("params.qk_clip", "the plain optimizer that others are compared with does not clip",
+                           kind="not-available", got=repr(clip), fix="leave it out of the comparison")  # fmt: skip
 
     def build(parameters: Any, *, model: nn.Module) -> torch.optim.Optimizer:
         return cls(groups_for_muon(parameters, model, split), **arguments)

@@ -119,7 +119,8 @@ class StepRunner:
         group = plan.sub_groups[action.target]
         masters = self._masters[group.start : group.stop]
         if action.kind is Kind.WRITE:
-            self._write(self._write_waiting(action.target, masters) if apart else masters, copied=not apart)
+            copied = not apart and not has_step_hooks(self._inner)  # hooks behind the step may change masters
+            self._write(self._write_waiting(action.target, masters) if apart else masters, copied=copied)
         elif apart:
             return
         elif action.kind is Kind.FETCH:

@@ -47,7 +47,7 @@ OPTIMIZER_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "Adagrad": ("lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value", "amsgrad",
                 "fp32_optimizer_states", *_TORCH_SWITCHES),
     "Muon": ("lr", "muon_lr", "adam_lr", "momentum", "nesterov", "weight_decay", "ns_steps", "ns_method", "betas",
-             "eps", "ns_coefficients", "ns_eps", "ns_dtype", "adjust_lr_fn", "decay", "split"),
+             "eps", "ns_coefficients", "ns_eps", "ns_dtype", "adjust_lr_fn", "decay", "split", "qk_clip"),
     "MuAdam": ("lr", "betas", "eps", "weight_decay", "amsgrad", *_TORCH_SWITCHES),
     "MuAdamW": ("lr", "betas", "eps", "weight_decay", "amsgrad", *_TORCH_SWITCHES),
     "MuSGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov", *_TORCH_SWITCHES),
