@@ -111,7 +111,7 @@ def test_nothing_piles_up(backend):
     run_ranks(many, 2, backend=backend)
 
 
-def failing(rank, n):
+def failing(rank, n, words):
     import logging
     from datetime import timedelta
 
@@ -122,11 +122,15 @@ def failing(rank, n):
     if rank == 0:
         dsx_comm.all_reduce(torch.ones(4), group=group, async_op=True)
         assert until(lambda: said)
-        assert "handle was dropped has failed" in said[0] and "did not come within 1 s" in said[0], said
+        assert "handle was dropped has failed" in said[0] and words in said[0], said
     dsx_comm.barrier()
     assert not kept()
 
 
-@pytest.mark.skipif(native.module() is None, reason=f"no compiled module: {native.reason()}")
-def test_a_dropped_call_that_fails_is_logged():
-    run_ranks(failing, 2, backend="dsx")
+COMPILED = pytest.mark.skipif(native.module() is None, reason=f"no compiled module: {native.reason()}")
+BACKENDS = [pytest.param("dsx", "did not come within 1 s", marks=COMPILED), ("gloo", "1000ms")]
+
+
+@pytest.mark.parametrize(("backend", "words"), BACKENDS)
+def test_a_dropped_call_that_fails_is_logged(backend, words):
+    run_ranks(failing, 2, words, backend=backend)

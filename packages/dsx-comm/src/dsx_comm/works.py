@@ -10,8 +10,9 @@ all that were issued before it, in every group. `Queue` keeps that order.
 The works of the shared-memory transport (`shm/work.py`) are no handles: torch's process groups accept subclasses of its
 own `Work` only. A `Handle` over one of them adds what callers see on every backend.
 
-A handle may be dropped without a wait. Where the backend carries the operation out by itself nothing has to be done;
-where it ends only if a thread waits (a finish, a second phase, gloo's sends and receives), `dropped.py` sees to it.
+A handle may be dropped without a wait. Where the operation ends only if a thread waits (a finish, a second phase,
+gloo's sends and receives), `dropped.py` sees to it. Others the backend carries out by itself; those on the host are
+looked at all the same, so that a failure is logged. On a device the backend tells of it.
 """
 
 from __future__ import annotations
@@ -66,8 +67,12 @@ class Handle:
         self._has_arrived = False
 
     def __del__(self) -> None:
-        if not self._done and self.needs_a_thread and not sys.is_finalizing():
+        if not self._done and (self.needs_a_thread or self._fails_unseen()) and not sys.is_finalizing():
             DROPPED.take(self)
+
+    def _fails_unseen(self) -> bool:
+        """Whether nobody would hear of a failure once the handle is dropped."""
+        return self.note is not None and not self.note.on_device and DROPPED.thread is not None
 
     def hand_out(self, note: Waiting | None = None, compare: Callable[[], None] | None = None) -> None:
         """A caller gets this handle and may drop it: have a thread ready that waits for it then.
@@ -75,7 +80,7 @@ class Handle:
         `note` is the hang explainer's of the call, `compare` asks whether the other ranks call the same.
         """
         self.note, self.compare = note, compare
-        if self.needs_a_thread and DROPPED.thread is None:
+        if DROPPED.thread is None and (self.needs_a_thread or (note is not None and not note.on_device)):
             DROPPED.start()
         for transfer in self.transfers:
             if isinstance(transfer, Handle):
