@@ -34,7 +34,7 @@ SMALL_WORDS = 1 << 20
 SMALL_VALUES = 1 << 14
 """The same of floating-point numbers."""
 SMALL_POSITIONS = 1 << 21
-"""Elements up to which 64-bit numbers and flags are computed: the routes of tokens to experts are sorted and counted."""
+"""Elements up to which 64-bit numbers and flags are computed: routes of tokens to experts are sorted and counted."""
 
 _VIEW, _IN_PLACE, _NEW, _REAL, _ITEM, _EMPTY = "view", "in place", "new", "real", "item", "empty"
 _REAL_BY_NAME = frozenset({"set_", "resize_", "resize_as_", "_resize_output_"})

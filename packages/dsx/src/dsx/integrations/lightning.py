@@ -54,7 +54,7 @@ _TRAINER_HAS = {
 
 
 class DSXPrecision(Precision):
-    """What Lightning's plugin says of contexts and inputs, with losses, clipping and updates given to the engine.
+    """Contexts and inputs as of Lightning's plugin, with losses, clipping and updates given to the engine.
 
     Args:
         plain: Lightning's plugin for `Trainer(precision=...)`.
@@ -189,7 +189,7 @@ class DSXStrategy(DDPStrategy):
 
     @property
     def precision_plugin(self) -> Precision:
-        """What Lightning chose, as a `DSXPrecision`."""
+        """The plugin that Lightning chose, as a `DSXPrecision`."""
         if self._precision_plugin is None:
             self._precision_plugin = DSXPrecision(Precision())
         return self._precision_plugin
@@ -198,8 +198,6 @@ class DSXStrategy(DDPStrategy):
     def precision_plugin(self, plugin: Precision | None) -> None:
         wrapped = plugin is None or isinstance(plugin, DSXPrecision)
         self._precision_plugin = plugin if wrapped else DSXPrecision(plugin)
-
-    # - building ------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any) -> None:
         """Make the engine (collective). For evaluation after training the engine that trained is used."""
@@ -261,8 +259,6 @@ class DSXStrategy(DDPStrategy):
     def model_to_device(self) -> None:
         """The engine has moved the model; a sharded model is not moved as a whole."""
 
-    # - steps ---------------------------------------------------------------------------------------------------------
-
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Around all micro-batches of an update but the last."""
@@ -284,8 +280,6 @@ class DSXStrategy(DDPStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-
-    # - checkpoints ---------------------------------------------------------------------------------------------------
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
