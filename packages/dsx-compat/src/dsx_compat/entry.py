@@ -14,6 +14,7 @@ import dsx_zero
 from dsx.engine import EngineArgumentError
 from dsx.entry import config_source
 
+from .accelerate_sizes import with_accelerate_sizes
 from .engine import renamed
 from .errors import CompatWarning
 from .getters import DeepSpeedConfig
@@ -45,7 +46,7 @@ def initialize(
 ) -> tuple[Any, Any, Any, Any]:
     """`dsx.initialize`, whose engine also has DeepSpeed's names (`engine.DeepSpeedEngine`).
 
-    All arguments are those of `dsx.initialize`.
+    All arguments are those of `dsx.initialize`. In a program of Accelerate its `ParallelismConfig` counts too.
 
     Returns:
         (engine, optimizer, data loader, scheduler); None in place of those that do not exist.
@@ -57,6 +58,7 @@ def initialize(
         raise ModelMissingError("initialize(model=...): got None, expected a torch.nn.Module")
     source = config_source(args, config, config_params)
     source = source.loaded if isinstance(source, DeepSpeedConfig) else client_config(source)
+    source = with_accelerate_sizes(source)
     source, mpu = with_recorded_slices(source, model, mpu)
     convert(model, mpu)
     found = dsx.initialize(
