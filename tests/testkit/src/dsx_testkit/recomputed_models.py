@@ -70,7 +70,7 @@ class Net(nn.Module):
             lambda x, scale: self.mlp(x, scale), x.shape[1], 4, ["x"], ["scale"], "x", weights, 1, None, x, scale
         )
         return dsx_activations.TiledFusedLogitsLoss.apply(
-            Net.loss_of, self, h, y, mask, 4, [self.lm_head.weight], "sum"
+            Net.loss_of, self, h, y, mask, 4, list(self.lm_head.parameters()), "sum"
         )
 
 
