@@ -264,3 +264,9 @@ def by_torch(rank, world, stage):
 @pytest.mark.parametrize(("stage", "world"), [(0, 2), (1, 2), (3, 2), (3, 1)])
 def test_torchs_functions_for_state_dicts(stage, world):
     run_ranks(by_torch, world, stage)
+
+
+@pytest.mark.parametrize("call", [dsx_zero.full_state_dict, lambda x: dsx_zero.load_full_state_dict(x, {})])
+def test_a_model_in_the_place_of_the_optimizer_is_named(call):
+    with pytest.raises(dsx_zero.ZeroOptimizerError, match=r"got Net, expected the optimizer that dsx_zero\.shard"):
+        call(Net())

@@ -20,7 +20,7 @@ import torch
 
 from .access import OWNERS, View
 from .alike import agree, hash_of, telling
-from .errors import ZeroStateError
+from .errors import ZeroOptimizerError, ZeroStateError
 from .grads.averaging import averages_itself
 from .params.dtensors import is_dtensor
 from .params.partitioned import PartitionedParameter
@@ -61,10 +61,11 @@ def full_state_dict(optimizer: ZeroOptimizer, *, rank0_only: bool = True) -> dic
         optimizer, parameters numbered in the order of its groups; "steps_done". All tensors are new host tensors.
 
     Raises:
+        ZeroOptimizerError: not an optimizer of `shard`.
         RanksDifferError, ZeroStateError: the states cannot be read now (see `ZeroOptimizer.slices`), or some ranks hold
             parameters that others do not.
     """
-    run = optimizer.runtime
+    run = _runtime_of(optimizer, _SAVE)
     kinds = kinds_of_states(optimizer)
     keep = not rank0_only or run.ranks.rank == 0
     model = dict(run.model.state_dict())
@@ -90,10 +91,11 @@ def load_full_state_dict(optimizer: ZeroOptimizer, state_dict: Mapping[str, Any]
             "optimizer" may be those of plain PyTorch.
 
     Raises:
+        ZeroOptimizerError: not an optimizer of `shard`.
         RanksDifferError: the ranks give different states, or one of them has raised.
         ZeroStateError: names, shapes or parameter groups are not those of the model. Nothing has been changed.
     """
-    run = optimizer.runtime
+    run = _runtime_of(optimizer, _LOAD)
     with telling(run.ranks.group):
         check_plain(optimizer)
         reader = _WholeReader(optimizer, state_dict)
@@ -106,6 +108,16 @@ def load_full_state_dict(optimizer: ZeroOptimizer, state_dict: Mapping[str, Any]
     for group, saved in zip(optimizer.param_groups, reader.groups):
         group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
     optimizer.steps_done = int(state_dict.get("steps_done", optimizer.steps_done))
+
+
+def _runtime_of(optimizer: Any, call: str) -> Any:
+    run = getattr(optimizer, "runtime", None)
+    if run is None:
+        raise ZeroOptimizerError(
+            f"{call}: got {type(optimizer).__name__}, expected the optimizer that dsx_zero.shard returned; of an engine"
+            " it is engine.optimizer"
+        )
+    return run
 
 
 def whole_values(values: dict[str, Any], *, keep: bool = True) -> None:
