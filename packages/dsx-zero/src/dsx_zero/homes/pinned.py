@@ -16,9 +16,9 @@ from dsx_core.device import Device
 
 __all__ = ["locked_empty"]
 
-_EXACT_FROM = 1 << 20
-"""Bytes from which on blocks have their exact size. For smaller ones torch's rounding costs little, and locking pages
-one by one would cost time."""
+_EXACT_FROM = 1 << 17
+"""Bytes from which on blocks have their exact size, in whole pages. Smaller ones lie in torch's blocks: a page would
+cost them much, and they are a small part of a model's state."""
 
 
 def locked_empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
