@@ -32,6 +32,20 @@ BUDGET = {
     "snapshot, 8 ranks less: most bytes sent and received by a rank above 0": ("ranks", (24360, 31204, 72306)),
     "snapshot, 8 ranks less: bytes received by rank 0": ("ranks", (4271, 21378, 58872)),
     "snapshot, 8 ranks less: bytes sent by rank 0": ("bytes that travel / 16 MiB + ranks", (24523, 10453, 28820)),
+    "mending a byte: most bytes sent and received by a rank above 0": ("ranks", (11934, 36526, 91735)),
+    "mending a byte: most bytes sent and received by a rank with none below it": ("constant", (917, 909, 905)),
+    "mending a byte: bytes received by rank 0": ("ranks", (7978, 30742, 79880)),
+    "mending a byte: bytes sent by rank 0": ("ranks", (3787, 6400, 11455)),
+    "mending a file of a node: most bytes sent and received by a rank above 0": (
+        "damage + ranks",
+        (75642, 42355, 107644),
+    ),
+    "mending a file of a node: most bytes sent and received by a rank with none below it": (
+        "constant",
+        (3152, 1461, 1497),
+    ),
+    "mending a file of a node: bytes received by rank 0": ("damage + ranks", (31289, 36792, 86063)),
+    "mending a file of a node: bytes sent by rank 0": ("damage + ranks", (12578, 12647, 24983)),
 }
 
 

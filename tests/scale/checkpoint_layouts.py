@@ -4,11 +4,13 @@
 """
 
 import pickle
+import zlib
 from array import array
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate, product
 from random import Random
 from typing import Any
@@ -18,14 +20,18 @@ from dsx_checkpoint.agreeing import First, Hello
 from dsx_checkpoint.announcing import Catalogue, ClientTensor, Holding, Known, stored_name
 from dsx_checkpoint.boxes import Box, Region
 from dsx_checkpoint.crc import Chunks, crc_of
-from dsx_checkpoint.format import CHUNK_BYTES, CLIENT, Entry, Placed, TensorSpec
+from dsx_checkpoint.format import CHUNK_BYTES, CLIENT, FAMILIES, Entry, FileEntry, Index, Placed, TensorSpec
+from dsx_checkpoint.node_part import NodePart
+from dsx_checkpoint.nodes.copies import Layout
+from dsx_checkpoint.nodes.finding import Found
+from dsx_checkpoint.nodes.repairing import Judge, Looked, shares_of_node
 from dsx_checkpoint.nodes.topology import Nodes
-from dsx_checkpoint.nodes.transfers import by_rank, planned_transfers
+from dsx_checkpoint.nodes.transfers import Holders, by_rank, planned_transfers
 from dsx_checkpoint.plan import MAX_FILE_BYTES
 from dsx_checkpoint.planning import WritePlan
 from dsx_checkpoint.reads import Reads
 from dsx_checkpoint.registers import Registers
-from dsx_checkpoint.spans import Range, Spans, spans_of_region
+from dsx_checkpoint.spans import Range, Spans, spans_of_region, unpack_ranges
 from dsx_comm.object_tree import children_of, packed, parent_of
 
 STATES = (("", ""), ("master", "F32"), ("exp_avg", "F32"), ("exp_avg_sq", "F32"))
@@ -215,7 +221,7 @@ class Job:
             for name, (key, _) in product(self.catalogue.known, STATES)
         ]
         found = self._join(everyone, lambda one, other: Reads.joined(one, other, entries.__getitem__))
-        assert found.judge(entries.__getitem__) == [] and found.wrong is None
+        assert found.judge(entries.__getitem__) == [] and not found.wrong
         return found
 
     def _join(self, values: list, joining: Callable) -> Any:
@@ -236,16 +242,11 @@ class Job:
         Returns:
             The bytes that travel, and the number of messages.
         """
-        before = Nodes.labelled([str(rank // RANKS_PER_HOST) for rank in range(self.ranks)])
-        wrote = [Spans.of([*self._slices(plan, rank), *self._own(plan, rank)]) for rank in range(self.ranks)]
-        held = []
-        for node in range(before.count):
-            kept = [*before.ranks_of(node), *before.ranks_of((node - 1) % before.count)]
-            held.append(Spans.of(item for rank in kept for item in wrote[rank]))
+        held = self._held(plan)
         if ranks < self.ranks:
             del held[lost]
         now = Job(ranks, self.units) if ranks != self.ranks else self
-        nodes = Nodes.labelled([str(rank // RANKS_PER_HOST) for rank in range(ranks)])
+        nodes = _nodes(ranks)
         bodies = Spans.of((file.name, file.header_bytes, file.size) for file in plan.files)
         lacks = [nodes.leads(rank) and ranks == self.ranks and node == lost for rank, node in enumerate(nodes.of_rank)]
         told = [
@@ -268,6 +269,19 @@ class Job:
         self._down(by_rank(nodes, transfers))
         return sum(transfer.nbytes for transfer in transfers), len(transfers)
 
+    def _held(self, plan: WritePlan) -> list[Spans]:
+        """What each node holds of a save: what its ranks wrote, and a copy of what those of the node before wrote."""
+        nodes = _nodes(self.ranks)
+        wrote = [Spans.of([*self._slices(plan, rank), *self._own(plan, rank)]) for rank in range(self.ranks)]
+        return [
+            Spans.of(
+                item
+                for kept in (*nodes.ranks_of(node), *nodes.ranks_of((node - 1) % nodes.count))
+                for item in wrote[kept]
+            )
+            for node in range(nodes.count)
+        ]
+
     def _own(self, plan: WritePlan, rank: int) -> Iterator[Range]:
         """The bytes of what a rank alone knows."""
         for client in self.holdings[rank].client:
@@ -281,6 +295,49 @@ class Job:
             placed = plan.placed[family][name]
             yield from spans_of_region(placed, Region(Box.whole(placed.spec.shape), row.start, row.stop))
 
+    # - Damage on the disks of the nodes
+
+    def mend(self, plan: WritePlan, harmed: int, harm: Callable[[Spans], Spans]) -> None:
+        """Look for damage, and find it. The index, which every rank gets in every load, is not counted.
+
+        Args:
+            harmed: the node that has the damage.
+            harm: of what it holds, the bytes of which each part of a chunk is damaged.
+        """
+        nodes, index = _nodes(self.ranks), _hashed(plan)
+        headers = Spans.of((name, 0, file.header_bytes) for name, file in index.files.items())
+        held = [spans | headers for spans in self._held(plan)]
+        bad = harm(held[harmed])
+        layout = Layout.of_index(index)
+
+        def sight(node: int, item: Range) -> int:
+            wrong = node == harmed and Spans.of([item]) & bad
+            return _register(*item) ^ (zlib.crc32(repr(item).encode()) if wrong else 0)
+
+        told = [
+            [Found("a", "a", NodePart("", True, 1.0, node, nodes.count, held[node]))] if nodes.leads(rank) else []
+            for rank, node in enumerate(nodes.of_rank)
+        ]
+        self._up(told)
+        first, shares = Judge(nodes, layout, Holders.of(dict(enumerate(held)))), {}
+        for node, members in enumerate(nodes.members):
+            shares |= dict(zip(members, shares_of_node(layout, held[node], len(members)), strict=True))
+        seen = [
+            Looked.of(layout, [(key, item, sight(node, item)) for key, item in shares[rank]])
+            for rank, node in enumerate(nodes.of_rank)
+        ]
+        asked = first.ask(self._join(seen, partial(Looked.joined, layout=layout)))
+        self._down(asked)
+        again = [[sight(node, item) for item in unpack_ranges(*ranges)] for node, ranges in zip(nodes.of_rank, asked)]
+        self._up(again)
+        damage = first.decide(again)
+        self._down(first.orders(damage))
+        for _ in range(2):  # room is made, and bytes are written
+            self._join([None] * self.ranks, lambda one, other: None)
+            self._down([None] * self.ranks)
+        mended = Spans.of(item for spans in damage.wrong[harmed].values() for item in spans)
+        assert damage.nodes == [harmed] and not damage.lost and not bad - mended
+
     # - Files
 
     def opened_and_flushed(self) -> list[int]:
@@ -289,6 +346,36 @@ class Job:
             len(set(_written_files(share))) + len(share.files if share.flushes is None else share.flushes)
             for share in self.shares
         ]
+
+
+def _nodes(ranks: int) -> Nodes:
+    return Nodes.labelled([str(rank // RANKS_PER_HOST) for rank in range(ranks)])
+
+
+def _register(file: str, begin: int, end: int) -> int:
+    """Of bytes of a file, made up so that those of neighbours are the register of both."""
+    return zlib.crc32(b"%s %d" % (file.encode(), begin)) ^ zlib.crc32(b"%s %d" % (file.encode(), end))
+
+
+def _hashed(plan: WritePlan) -> Index:
+    """The index of a save of which all bytes have made-up registers."""
+
+    def chunks(family: str, name: str, placed: Placed) -> Chunks:
+        spans = plan.chunks(family, name)
+        ends = [[placed.offset + edge for edge in spans.span(number)] for number in range(len(spans))]
+        return plan.chunks(family, name, [crc_of(_register(placed.file, *pair), pair[1] - pair[0]) for pair in ends])
+
+    files = {
+        file.name: FileEntry(
+            file.size, file.header_bytes, crc_of(_register(file.name, 0, file.header_bytes), file.header_bytes)
+        )
+        for file in plan.files
+    }
+    tensors = {
+        family: {name: Entry(placed, chunks(family, name, placed)) for name, placed in plan.placed[family].items()}
+        for family in FAMILIES
+    }
+    return Index(files, tensors, {}, (), {}, {})
 
 
 def _entry(spec: TensorSpec, registers: dict[int, int]) -> Entry:

@@ -11,6 +11,7 @@ from dsx.elasticity.peers import _in_turns
 from dsx_checkpoint.indexing import build_index
 from dsx_checkpoint.nodes.topology import Nodes
 from dsx_checkpoint.planning import WritePlan
+from dsx_checkpoint.spans import Spans
 
 BYTES_MAY_DIFFER = 0.15  # zlib compresses a little differently from version to version
 
@@ -72,7 +73,28 @@ def counted(ranks: int) -> dict[str, int]:
         found[f"snapshot, {name}: most bytes sent and received by a rank above 0"] = busiest()
         found[f"snapshot, {name}: bytes received by rank 0"] = job.received[0]
         found[f"snapshot, {name}: bytes sent by rank 0"] = job.sent[0]
+    for name, harm in (("a byte", _a_byte), ("a file of a node", _a_file)):
+        job.clear()
+        job.mend(again.whole.plan, 5, harm)
+        found[f"mending {name}: most bytes sent and received by a rank above 0"] = busiest()
+        found[f"mending {name}: most bytes sent and received by a rank with none below it"] = max(
+            job.sent[rank] + job.received[rank] for rank in range(1, ranks, 2)
+        )
+        found[f"mending {name}: bytes received by rank 0"] = job.received[0]
+        found[f"mending {name}: bytes sent by rank 0"] = job.sent[0]
     return found
+
+
+def _a_byte(held: Spans) -> Spans:
+    file, _, end = list(held)[-1]
+    return Spans.of([(file, end - 1, end)])
+
+
+def _a_file(held: Spans) -> Spans:
+    """The whole of what a node has in the file of which it has most."""
+    by_size = sorted((sum(end - begin for begin, end in items), file) for file, items in held.by_file.items())
+    file = by_size[-1][1]
+    return Spans({file: held.by_file[file]})
 
 
 @pytest.mark.parametrize("number", range(len(RANKS)), ids=[str(ranks) for ranks in RANKS])

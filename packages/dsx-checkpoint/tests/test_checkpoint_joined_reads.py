@@ -88,7 +88,7 @@ def test_copies_of_any_cut_become_the_whole_tensor(copies):
         tensors, read_by = job(chosen, copies, chosen.randrange(1, 14))
         found = reads_of(tensors, read_by)
         entries = [entry for _, entry in tensors]
-        assert found.judge(entries.__getitem__) == [] and found.wrong is None
+        assert found.judge(entries.__getitem__) == [] and not found.wrong
         assert [len(spots) for spots in found.by_box.values()] == [1, 1, 1]
         whole = next(iter(found.by_box[0, Box((0, 0), (5, 31))].values()))
         assert whole.registers == {} and whole.count == copies  # every chunk was compared on the way
@@ -108,7 +108,7 @@ def test_a_byte_that_one_rank_reads_differently_is_found_and_its_chunk_named():
         if found is None:
             continue
         assert found.judge([entry for _, entry in tensors].__getitem__) == []
-        assert found.wrong == (number, byte // CHUNK)
+        assert found.wrong == {(number, byte // CHUNK)}
         seen += 1
     assert seen > 30
 
@@ -120,5 +120,5 @@ def test_a_tensor_of_which_a_part_was_read_is_left_to_the_ranks():
     lost = next((rank, item) for rank, items in enumerate(read_by) for item in items if item[1].numel and item[0] == 0)
     read_by[lost[0]].remove(lost[1])
     found = reads_of(tensors, read_by)
-    assert found.judge(entries.__getitem__) == [0] and found.wrong is None
+    assert found.judge(entries.__getitem__) == [0] and not found.wrong
     assert Reads().judge(entries.__getitem__) == []

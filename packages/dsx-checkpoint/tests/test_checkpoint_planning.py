@@ -5,7 +5,18 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from dsx_checkpoint import CheckpointError, Keeping, agreeing, keeping, load, open_checkpoint, planning, ranks, save
+from dsx_checkpoint import (
+    CheckpointCorruptError,
+    CheckpointError,
+    Keeping,
+    agreeing,
+    keeping,
+    load,
+    open_checkpoint,
+    planning,
+    ranks,
+    save,
+)
 from dsx_checkpoint import writing as writing_module
 from dsx_checkpoint.ranks import Solo
 from dsx_checkpoint.verifying import verify_all
@@ -227,6 +238,28 @@ def through_a_tree(rank, world):
 
 def test_messages_to_and_from_rank_0_go_through_a_tree():
     run_ranks(through_a_tree, 4)
+
+
+def kept_by_many(rank, world):
+    from dsx_comm import on_demand
+
+    on_demand.MANY_RANKS = 2
+    among = ranks.default_ranks()
+    among.gather = None  # no rank may hear from all
+    assert among.keep("counting", lambda: rank) == rank
+    with pytest.raises(CheckpointError, match=r"^dividing: rank 1 failed: ZeroDivisionError") as caught:
+        among.keep("dividing", lambda: 1 // (rank % 2 - 1))
+    assert isinstance(caught.value.__cause__, ZeroDivisionError) == (rank % 2 == 1)
+    with pytest.raises(CheckpointCorruptError, match="rank 3 failed: torn"):
+        among.keep("reading", lambda: torn() if rank == 3 else None)
+
+
+def torn():
+    raise CheckpointCorruptError("torn")
+
+
+def test_of_many_ranks_none_hears_from_all_whether_it_failed():
+    run_ranks(kept_by_many, 4)
 
 
 def test_files_of_removed_checkpoints_go_behind_the_save(tmp_path, monkeypatch):

@@ -4,20 +4,13 @@ was written.
 Three nodes of one rank: each has what its rank holds, and a copy of what the node before it has.
 """
 
-import itertools
-import random
 import shutil
-import zlib
 from pathlib import Path
 
 import pytest
 import torch
 from dsx.checkpoint import CheckpointError
-from dsx_checkpoint.crc import Chunks, register_of
-from dsx_checkpoint.format import Entry, FileEntry, Index, Placed, TensorSpec
 from dsx_checkpoint.node_part import read_part
-from dsx_checkpoint.nodes.copies import Layout
-from dsx_checkpoint.nodes.repairing import Part, judge
 from dsx_checkpoint.spans import Spans
 from dsx_testkit import Nodes, run_ranks
 
@@ -29,7 +22,7 @@ def build(world, seed=0):
 
     torch.manual_seed(seed)
     config = {
-        "train_batch_size": 3,
+        "train_batch_size": world,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.05}},
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
         "checkpoint": {"use_node_local_storage": True},
@@ -112,6 +105,11 @@ def a_header(disks):
     flip(disks, 0, "model.safetensors", [20])
 
 
+def headers_of_two_nodes(disks):
+    for node in (0, 1):
+        flip(disks, node, TRAINED, [12])
+
+
 def cut_short(disks):
     path = disks / "node1" / "b" / TRAINED
     path.write_bytes(path.read_bytes()[:-40])
@@ -128,7 +126,15 @@ def two_nodes(disks):
     flip(disks, 2, TRAINED, [last[1] - 1])
 
 
-MENDED = [one_byte, many_bytes, a_header, cut_short, removed, two_nodes]
+def damaged_beside_a_lost_disk(disks):
+    """Node 0 gets a new disk. Node 1 has damage, of which node 2 has a copy."""
+    one_byte(disks)
+    shutil.rmtree(disks / "node0")
+
+
+MENDED = [
+    one_byte, many_bytes, a_header, headers_of_two_nodes, cut_short, removed, two_nodes, damaged_beside_a_lost_disk,
+]  # fmt: skip
 
 
 def both_copies(disks):
@@ -137,15 +143,29 @@ def both_copies(disks):
         flip(disks, node, TRAINED, [place])
 
 
+def headers_of_all_nodes(disks):
+    for node in range(3):
+        flip(disks, node, TRAINED, [12])
+
+
+def no_copy_is_left(disks):
+    """Node 2 has damage, and the disk with the copy is lost."""
+    flip(disks, 2, TRAINED, [own_bytes(disks, 2, TRAINED)[0][0]])
+    shutil.rmtree(disks / "node0" / "b")
+
+
+LOST = [both_copies, headers_of_all_nodes, no_copy_is_left]
+
+
 def test_damaged_bytes_are_mended_from_the_copies_of_other_nodes(saved, tmp_path):
     folder, results = saved
-    cases = [*MENDED, both_copies]
+    cases = [*MENDED, *LOST]
     disks = {}
     for harm in cases:
         disks[harm] = tmp_path / harm.__name__
         shutil.copytree(folder, disks[harm])
         harm(disks[harm])
-    found = run_ranks(loads, 3, [str(disks[harm]) for harm in cases])
+    found = run_ranks(loads, 3, [str(disks[harm]) for harm in cases], timeout=240)
     for number, harm in enumerate(cases):
         for rank in range(3):
             tag, got, warned = found[rank][number]
@@ -153,12 +173,53 @@ def test_damaged_bytes_are_mended_from_the_copies_of_other_nodes(saved, tmp_path
             assert tag == ("b" if harm in MENDED else "a"), (harm, tag)
             assert got.keys() == expected.keys() and all(torch.equal(got[n], v) for n, v in expected.items()), harm
             assert warned == (rank == 0 and harm in MENDED), harm
+    good = joined_files(folder, tmp_path / "whole")
     for harm in MENDED:  # and all files are as they were, but for what no node is to have
         for node in range(3):
             part = read_part(disks[harm] / f"node{node}" / "b")
+            assert harm == damaged_beside_a_lost_disk or part == read_part(folder / f"node{node}" / "b")
             for file, begin, end in part.spans:
-                good, now = ((root / f"node{node}" / "b" / file).read_bytes() for root in (folder, disks[harm]))
-                assert len(good) == len(now) and good[begin:end] == now[begin:end], (harm, node, file)
+                now = (disks[harm] / f"node{node}" / "b" / file).read_bytes()
+                assert len(good[file]) == len(now) and good[file][begin:end] == now[begin:end], (harm, node, file)
+
+
+def joined_files(folder, target):
+    from dsx_checkpoint.nodes.joining import join
+
+    whole = join([folder / f"node{node}" for node in range(3)], target, "b")
+    return {path.name: path.read_bytes() for path in whole.iterdir()}
+
+
+def save_on_two_nodes(rank, world, folder):
+    with Nodes(world, 2).environment(rank):
+        engine = build(world)
+        engine.backward(engine(torch.ones(1, 9)).square().sum())
+        engine.step()
+        engine.save_checkpoint(f"{folder}/node{rank // 2}", tag="b")
+        return state(engine)
+
+
+def load_on_two_nodes(rank, world, folder):
+    with Nodes(world, 2).environment(rank):
+        engine = build(world, seed=5)
+        engine.load_checkpoint(f"{folder}/node{rank // 2}")
+        return state(engine)
+
+
+def test_ranks_of_one_node_look_for_damage_together(tmp_path):
+    """Two nodes of two ranks: each node has all bytes, and every rank looks at a half of them."""
+    saved = run_ranks(save_on_two_nodes, 4, str(tmp_path))
+    part = read_part(tmp_path / "node0" / "b")
+    places = [place for file, begin, end in part.spans if file == TRAINED for place in range(begin, end)]
+    before = (tmp_path / "node0" / "b" / TRAINED).read_bytes()
+    for node, place in ((0, 0), (0, len(places) // 4), (1, len(places) // 2), (1, -1)):
+        path = tmp_path / f"node{node}" / "b" / TRAINED
+        data = bytearray(path.read_bytes())
+        data[places[place]] ^= 1
+        path.write_bytes(data)
+    for got, expected in zip(run_ranks(load_on_two_nodes, 4, str(tmp_path)), saved):
+        assert got.keys() == expected.keys() and all(torch.equal(got[n], v) for n, v in expected.items())
+    assert [(tmp_path / f"node{node}" / "b" / TRAINED).read_bytes() for node in (0, 1)] == [before] * 2
 
 
 def test_one_node_alone_verifies_the_chunks_that_it_has(saved, tmp_path, capsys):
@@ -209,72 +270,3 @@ def test_a_copy_that_is_another_one_is_not_kept(tmp_path):
     (text, left), *others = run_ranks(save_over_a_bad_network, 3, str(tmp_path))
     assert others == [(text, left)] * 2 and left == ["after", "latest", "old"]
     assert "the copy of " in text and "on node 2 is not what was written" in text and "nothing was saved" in text
-
-
-# - The judgement alone, against every way in which copies can differ
-
-
-def made_up(values, cuts, chunk):
-    """An index of one tensor of these bytes, and its parts, cut at `cuts`, with the nodes that have them."""
-    spec = TensorSpec("w", "U8", (len(values),))
-    starts = range(0, len(values), chunk)
-    crcs = [zlib.crc32(values[at : at + chunk]) for at in starts]
-    entry = Entry(Placed(spec, "f", 0), Chunks.grid(len(values), chunk, crcs))
-    index = Index({"f": FileEntry(len(values), 0, 0)}, {"model": {"w": entry}, "optimizer": {}, "client": {}},
-                  {"w": ()}, (), {}, {})  # fmt: skip
-    layout = Layout.of_index(index.tensors)
-    parts = []
-    for (begin, end), nodes in cuts:
-        parts += [Part("f", first, stop, key, nodes) for key, first, stop in layout.parts("f", begin, end)]
-    return index, layout, parts
-
-
-def register(layout, part, data):
-    registers = {}
-    layout.add(registers, part.range, memoryview(bytearray(data)))
-    return registers[part.chunk]
-
-
-def test_those_are_right_with_which_a_chunk_has_its_hash():
-    chosen = random.Random(4)
-    for _ in range(300):
-        size, chunk = chosen.randrange(1, 60), chosen.randrange(1, 25)
-        values = chosen.randbytes(size)
-        edges = sorted({0, size, *(chosen.randrange(size + 1) for _ in range(3))})
-        cuts = [
-            (pair, tuple(sorted(chosen.sample(range(4), chosen.randrange(1, 4))))) for pair in itertools.pairwise(edges)
-        ]
-        index, layout, parts = made_up(values, cuts, chunk)
-        bad, seen = set(), []
-        for number, part in enumerate(parts):
-            seen.append({})
-            for node in part.nodes:
-                data = bytearray(values[part.begin : part.end])
-                fate = chosen.random()
-                if fate < 0.15:
-                    data[chosen.randrange(len(data))] ^= 1 << chosen.randrange(8)
-                    bad.add((number, node))
-                seen[-1][node] = register(layout, part, data)
-                if fate > 0.95:
-                    seen[-1][node] = None
-                    bad.add((number, node))
-        damage = judge(parts, seen, index)
-        hopeless = {part.chunk for n, part in enumerate(parts) if all((n, node) in bad for node in part.nodes)}
-        lost = Spans.of(part.range for part in parts if part.chunk in hopeless)
-        assert damage.lost == lost
-        for node in range(4):
-            wrong = [p.range for n, p in enumerate(parts) if (n, node) in bad and p.chunk not in hopeless]
-            by_source = damage.wrong.get(node, {})
-            assert Spans.of(item for spans in by_source.values() for item in spans) == Spans.of(wrong)
-            for source, spans in by_source.items():
-                for n, part in enumerate(parts):
-                    if Spans.of([part.range]) & spans:
-                        assert source in part.nodes and (n, source) not in bad
-
-
-def test_a_register_is_that_of_its_bytes():
-    index, layout, parts = made_up(bytes(range(50)), [((0, 50), (0,))], 20)
-    for part in parts:
-        data = bytes(range(50))[part.begin : part.end]
-        assert register(layout, part, data) == register_of(zlib.crc32(data), len(data))
-    assert index.files["f"].nbytes == parts[-1].end

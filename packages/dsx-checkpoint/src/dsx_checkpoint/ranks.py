@@ -1,8 +1,8 @@
 """The small messages that ranks exchange while they save or load.
 
 Each rank moves its own ranges to and from the disk. Rank 0 gets what the ranks hold and the hashes, and gives each rank
-its part of the plan; all ranks tell each other only whether one failed. They send bytes of tensors only if the nodes
-share no file system (`nodes/transfers.py`).
+its part of the plan; all ranks tell each other only whether one failed (of many ranks, rank 0 tells it). They send
+bytes of tensors only if the nodes share no file system (`nodes/transfers.py`).
 
 Messages to and from rank 0 go along the tree of `dsx_comm.gather_object`, in which no rank talks to more than log2 of
 all.
@@ -74,9 +74,10 @@ class GroupRanks(Ranks):
         import dsx_comm
         from dsx_comm.groups import member
         from dsx_comm.object_tree import NotJoined, ObjectTree, host_bytes, packed, unpacked
+        from dsx_comm.on_demand import MANY_RANKS
 
         self._packed, self._unpacked, self._host_bytes = packed, unpacked, host_bytes
-        self._tree, self._not_joined = ObjectTree, NotJoined
+        self._tree, self._not_joined, self._many = ObjectTree, NotJoined, MANY_RANKS
         self._comm, self._group, self._member = dsx_comm, group, member(group)
         self._device = self._member.message_device
         super().__init__(self._all_gather, dsx_comm.get_rank(group), dsx_comm.get_world_size(group))
@@ -85,6 +86,18 @@ class GroupRanks(Ranks):
         values: list[Any] = [None] * self.world_size
         self._comm.all_gather_object(values, value, group=self._group)
         return values
+
+    def keep(self, doing: str, action: Callable[[], T]) -> T:
+        """As `Together.keep`. Of many ranks none hears from each of the others: that one has failed goes to rank 0, and
+        from there to all. For a few ranks that takes longer than an all-gather.
+        """
+        if self.world_size < self._many:
+            return super().keep(doing, action)
+        kept: list[T] = []
+        self.joined_first(
+            doing, lambda: kept.append(action()), lambda one, other: None, lambda _: [None] * self.world_size
+        )
+        return kept[0]
 
     def collect(self, value: Any) -> list[Any]:
         """`gather_object` to the group's rank 0."""

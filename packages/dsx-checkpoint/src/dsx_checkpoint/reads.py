@@ -14,6 +14,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from . import columns
@@ -40,11 +41,21 @@ class Reads:
 
     Attributes:
         by_box: number of a tensor, and box -> start and stop in the box -> how often it was read, and its registers.
-        wrong: tensor and chunk with other bytes than were saved; None where none was found so far.
+        wrong: tensor and chunk of chunks that have other bytes than were saved, as far as they were found.
     """
 
     by_box: dict[tuple[int, Box], dict[Ends, _Copies]] = field(default_factory=dict)
-    wrong: tuple[int, int] | None = None
+    wrong: set[tuple[int, int]] = field(default_factory=set)
+
+    @property
+    def left(self) -> set[tuple[int, int]]:
+        """Tensor and chunk of chunks that were not compared: no region has the whole of them."""
+        return {
+            (tensor, number)
+            for (tensor, _), spots in self.by_box.items()
+            for copies in spots.values()
+            for number in copies.registers
+        }
 
     def add(self, tensor: int, region: Region, registers: Mapping[int, int]) -> None:
         """Take in a region that this rank has read."""
@@ -60,17 +71,12 @@ class Reads:
         known.count += more.count
         for number, register in more.registers.items():  # a rank may know already that a chunk is good
             if known.registers.setdefault(number, register) != register:
-                self._note(tensor, number)
-
-    def _note(self, tensor: int, chunk: int) -> None:
-        if self.wrong is None or (tensor, chunk) < self.wrong:
-            self.wrong = tensor, chunk
+                self.wrong.add((tensor, number))
 
     @staticmethod
     def joined(one: Reads, other: Reads, entry_of: Callable[[int], Entry]) -> Reads:
         """Both. `one` is changed."""
-        if other.wrong is not None:
-            one._note(*other.wrong)
+        one.wrong |= other.wrong
         for (tensor, box), spots in other.by_box.items():
             mine = one.by_box.setdefault((tensor, box), {})
             for ends, more in spots.items():
@@ -123,7 +129,7 @@ class Reads:
         for number in list(registers):
             begin, end = entry.chunks.span(number)
             if start <= begin and end <= stop and registers.pop(number) != entry.chunks.expected(number):
-                self._note(tensor, number)
+                self.wrong.add((tensor, number))
 
     def judge(self, entry_of: Callable[[int], Entry]) -> list[int]:
         """Compare the tensors that all regions together are the whole of, once. Returns the numbers of the others.
@@ -145,7 +151,7 @@ class Reads:
                     registers[number] = registers.get(number, 0) ^ register
             for number, register in registers.items():
                 if register != entry.chunks.expected(number):
-                    self._note(tensor, number)
+                    self.wrong.add((tensor, number))
         return alone
 
     # - As it is sent
@@ -157,7 +163,8 @@ class Reads:
             rows.extend((tensor, number, start, stop, copies.count, len(copies.registers)))
             for item in sorted(copies.registers.items()):
                 registers.extend(item)
-        return _restored, (list(boxes), columns.to_bytes(rows, _WIDTH), registers.tobytes(), self.wrong)
+        wrong = columns.to_bytes(array("q", chain.from_iterable(sorted(self.wrong))), 2)
+        return _restored, (list(boxes), columns.to_bytes(rows, _WIDTH), registers.tobytes(), wrong)
 
     def _each(self) -> Iterator[tuple[int, Box, Ends, _Copies]]:
         for (tensor, box), spots in sorted(self.by_box.items()):
@@ -165,8 +172,9 @@ class Reads:
                 yield tensor, box, ends, copies
 
 
-def _restored(boxes: Sequence[Box], rows: bytes, registers: bytes, wrong: tuple[int, int] | None) -> Reads:
-    found, values = Reads(wrong=wrong), array("I")
+def _restored(boxes: Sequence[Box], rows: bytes, registers: bytes, wrong: bytes) -> Reads:
+    chunks = iter(columns.from_bytes(wrong, 2))
+    found, values = Reads(wrong=set(zip(chunks, chunks))), array("I")
     values.frombytes(registers)
     numbers, at = iter(columns.from_bytes(rows, _WIDTH)), 0
     for tensor, box, start, stop, count, length in zip(*[numbers] * _WIDTH):

@@ -228,8 +228,9 @@ class Verification:
 
         def answer(found: Reads) -> list[list[int]]:
             alone = found.judge(entries.__getitem__)
-            if found.wrong is not None:
-                _report(self._folder, entries[found.wrong[0]], found.wrong[1])
+            if found.wrong:
+                tensor, chunk = min(found.wrong)
+                _report(self._folder, entries[tensor], chunk)
             return [alone] * ranks.world_size
 
         alone = ranks.joined_first(

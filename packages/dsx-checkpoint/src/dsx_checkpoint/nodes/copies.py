@@ -6,19 +6,24 @@ describe the part of a chunk that a node has, and all nodes together can check w
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 
 from ..crc import Chunks, Sums
-from ..format import FAMILIES, Entry, Placed
+from ..format import FAMILIES, Entry, Index, Placed, TensorSpec
 from ..planning import WritePlan
 from ..spans import Range
 
-__all__ = ["ChunkKey", "Layout", "ChunkRegisters"]
+__all__ = ["HEADER", "ChunkKey", "ChunkRegisters", "Layout"]
 
 ChunkKey = tuple[str, str, int]
 """Family and name of a tensor, and the number of a chunk."""
+
+HEADER = "header"
+"""Used like a family: the header of a file is one chunk of bytes, under the name of the file."""
 
 ChunkRegisters = dict[ChunkKey, int]
 
@@ -64,11 +69,29 @@ class Layout:
         )
 
     @staticmethod
-    def of_index(tensors: Mapping[str, Mapping[str, Entry]]) -> Layout:
-        """Of a checkpoint that is there."""
-        return Layout.of(
-            (family, entry.placed, entry.chunks) for family in FAMILIES for entry in tensors[family].values()
+    def of_index(index: Index) -> Layout:
+        """Of a checkpoint that is there, with the headers of its files."""
+        sizes = {name: (file.header_bytes, file.header_crc) for name, file in index.files.items() if file.header_bytes}
+        headers = (
+            (HEADER, Placed(TensorSpec(name, "U8", (size,)), name, 0), Chunks.grid(size, size, [crc]))
+            for name, (size, crc) in sizes.items()
         )
+        tensors = (
+            (family, entry.placed, entry.chunks) for family in FAMILIES for entry in index.tensors[family].values()
+        )
+        return Layout.of(chain(headers, tensors))
+
+    @functools.cached_property
+    def as_bytes(self) -> Mapping[tuple[str, str], Entry]:
+        """Family and name of each tensor -> the same bytes as a tensor of numbers of 8 bits, in the order of places."""
+        return {
+            (one.family, one.placed.spec.name): Entry(
+                Placed(TensorSpec(one.placed.spec.name, "U8", (one.placed.spec.nbytes,)), file, one.placed.offset),
+                one.chunks,
+            )
+            for file, here in self.by_file.items()
+            for one in here
+        }
 
     def parts(self, file: str, begin: int, end: int) -> Iterator[tuple[ChunkKey, int, int]]:
         """The parts of chunks that lie in bytes [begin, end) of a file: the chunk, and the bytes of the file."""

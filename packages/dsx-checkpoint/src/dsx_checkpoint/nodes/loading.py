@@ -82,25 +82,31 @@ def candidates(nodes: Nodes, root: Path, tag: str | None, ranks: Ranks) -> Itera
         named = read_text(latest).strip() if latest.is_file() else ""
         return [(f.tag, f.part.latest, f.part.saved_at) for f in look_into(root) if f.committed], named
 
-    everyone = ranks.run("finding a checkpoint", look)
+    def order(everyone: Sequence[tuple[list[tuple[str, bool, float]], str]]) -> list[list[str]]:
+        return [_in_order(root, tag, everyone)] * ranks.world_size
+
+    yield from ranks.through_first("finding a checkpoint", look, order)
+
+
+def _in_order(root: Path, tag: str | None, everyone: Sequence[tuple[list[tuple[str, bool, float]], str]]) -> list[str]:
+    """The tags to try, from what each node has and the tag that its file `latest` names."""
     known = [item for items, _ in everyone for item in items]
     tags = sorted({name for name, *_ in known})
     if tag is not None:
         if tag not in tags:
             raise CheckpointError(f"{root}: no node has a checkpoint {tag!r}; tags there: {', '.join(tags) or 'none'}")
-        yield tag
-        return
+        return [tag]
     newest: dict[str, float] = {}
     for name, latest, saved_at in known:
         if latest:
             newest[name] = max(saved_at, newest.get(name, 0.0))
     named = {name for _, name in everyone if name}
-    order = sorted(newest, key=lambda name: (named == {name}, newest[name]), reverse=True)
-    if tags and not order:
+    found = sorted(newest, key=lambda name: (named == {name}, newest[name]), reverse=True)
+    if tags and not found:
         raise CheckpointError(
             f"{root}: has only checkpoints that were saved with save_latest=False: {', '.join(tags)}; pass a tag"
         )
-    yield from order
+    return found
 
 
 # - Which bytes they need
@@ -224,40 +230,26 @@ def mend_copies(nodes: Nodes, root: Path, tag: str, ranks: Ranks) -> bool:
     """
     try:
         chosen = _chosen(nodes, root, tag, ranks)
-        whole = all_of(chosen.index)
-        parts = ranks.gather(Spans() if chosen.here is None else chosen.here.part.spans & whole)
-        have = [parts[members[0]] for members in nodes.members]
-        folders = {node: root / name for node, name in chosen.names.items()}
-        damage = mend(nodes, folders, chosen.index, have, ranks)
+        here, index = chosen.here, chosen.index
+        folder = None if here is None else root / here.name
+        have = Spans() if here is None else here.part.spans & all_of(index)
+        return mend(nodes, str(root / tag), folder, have, index, chosen.holders(), ranks)
     except CheckpointError as error:  # the same on all ranks
         logger.debug("nothing is mended: %s", error)
         return False
-    if damage.nodes and not damage.lost and ranks.rank == 0:
-        logger.warning(
-            "load_checkpoint: %s: %d damaged bytes on the disks of nodes %s were written again from copies on other"
-            " nodes; look at these disks",
-            root / tag, damage.nbytes, damage.nodes,
-        )  # fmt: skip
-    if damage.lost and ranks.rank == 0:
-        file, begin, end = next(iter(damage.lost))
-        logger.warning(
-            "load_checkpoint: %s: %d bytes are damaged on every disk that has them, the first are %d to %d of %s",
-            root / tag, damage.lost.nbytes, begin, end, file,
-        )  # fmt: skip
-    return bool(damage.nodes) and not damage.lost
 
 
 @dataclass(frozen=True)
 class _Save:
-    """One save under a tag, of which the nodes have parts.
+    """One save under a tag, of which nodes have parts.
 
     Attributes:
         part: of any node, without its bytes.
-        names: node -> the name of its folder.
+        teller: the lowest rank of the first node that has one.
     """
 
     part: NodePart
-    names: Mapping[int, str]
+    teller: int
 
 
 @dataclass(frozen=True)
@@ -266,7 +258,7 @@ class _Chosen(_Save):
 
     Attributes:
         text, index: its index.
-        here: on the lowest rank of each node, what this node has of it.
+        here: what this rank's node has of it.
         held: on rank 0, node -> what it has.
     """
 
@@ -289,32 +281,29 @@ def _chosen(nodes: Nodes, root: Path, tag: str, ranks: Ranks) -> _Chosen:
     known: list[dict[int, Found]] = []
 
     def look() -> list[Found]:
-        mine.extend(found for found in look_into(root) if found.tag == tag and nodes.leads(ranks.rank))
-        return mine
+        mine.extend(found for found in look_into(root) if found.tag == tag)
+        return mine if nodes.leads(ranks.rank) else []
 
     def order(everyone: Sequence[list[Found]]) -> list[list[_Save]]:
         known.extend(saves_of({nodes.of_rank[rank]: found for rank, found in enumerate(everyone) if found}))
         saves = [
-            _Save(
-                replace(next(iter(held.values())).part, spans=Spans()),
-                {node: found.name for node, found in held.items()},
-            )
+            _Save(replace(next(iter(held.values())).part, spans=Spans()), nodes.ranks_of(min(held))[0])
             for held in known
         ]
         return [saves] * ranks.world_size
 
     problem: CheckpointError = CheckpointCorruptError(f"{tag}: no node has a part of it that can be read")
     for number, save in enumerate(ranks.through_first("finding a checkpoint", look, order)):
-        name = save.names.get(nodes.of_rank[ranks.rank])
-        here = next((found for found in mine if found.name == name), None)
+        ours = sorted((found for found in mine if found.part.index == save.part.index), key=lambda one: one.committed)
+        here = ours[-1] if ours else None  # as `saves_of` chooses
         held = known[number] if ranks.rank == 0 else {}
         try:
-            text, index = _index_of(save, tag, root, nodes, ranks)
+            text, index = _index_of(save, here, held, tag, root, nodes, ranks)
             ranks.through_first("", lambda: None, functools.partial(_complete, held, index, tag, ranks))
         except CheckpointCorruptError as error:
             problem = error
             continue
-        return _Chosen(save.part, save.names, text, index, here, held)
+        return _Chosen(save.part, save.teller, text, index, here, held)
     raise problem
 
 
@@ -323,18 +312,39 @@ def _complete(held: Mapping[int, Found], index: Index, tag: str, ranks: Ranks, _
     return [None] * ranks.world_size
 
 
-def _index_of(save: _Save, tag: str, root: Path, nodes: Nodes, ranks: Ranks) -> tuple[str, Index]:
-    """The text of the index from the first node on which it is whole. Collective."""
-    problem = None
-    for node, name in sorted(save.names.items()):
-        source, path = nodes.ranks_of(node)[0], root / name / INDEX_NAME
-        read = functools.partial(_read_index, path, save.part) if source == ranks.rank else str
+def _index_of(
+    save: _Save, here: Found | None, held: Mapping[int, Found], tag: str, root: Path, nodes: Nodes, ranks: Ranks
+) -> tuple[str, Index]:
+    """The text of the index from the first node on which it is whole. Collective.
+
+    Args:
+        here: what this rank's node has.
+        held: on rank 0, node -> what it has.
+    """
+    following = iter([nodes.ranks_of(node)[0] for node in sorted(held)][1:])
+    teller: int | None = save.teller
+    words = ""
+
+    def read() -> tuple[str, str] | None:
+        """The text, or what is wrong with it."""
+        if ranks.rank != teller or here is None:
+            return None
         try:
-            text = ranks.run(f"opening the index of {tag} on node {node}", read)[source]
-            return text, parse_index(text, str(path))
-        except CheckpointError as error:
-            problem = error
-    raise CheckpointCorruptError(f"{problem}")
+            return _read_index(root / here.name / INDEX_NAME, save.part), ""
+        except (CheckpointError, OSError) as error:
+            return "", f"rank {ranks.rank}: {error}"
+
+    def answer(told: tuple[str, str] | None) -> list[tuple[str, str, int | None]]:
+        text, wrong = told or ("", f"rank {teller} does not find it any more")
+        return [(text, wrong, None if text else next(following, None))] * ranks.world_size
+
+    while teller is not None:
+        text, words, teller = ranks.joined_first(
+            f"opening the index of {tag}", read, lambda one, other: one or other, answer
+        )
+        if text:
+            return text, parse_index(text, str(root / tag / INDEX_NAME))
+    raise CheckpointCorruptError(f"opening the index of {tag}: {words}")
 
 
 def _read_index(path: Path, part: NodePart) -> str:

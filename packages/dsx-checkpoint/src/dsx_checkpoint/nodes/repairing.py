@@ -1,12 +1,16 @@
 """A damaged checkpoint on the disks of the nodes, mended from its copies.
 
-    1) look      each node hashes what it has, part by part of each chunk (`copies.py`); bytes that cannot be read, and
-                 headers of files, count as damaged where they are not what the index says
-    2) judge     where nodes have different bytes in one place, those are right with which the chunk has its hash
-    3) bring     right bytes are sent to the nodes with wrong ones, and written over them
+    1) look      each node hashes what it has. A chunk of which it has the whole is compared there; of others it sends
+                 the hash of its part. On the way to rank 0 these are joined, as those of a load are (`reads.py`): parts
+                 of neighbours make up chunks, which are compared and dropped. Rank 0 learns which chunks are wrong, or
+                 were not compared
+    2) again     rank 0 knows who holds these chunks. It has each holder hash its parts once more, one by one
+    3) judge     where nodes have different bytes in one place, those are right with which the chunk has its hash
+    4) bring     right bytes are sent to the nodes with wrong ones, and written over them
 
-All nodes know the hashes of all parts, so all come to the same judgement. Every byte of the checkpoint is read: this is
-for a load that has found damage, not for every load.
+So a rank hears of the damage that it has or mends, and of nothing else; rank 0 hears of all damage. Every byte of the
+checkpoint is read: this is for a load that has found damage, not for every load. Bytes that cannot be read count as
+damaged; headers of files are chunks, too.
 
 Left out: chunks of which more than `_MOST` parts differ between nodes. They are given up, as those of which no node has
 right bytes.
@@ -14,25 +18,31 @@ right bytes.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import logging
 import os
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from dsx_core import sync_folder
 
+from ..boxes import Box, Region
 from ..crc import Sums
-from ..files import opened
+from ..errors import CheckpointError
+from ..files import PIECE_BYTES, opened, read_into
 from ..format import Index
 from ..ranks import Ranks
-from ..spans import Range, Spans
+from ..reads import Reads
+from ..spans import PackedRanges, Range, Spans, pack_ranges, unpack_ranges
 from .copies import ChunkKey, Layout
 from .topology import Nodes
-from .transfers import in_rounds, run_transfers, transfers_between
+from .transfers import Holders, Transfer, by_rank, in_rounds, run_transfers, transfers_between
 
-__all__ = ["Damage", "judge", "mend"]
+logger = logging.getLogger("dsx.checkpoint")
+
+__all__ = ["Damage", "Judge", "Looked", "Orders", "Part", "judge", "mend", "shares_of_node"]
 
 _MOST = 8
 """Parts of one chunk that may differ between nodes: their copies are tried in all combinations."""
@@ -65,172 +75,157 @@ class Damage:
         """Wrong bytes that can be mended."""
         return sum(spans.nbytes for by_source in self.wrong.values() for spans in by_source.values())
 
+    def transfers(self, nodes: Nodes) -> list[Transfer]:
+        """The messages that mend it."""
+        return in_rounds(
+            nodes,
+            (
+                transfer
+                for node, by_source in self.wrong.items()
+                for source, spans in by_source.items()
+                for transfer in transfers_between(nodes, source, node, spans)
+            ),
+        )
 
-def mend(nodes: Nodes, folders: Mapping[int, Path], index: Index, have: Sequence[Spans], ranks: Ranks) -> Damage:
-    """Find damage on all nodes and mend it; nothing is written where bytes are lost. Collective, with the same result
-    on all ranks.
+
+def mend(
+    nodes: Nodes, name: str, folder: Path | None, have: Spans, index: Index, holders: Holders, ranks: Ranks
+) -> bool:
+    """Find damage on all nodes and mend it; nothing is written where bytes are lost. Collective.
 
     Args:
-        folders: node -> its folder of the checkpoint; nodes without one are left out.
-        have: per node, the bytes that it has.
+        name: of the checkpoint, for what rank 0 logs.
+        folder: this node's folder of the checkpoint; None: it has none.
+        have: the bytes that this node has.
+        holders: on rank 0, which nodes hold which bytes.
+
+    Returns:
+        Whether there was damage, and all of it was mended; the same on all ranks.
 
     Raises:
-        CheckpointError: a disk cannot be written; the same on all ranks.
+        CheckpointError: a disk cannot be read or written; the same on all ranks.
     """
-    me, layout = nodes.of_rank[ranks.rank], Layout.of_index(index.tensors)
-    parts = _parts(layout, index, have)
+    layout = Layout.of_index(index)
+    first = Judge(nodes, layout, holders)  # of use on rank 0
 
-    def look() -> tuple[list[Sight], bool]:
-        sights = [_look(folders[me], layout, parts[number]) for number in _to_look_at(parts, nodes, ranks.rank)]
-        return sights, me in folders and not _has_its_sizes(folders[me], index)
+    def look() -> Looked:
+        if folder is None:
+            return Looked()
+        members = nodes.ranks_of(nodes.of_rank[ranks.rank])
+        found = Looked.at(folder, layout, shares_of_node(layout, have, len(members))[members.index(ranks.rank)])
+        if nodes.leads(ranks.rank) and not _has_its_sizes(folder, index):
+            found.sizes.add(nodes.of_rank[ranks.rank])
+        return found
 
-    seen: list[dict[int, Sight]] = [{} for _ in parts]
-    sizes = set()
-    for rank, (sights, wrong) in enumerate(ranks.run("looking for damage", look)):
-        node = nodes.of_rank[rank]
-        sizes |= {node} if wrong else set()
-        for number, sight in zip(_to_look_at(parts, nodes, rank), sights, strict=True):
-            seen[number][node] = sight
-    damage = replace(judge(parts, seen, index), sizes=frozenset(sizes))
-    if damage.lost:
-        return damage
-    transfers = in_rounds(
-        nodes,
-        [
-            transfer
-            for node, by_source in damage.wrong.items()
-            for source, spans in by_source.items()
-            for transfer in transfers_between(nodes, source, node, spans)
-        ],
+    asked: PackedRanges | None = ranks.joined_first(
+        "looking for damage", look, functools.partial(Looked.joined, layout=layout), first.ask
     )
+    if asked is None:
+        return False
+
+    def look_again() -> list[Sight]:
+        return [None if folder is None else _sight(folder, layout, item) for item in unpack_ranges(*asked)]
+
+    def decide(sights: Sequence[Sequence[Sight]]) -> Sequence[Orders | None]:
+        damage = first.decide(sights)
+        _tell(damage, name)
+        return first.orders(damage)
+
+    orders: Orders | None = ranks.through_first("looking at damage again", look_again, decide)
+    if orders is None:
+        return False
 
     def make_room() -> None:
-        if me in damage.sizes and nodes.leads(ranks.rank):
-            _make_whole(folders[me], index)
+        if folder is not None and orders.makes_room:
+            _make_whole(folder, index)
 
     ranks.keep("mending files", make_room)
-    if transfers:
-        # a node without a folder takes part in no transfer
-        ranks.keep("mending files", lambda: run_transfers(ranks, transfers, folders.get(me, Path())))
-    return damage
+    # a node without a folder takes part in no transfer
+    ranks.keep("mending files", lambda: run_transfers(ranks, orders.transfers, folder or Path()))
+    return True
 
 
-# - What there is
+def _tell(damage: Damage, name: str) -> None:
+    if damage.lost:
+        file, begin, end = next(iter(damage.lost))
+        logger.warning(
+            "load_checkpoint: %s: %d bytes are damaged on every disk that has them, the first are %d to %d of %s",
+            name, damage.lost.nbytes, begin, end, file,
+        )  # fmt: skip
+    elif damage.nodes:
+        logger.warning(
+            "load_checkpoint: %s: %d damaged bytes on the disks of nodes %s were written again from copies on other"
+            " nodes; look at these disks",
+            name, damage.nbytes, damage.nodes,
+        )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Part:
-    """Bytes [begin, end) of a file, which lie in one chunk (None: in the header) and on the same nodes throughout."""
-
-    file: str
-    begin: int
-    end: int
-    chunk: ChunkKey | None
-    nodes: tuple[int, ...]
-
-    @property
-    def range(self) -> Range:
-        """Where it lies."""
-        return self.file, self.begin, self.end
+# - What a rank sees
 
 
-def _parts(layout: Layout, index: Index, have: Sequence[Spans]) -> list[Part]:
-    """All bytes that some node has; the same list on all ranks."""
-    found: list[Part] = []
-    for name, file in index.files.items():
-        edges = {0, file.header_bytes, file.nbytes}
-        edges |= {edge for spans in have for pair in spans.by_file.get(name, ()) for edge in pair}
-        for begin, end in itertools.pairwise(sorted(edge for edge in edges if 0 <= edge <= file.nbytes)):
-            holders = tuple(node for node, spans in enumerate(have) if spans.covers(name, begin, end))
-            if holders and end <= file.header_bytes:
-                found.append(Part(name, begin, end, None, holders))
-            elif holders:
-                found += [Part(name, first, stop, key, holders) for key, first, stop in layout.parts(name, begin, end)]
-    return found
+@dataclass
+class Looked:
+    """What the nodes have, as far as one rank or several have looked.
 
-
-def _to_look_at(parts: Sequence[Part], nodes: Nodes, rank: int) -> list[int]:
-    """Numbers of the parts that a rank hashes: those of its node, dealt out to the node's ranks."""
-    node = nodes.of_rank[rank]
-    mine = nodes.ranks_of(node)
-    return [number for number, part in enumerate(parts) if node in part.nodes][mine.index(rank) :: len(mine)]
-
-
-def _look(folder: Path, layout: Layout, part: Part) -> Sight:
-    try:
-        with opened(folder / part.file, os.O_RDONLY) as fd:
-            data = bytearray(part.end - part.begin)
-            view, at = memoryview(data), part.begin
-            while view:
-                got = os.preadv(fd, [view], at)
-                if got == 0:
-                    return None
-                view, at = view[got:], at + got
-    except OSError:
-        return None
-    if part.chunk is None:
-        return zlib.crc32(data)
-    placed, chunks = layout.place_of(part.file, part.begin)
-    sums = Sums(chunks)
-    sums.add(part.begin - placed.offset, memoryview(data))
-    return sums.registers()[part.chunk[2]]
-
-
-# - Who is right
-
-
-def judge(parts: Sequence[Part], seen: Sequence[Mapping[int, Sight]], index: Index) -> Damage:
-    """Compare what the nodes have with the hashes. Pure.
-
-    Args:
-        seen: of each part, what each node has that holds it.
+    Attributes:
+        reads: the bytes of each tensor (`Layout.as_bytes`), with the registers of chunks that no region has the whole
+            of. Chunks of which a part cannot be read are wrong.
+        sizes: nodes with files that are missing, or of another size.
     """
-    by_chunk: dict[ChunkKey | str, list[int]] = {}
-    for number, part in enumerate(parts):
-        by_chunk.setdefault(part.chunk or part.file, []).append(number)
-    wrong: dict[int, dict[int, list[Range]]] = {}
-    lost: list[Range] = []
-    for key, numbers in by_chunk.items():
-        expected = _expected(index, key)
-        right = _right(expected, [set(seen[number].values()) - {None} for number in numbers])
-        for place, number in enumerate(numbers):
-            part = parts[number]
-            good = [node for node in part.nodes if right and seen[number].get(node) == right[place]]
-            if not good:
-                lost.append(part.range)
-                continue
-            for node in part.nodes:
-                if node not in good:
-                    wrong.setdefault(node, {}).setdefault(good[0], []).append(part.range)
-    return Damage(
-        {node: {source: Spans.of(ranges) for source, ranges in by.items()} for node, by in wrong.items()},
-        Spans.of(lost),
-    )
+
+    reads: Reads = field(default_factory=Reads)
+    sizes: set[int] = field(default_factory=set)
+
+    @staticmethod
+    def at(folder: Path, layout: Layout, share: Iterable[tuple[ChunkKey, Range]]) -> Looked:
+        """Of parts of chunks in the files of a folder."""
+        return Looked.of(layout, ((key, item, _sight(folder, layout, item)) for key, item in share))
+
+    @staticmethod
+    def of(layout: Layout, seen: Iterable[tuple[ChunkKey, Range, Sight]]) -> Looked:
+        """Of parts of chunks and what was seen of them. Pure."""
+        found, numbers = Reads(), {key: number for number, key in enumerate(layout.as_bytes)}
+        for (family, name, chunk), (_, begin, end), sight in seen:
+            number, entry = numbers[family, name], layout.as_bytes[family, name]
+            start, stop = begin - entry.placed.offset, end - entry.placed.offset
+            whole = (start, stop) == entry.chunks.span(chunk)
+            if sight is None or (whole and sight != entry.chunks.expected(chunk)):
+                found.wrong.add((number, chunk))
+            region = Region(Box.whole(entry.spec.shape), start, stop)
+            found.add(number, region, {} if whole else {chunk: sight or 0})
+        return Looked.joined(Looked(), Looked(found), layout)  # one region of parts that touch
+
+    @staticmethod
+    def joined(one: Looked, other: Looked, layout: Layout) -> Looked:
+        """Both. `one` is changed."""
+        entries = list(layout.as_bytes.values())
+        return Looked(Reads.joined(one.reads, other.reads, entries.__getitem__), one.sizes | other.sizes)
 
 
-def _expected(index: Index, key: ChunkKey | str) -> int:
-    """The register of a chunk, or the hash of a file's header."""
-    if isinstance(key, str):
-        return index.files[key].header_crc
-    family, name, number = key
-    return index.tensors[family][name].chunks.expected(number)
+def shares_of_node(layout: Layout, have: Spans, members: int) -> list[list[tuple[ChunkKey, Range]]]:
+    """The bytes that a node has, dealt out to its ranks: parts of chunks, of which each rank gets neighbours."""
+    parts = [
+        (key, (file, first, stop)) for file, begin, end in have for key, first, stop in layout.parts(file, begin, end)
+    ]
+    edges = [len(parts) * member // members for member in range(members + 1)]
+    return [parts[first:stop] for first, stop in itertools.pairwise(edges)]
 
 
-def _right(expected: int, choices: Sequence[set[int | None]]) -> tuple[int, ...] | None:
-    """One of the registers of each part, so that their xor is the expected one; None where there are none such."""
-    if not all(choices) or sum(len(found) > 1 for found in choices) > _MOST:
+def _sight(folder: Path, layout: Layout, item: Range) -> Sight:
+    """The register of bytes of one chunk."""
+    file, begin, end = item
+    placed, chunks = layout.place_of(file, begin)
+    sums, buffer = Sums(chunks), memoryview(bytearray(min(PIECE_BYTES, end - begin)))
+    try:
+        with opened(folder / file, os.O_RDONLY) as fd:
+            for at in range(begin, end, PIECE_BYTES):
+                data = buffer[: min(PIECE_BYTES, end - at)]
+                read_into(fd, placed, at - placed.offset, data)
+                sums.add(at - placed.offset, data)
+    except (OSError, CheckpointError):
         return None
-    for chosen in _combinations(choices):
-        total = 0
-        for register in chosen:
-            total ^= register
-        if total == expected:
-            return chosen
-    return None
-
-
-def _combinations(choices: Sequence[set[int | None]]) -> Iterator[tuple[int, ...]]:
-    return itertools.product(*(sorted(one for one in found if one is not None) for found in choices))
+    (register,) = sums.registers().values()
+    return register
 
 
 def _has_its_sizes(folder: Path, index: Index) -> bool:
@@ -248,3 +243,144 @@ def _make_whole(folder: Path, index: Index) -> None:
                 os.ftruncate(fd, file.nbytes)
                 os.fsync(fd)
     sync_folder(folder)
+
+
+# - What rank 0 makes of it
+
+
+@dataclass(frozen=True)
+class Part:
+    """Bytes [begin, end) of a file, which lie in one chunk and on the same nodes throughout."""
+
+    file: str
+    begin: int
+    end: int
+    chunk: ChunkKey
+    nodes: tuple[int, ...]
+
+    @property
+    def range(self) -> Range:
+        """Where it lies."""
+        return self.file, self.begin, self.end
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What a rank does to mend damage.
+
+    Attributes:
+        transfers: of which it sends or receives.
+        makes_room: it makes the files of its node whole before.
+    """
+
+    transfers: Sequence[Transfer]
+    makes_room: bool
+
+
+class Judge:
+    """Rank 0's part: it alone knows which nodes hold what. Sends nothing."""
+
+    def __init__(self, nodes: Nodes, layout: Layout, holders: Holders) -> None:
+        self._nodes, self._layout, self._holders = nodes, layout, holders
+        self._sizes: frozenset[int] = frozenset()
+        self._parts: list[Part] = []
+        self._asked: list[list[int]] = []  # of each rank numbers of parts
+
+    def ask(self, looked: Looked) -> list[PackedRanges | None]:
+        """Of each rank what it has to look at again; None for all of them where there is no damage."""
+        ranks = len(self._nodes.of_rank)
+        self._sizes = frozenset(looked.sizes)
+        chunks = sorted(looked.reads.wrong | looked.reads.left)
+        if not chunks and not self._sizes:
+            return [None] * ranks
+        self._parts = list(self._parts_of(chunks))
+        self._asked = [[] for _ in range(ranks)]
+        turns = [itertools.cycle(members) for members in self._nodes.members]
+        for number, part in enumerate(self._parts):
+            for node in part.nodes:
+                self._asked[next(turns[node])].append(number)
+        nothing = pack_ranges(())
+        return [pack_ranges(self._parts[n].range for n in numbers) if numbers else nothing for numbers in self._asked]
+
+    def _parts_of(self, chunks: Iterable[tuple[int, int]]) -> Iterator[Part]:
+        tensors = list(self._layout.as_bytes.items())
+        for tensor, number in chunks:
+            (family, name), entry = tensors[tensor]
+            begin, end = (entry.placed.offset + edge for edge in entry.chunks.span(number))
+            for (file, first, stop), nodes in self._holders.within((entry.placed.file, begin, end)):
+                yield Part(file, first, stop, (family, name, number), nodes)
+
+    def decide(self, sights: Sequence[Sequence[Sight]]) -> Damage:
+        """The damage, from what the ranks have seen of what they were asked for."""
+        seen: list[dict[int, Sight]] = [{} for _ in self._parts]
+        for node, numbers, found in zip(self._nodes.of_rank, self._asked, sights, strict=True):
+            for number, sight in zip(numbers, found, strict=True):
+                seen[number][node] = sight
+        entries = self._layout.as_bytes
+        return judge(self._parts, seen, lambda key: entries[key[:2]].chunks.expected(key[2]), self._sizes)
+
+    def orders(self, damage: Damage) -> list[Orders | None]:
+        """Of each rank what it does; None for all of them where there is nothing to do, or bytes are lost."""
+        nodes = self._nodes
+        if damage.lost or not damage.nodes:
+            return [None] * len(nodes.of_rank)
+        idle = Orders((), makes_room=False)
+        return [
+            Orders(transfers, makes_room) if transfers or makes_room else idle
+            for rank, transfers in enumerate(by_rank(nodes, damage.transfers(nodes)))
+            for makes_room in (nodes.leads(rank) and nodes.of_rank[rank] in damage.sizes,)
+        ]
+
+
+def judge(
+    parts: Sequence[Part],
+    seen: Sequence[Mapping[int, Sight]],
+    expected: Callable[[ChunkKey], int],
+    sizes: frozenset[int] = frozenset(),
+) -> Damage:
+    """Compare what the nodes have with the hashes. Pure.
+
+    Args:
+        parts: all of each chunk.
+        seen: of each part, what each node has that holds it.
+        expected: the register of a whole chunk.
+        sizes: see `Damage`.
+    """
+    by_chunk: dict[ChunkKey, list[int]] = {}
+    for number, part in enumerate(parts):
+        by_chunk.setdefault(part.chunk, []).append(number)
+    wrong: dict[int, dict[int, list[Range]]] = {}
+    lost: list[Range] = []
+    for key, numbers in by_chunk.items():
+        right = _right(expected(key), [set(seen[number].values()) - {None} for number in numbers])
+        for place, number in enumerate(numbers):
+            part = parts[number]
+            good = [node for node in part.nodes if right and seen[number].get(node) == right[place]]
+            if not good:
+                lost.append(part.range)
+                continue
+            for node in part.nodes:
+                if node not in good:
+                    wrong.setdefault(node, {}).setdefault(good[0], []).append(part.range)
+    return Damage(
+        {node: {source: Spans.of(ranges) for source, ranges in by.items()} for node, by in wrong.items()},
+        Spans.of(lost),
+        sizes,
+    )
+
+
+def _right(expected: int, choices: Sequence[set[int | None]]) -> tuple[int, ...] | None:
+    """One of the registers of each part, so that their xor is the expected one; None where there are none such."""
+    if not all(choices) or sum(len(found) > 1 for found in choices) > _MOST:
+        return None
+    for chosen in _combinations(choices):
+        total = 0
+        for register in chosen:
+            total ^= register
+        if total == expected:
+            return chosen
+    return None
+
+
+def _combinations(choices: Sequence[set[int | None]]) -> Iterator[tuple[int, ...]]:
+    return itertools.product(*(sorted(one for one in found if one is not None) for found in choices))

@@ -97,17 +97,35 @@ class Holders:
         node after it that does. Bytes that no node holds are left out.
         """
         found: dict[int, list[Range]] = {}
-        for file, begin, end in wanted:
-            starts, ranges = self.by_file.get(file, ((), ()))
-            number = max(0, bisect_right(starts, begin) - 1)
-            while number < len(ranges) and ranges[number][0] < end:
-                first, last, nodes = ranges[number]
-                if max(first, begin) < min(last, end):
-                    following = nodes >> here
-                    source = here + _lowest(following) if following else _lowest(nodes)
-                    found.setdefault(source, []).append((file, max(first, begin), min(last, end)))
-                number += 1
+        for item in wanted:
+            for held, nodes in self._within(item):
+                following = nodes >> here
+                source = here + _lowest(following) if following else _lowest(nodes)
+                found.setdefault(source, []).append(held)
         return {source: Spans.of(ranges) for source, ranges in found.items()}
+
+    def within(self, item: Range) -> Iterator[tuple[Range, tuple[int, ...]]]:
+        """The parts of a range that the same nodes hold throughout, with these nodes. Bytes that no node holds are left
+        out.
+        """
+        for held, nodes in self._within(item):
+            yield held, tuple(_each(nodes))
+
+    def _within(self, item: Range) -> Iterator[tuple[Range, int]]:
+        file, begin, end = item
+        starts, ranges = self.by_file.get(file, ((), ()))
+        for number in range(max(0, bisect_right(starts, begin) - 1), len(ranges)):
+            first, last, nodes = ranges[number]
+            if first >= end:
+                return
+            if max(first, begin) < min(last, end):
+                yield (file, max(first, begin), min(last, end)), nodes
+
+
+def _each(nodes: int) -> Iterator[int]:
+    while nodes:
+        yield _lowest(nodes)
+        nodes &= nodes - 1
 
 
 def _lowest(nodes: int) -> int:
