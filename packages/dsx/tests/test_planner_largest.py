@@ -69,6 +69,22 @@ def test_the_host_is_what_ends_it_where_the_host_is_small():
     assert found.best.plan.peak_bytes < 0.8 * found.room
 
 
+def test_the_disk_ends_it_where_its_size_is_known():
+    settings = {"disk": {ZERO + key: {"device": "nvme", "nvme_path": "/local"} for key in
+                         ("offload_optimizer", "offload_param")}}  # fmt: skip
+    room = 6 << 20
+    given = {"world_size": 1, "batch": EXAMPLE, "settings": settings, "recompute": False}
+    found = largest(Deep, CONFIG, machine=dataclasses.replace(machine(), disk_bytes=room), **given)
+    assert room - 4 * BLOCK < found.best.plan.peak["disk"] <= room  # a block has three fp32 values per element there
+    assert largest(Deep, CONFIG, machine=machine(), **given).best.size > found.best.size
+    answer = plan(
+        lambda: Deep(found.best.size + 1), {**CONFIG, "zero_optimization": {
+            **CONFIG["zero_optimization"], **_inner(settings["disk"])}}, world_size=1,
+        machine=dataclasses.replace(machine(), disk_bytes=room), batch=EXAMPLE, changes=False,
+    )  # fmt: skip
+    assert answer.short_of[0] == "disk" and answer.short_of[2] == room
+
+
 def test_every_placement_is_tried_and_each_reaches_at_least_as_far():
     found = largest(Deep, CONFIG, world_size=2, machine=machine(), batch=EXAMPLE, recompute=False)
     assert [reach.what for reach in found.reaches] == [

@@ -9,7 +9,7 @@ from typing import Any
 from .allocator import fragmentation
 from .configs import Ready
 from .cost import Timing, simulate, stragglers
-from .ledger import DEVICE, HOST, Peak
+from .ledger import DEVICE, DISK, HOST, Peak
 from .machine import Machine
 from .pipelines import PipelineStep, step_of
 from .plans import PipelinePlan, Plan, StagePlan
@@ -188,7 +188,10 @@ def _short_of(rank: _Rank, machine: Machine, on_host: int) -> tuple[str, int, in
         return "device", needed, room
     needed = on_host * (rank.needed if on_cpu else rank.peaks.get(HOST, 0))
     room = int(machine.host_memory_bytes * RESERVE)
-    return ("host", needed, room) if needed > room else None
+    if needed > room:
+        return "host", needed, room
+    needed, there = on_host * rank.peaks.get(DISK, 0), machine.disk_bytes
+    return ("disk", needed, there) if there is not None and needed > there else None
 
 
 def _flops(found: Replay) -> tuple[int, int]:

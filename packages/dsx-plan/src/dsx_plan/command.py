@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "--machine",
         metavar="NAME|FILE",
         help="a device of the table, a calibration's file, or here: this machine (the default if it has a GPU)",
+    )
+    parser.add_argument(
+        "--disk", type=float, metavar="GB", help="room on the disks of a host (default: the machine's, else no limit)"
     )
     parser.add_argument("-s", "--sequence", type=int, metavar="TOKENS", help="tokens of a sample")
     parser.add_argument("-b", "--batch", metavar="FILE.py:FUNCTION", help="a function that makes one micro-batch")
@@ -114,7 +118,7 @@ def _plan(args: argparse.Namespace) -> int:
         return _farthest(args)
     batch = _named(args.batch)() if args.batch else None
     common: dict[str, Any] = {
-        "world_size": args.gpus, "ranks_per_host": args.per_host, "machine": _machine(args.machine), "batch": batch,
+        "world_size": args.gpus, "ranks_per_host": args.per_host, "machine": _machine(args), "batch": batch,
         "sequence": args.sequence, "fp8": args.fp8, "attention": args.attention,
     }  # fmt: skip
     config = _changed(args)
@@ -167,7 +171,7 @@ def _farthest(args: argparse.Namespace) -> int:
         raise PlanError(f"{mine}: got {', '.join(wrong)} beside it; it tries settings and {what} of its own")
     maker: Any = _named(args.batch) if args.batch else None
     common: dict[str, Any] = {
-        "world_size": args.gpus, "ranks_per_host": args.per_host, "machine": _machine(args.machine),
+        "world_size": args.gpus, "ranks_per_host": args.per_host, "machine": _machine(args),
         "recompute": True if args.recompute else None,
         "report": lambda text: sys.stderr.write(f"planning: {text}\n") if sys.stderr.isatty() else None,
     }  # fmt: skip
@@ -189,9 +193,15 @@ def _farthest(args: argparse.Namespace) -> int:
     return 0
 
 
-def _machine(given: str | None) -> Any:
-    """The machine to plan for. A processor only if it was asked for: a job that is planned has GPUs, and the times of
-    this machine's processor would be taken for theirs.
+def _machine(args: argparse.Namespace) -> Any:
+    """The machine to plan for, with the room on its disks where that is given."""
+    found = _named_machine(args.machine)
+    return found if args.disk is None else replace(found, disk_bytes=int(args.disk * 1e9))
+
+
+def _named_machine(given: str | None) -> Any:
+    """The machine of `--machine`. A processor only if it was asked for: a job that is planned has GPUs, and the times
+    of this machine's processor would be taken for theirs.
     """
     from .errors import PlanError
     from .machine import Machine

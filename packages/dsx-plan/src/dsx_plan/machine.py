@@ -40,6 +40,7 @@ class Machine:
         host_memory_bytes: of a host, for all its ranks.
         host_bandwidth: bytes per second of a host's memory, for all its ranks.
         disk_bandwidth: bytes per second of a host's disks, for all its ranks.
+        disk_bytes: of a host's disks, for all its ranks; None: not known, so that nothing is too large for them.
         communicator_bytes: of a CUDA device, for each process group over which tensors go. (Reported for NCCL on four
             A100 with NVLink: 544 MB between two ranks, 688 MB among more; https://github.com/NVIDIA/nccl/issues/964.)
         constants: see `Constants`.
@@ -59,6 +60,7 @@ class Machine:
     host_memory_bytes: int = 1024 * GIB
     host_bandwidth: float = 300e9
     disk_bandwidth: float = 6e9
+    disk_bytes: int | None = None
     communicator_bytes: int = 688_000_000
     constants: Constants = field(default_factory=Constants)
     source: str = ""

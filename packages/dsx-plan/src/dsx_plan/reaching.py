@@ -15,7 +15,7 @@ from xml.sax.saxutils import escape
 
 from .answer import RESERVE
 from .errors import PlanError, explains_itself
-from .ledger import HOST
+from .ledger import DISK, HOST
 from .plans import Plan
 from .text import bytes_text
 
@@ -39,8 +39,8 @@ class Reach:
         recompute: the model recomputes its blocks.
         size: the largest that fits: tokens of a sequence, or blocks of a model; 0 where none fits.
         plan: of that size.
-        points: (size, bytes of the device, bytes of the host) of every plan, by size. The host's are those of all its
-            ranks.
+        points: (size, bytes of the device, of the host, of the disk) of every plan, by size. Those of host and disk
+            are of all ranks of a host.
         reason: why there is no plan.
     """
 
@@ -49,7 +49,7 @@ class Reach:
     recompute: bool
     size: int = 0
     plan: Plan | None = None
-    points: list[tuple[int, int, int]] = field(default_factory=list)
+    points: list[tuple[int, int, int, int]] = field(default_factory=list)
     reason: str = ""
 
 
@@ -177,13 +177,14 @@ def _extend(reach: Reach, plan_of: Callable[[int], Plan], start: int, step: int)
             return
 
 
-def _bytes(answer: Plan) -> tuple[int, int]:
-    """Bytes of a device, and of a host with its ranks."""
-    return answer.peak_bytes + answer.fragmentation_bytes, answer.ranks_per_host * answer.peak.get(HOST, 0)
+def _bytes(answer: Plan) -> tuple[int, int, int]:
+    """Bytes of a device, and of the memory and the disk of a host with its ranks."""
+    host, disk = (answer.ranks_per_host * answer.peak.get(tier, 0) for tier in (HOST, DISK))
+    return answer.peak_bytes + answer.fragmentation_bytes, host, disk
 
 
-def _end(answer: Plan, points: list[tuple[int, int, int]], below: int) -> float | None:
-    """Size at which the first of the device and the host is full, by the lines through the points next to the end.
+def _end(answer: Plan, points: list[tuple[int, int, int, int]], below: int) -> float | None:
+    """Size at which the first of device, host and disk is full, by the lines through the points next to the end.
     `below` is the largest size that fits.
     """
     if len(points) < 2:
@@ -199,16 +200,17 @@ def _end(answer: Plan, points: list[tuple[int, int, int]], below: int) -> float 
     return min(ends, default=None)
 
 
-def _rooms(answer: Plan) -> tuple[int | None, int | None]:
+def _rooms(answer: Plan) -> tuple[int | None, int | None, int | None]:
     """Bytes that there are for `_bytes`."""
+    disk = answer.machine.get("disk_bytes")
     device, host = answer.machine.get("memory_bytes"), answer.machine.get("host_memory_bytes")
     on_cpu = answer.machine.get("device") == "cpu"  # then the device is the host's memory, which its ranks share
     rooms = [None if found is None else int(found * RESERVE) for found in (device, host)]
     if on_cpu:
-        return (None if rooms[1] is None else rooms[1] // answer.ranks_per_host), None
+        return (None if rooms[1] is None else rooms[1] // answer.ranks_per_host), None, disk
     if answer.short_of is not None and answer.short_of[0] == "device":  # less than the machine's: the communicators'
         rooms[0] = answer.short_of[2] - (answer.short_of[1] - _bytes(answer)[0])
-    return rooms[0], rooms[1]
+    return rooms[0], rooms[1], disk
 
 
 # - What people read
@@ -275,7 +277,7 @@ def memory_picture(found: Reached, axis: str = "tokens of a sequence") -> str:
     parts.append(f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(0):.1f}" y2="{y(0):.1f}"/>')
     for number, reach in enumerate(drawn):
         colour = _COLOURS[number % len(_COLOURS)]
-        points = " ".join(f"{x(size):.1f},{y(nbytes):.1f}" for size, nbytes, _ in reach.points)
+        points = " ".join(f"{x(size):.1f},{y(nbytes):.1f}" for size, nbytes, *_ in reach.points)
         parts.append(f'<polyline points="{points}" stroke="{colour}"><title>{escape(reach.what)}</title></polyline>')
         parts.append(f'<text x="{_LEFT + 8}" y="{_TOP + 14 + 15 * number}" style="fill:{colour}">'
                      f'{escape(reach.what)}</text>')  # fmt: skip

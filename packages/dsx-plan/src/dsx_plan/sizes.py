@@ -2,7 +2,8 @@
 
 The width of a model stays, and blocks are added. Settings are tried in an order in which each costs more time than the
 one before: recomputation, its inputs in host memory, sharded parameters, optimizer states and parameters in host
-memory, and both on disk. A machine does not say how large its disk is, so the bytes that must lie there are printed.
+memory, and both on disk. Where the machine does not say how large its disk is (`Machine.disk_bytes`), nothing is too
+large for it, and the bytes that must lie there are printed.
 """
 
 from __future__ import annotations
