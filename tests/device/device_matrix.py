@@ -116,7 +116,20 @@ VARIANTS = [
         "accumulation-pageable",
         {"stage": 3, **WHOLE, **OFFLOADS["parameters-pageable"]},
         rest={"gradient_accumulation_steps": 4},
+        sample=(1, 2),
+    ),
+    variant(
+        "accumulation-pageable-of-8",
+        {"stage": 3, **WHOLE, **OFFLOADS["parameters-pageable"]},
+        rest={"gradient_accumulation_steps": 8},
         sample=(1,),
+    ),
+    variant(
+        "accumulation-pageable-stage-2",
+        {"stage": 2, "reduce_bucket_size": 20000, **OFFLOADS["optimizer-pageable"]},
+        rest={"gradient_accumulation_steps": 4, **PRECISIONS["bf16"]},
+        tolerance=3e-2,
+        sample=(2,),
     ),
     variant(
         "accumulation-with-parameters-on-disk",

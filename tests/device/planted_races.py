@@ -162,10 +162,16 @@ RACES: dict[str, Race] = {
         "dsx_zero.grads.buffers:GroupGradients.finish", "pending.ticket.wait()", "pass", "stage2-fp32-device", 2
     ),
     "staging-freed-in-flight": Race(
-        "dsx_zero.grads.buffers:GroupGradients.wait_until_stored",
-        "ticket.synchronize()",
+        "dsx_zero.grads.leaving:Leaving.wait",
+        "ticket.wait()",
         "pass",
         "accumulation-on-host",
+    ),
+    "carried-before-reduced": Race(
+        "dsx_zero.homes.ring:Ring._fill", "self._device.wait_for(ready)", "pass", "accumulation-pageable", sample=True
+    ),
+    "added-before-arrived": Race(
+        "dsx_zero.homes.ring:_land", "arrived.synchronize()", "pass", "accumulation-pageable", sample=True
     ),
     # the step
     "published-before-written": Race(

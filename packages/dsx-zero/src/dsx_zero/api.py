@@ -245,12 +245,13 @@ def _device_type(model: nn.Module, device: torch.device | None) -> str:
 
 
 def _warn_of_unlocked_memory(placements: Sequence[UnitPlacement], lane: Lane) -> None:
-    """Copies between a device and pages that are not locked make the host wait, so that nothing runs beside them."""
+    """Copies between a device and pages that are not locked go through other memory, and some make the host wait."""
     tiers = [tier for record in placements for tier in record.placement.tiers]
     if isinstance(lane, CudaLane) and any(isinstance(tier, HostTier | DiskTier) and not tier.pin for tier in tiers):
         _log.warning(
-            "offload_optimizer or offload_param has pin_memory false: each copy between device and host makes the"
-            " host wait, and runs beside nothing. Set pin_memory to true, if the system allows that much"
+            "offload_optimizer or offload_param has pin_memory false: gradients reach host memory through a small"
+            " page-locked buffer, all other copies between device and host are slower than from locked pages, and some"
+            " make the host wait in the step. Set pin_memory to true, if the system allows that much"
             " page-locked memory (`ulimit -l`)"
         )
 

@@ -42,6 +42,7 @@ from .homes.chosen import (
     sub_group_size,
     transfers_beside_step,
 )
+from .homes.ring import Ring
 from .homes.tiers import Placement, UnitPlacement
 from .order.agreed import AgreedOrder
 from .order.ahead import GatherLimits
@@ -241,6 +242,8 @@ class Builder:
         self.recipe = recipe
         self.lane = make_lane(device)
         """For what comes and goes between tiers. Gathers and reductions have lanes of their own."""
+        self.ring = Ring(device) if device.type == "cuda" else None
+        """For gradients that go to host memory whose pages are not locked, or to disk."""
         self.moving_lanes = {"tiers": self.lane}
         """Those on which copies between tiers run: that of gathers too, which fetch shards."""
         self._device = device
@@ -435,6 +438,7 @@ class _Build:
             memory=memory_of,
             tier=lambda unit: self.placed(unit).gradients,
             lane=self.lane,
+            ring=self._builder.ring,
         )
 
     def _rows_transport(self, ranks: dsx_comm.RankSet, op: Any) -> ReduceTransport:

@@ -69,8 +69,9 @@ def _piece(group: ReducedGroup, index: int) -> torch.Tensor:
 @contextmanager
 def opened_piece(group: ReducedGroup, index: int) -> Iterator[torch.Tensor]:
     """A context with this rank's part of a parameter's reduced gradient, 1-D, for writing."""
+    home = group.values()  # before: what adds values up keeps their norm
     group.forget_norm()
-    with opened(group.values(), *_range(group, index)) as piece:
+    with opened(home, *_range(group, index)) as piece:
         yield piece
 
 

@@ -19,14 +19,16 @@ from __future__ import annotations
 from contextlib import suppress
 
 import torch
-from dsx_comm.lanes import HostLane, Lane, TensorBuffer, Ticket
+from dsx_comm.lanes import HostLane, Lane, Ticket
 
 from ..errors import ZeroStateError
-from ..homes.home import DeviceHome, Home, HostHome, accumulate, block_norm, read, write
+from ..homes.home import DeviceHome, Home, block_norm, read, write
+from ..homes.ring import Ring
 from ..homes.tiers import DeviceTier, Tier
 from ..params.flat import FlatGroup, cut_at_parts, label_of
 from ..params.memory import BufferPool, OrdinaryMemory
 from .access import GradientAccess, GradientPlace, opened_piece
+from .leaving import Leaving
 from .reduction import PendingReduction
 from .rows import refuse_sparse
 from .sharded import ShardedGradient
@@ -47,7 +49,7 @@ class GroupGradients:
             `ShardedGradient`s.
         access: serves users who read or write these.
         label: name of the reductions in the explanation of a hang.
-        tier, lane: from stage 2 on, where the reduced values live, and the lane that copies them there.
+        tier, lane, ring: from stage 2 on, where the reduced values live, and what moves them there (`Leaving`).
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class GroupGradients:
         label: str = "",
         tier: Tier | None = None,
         lane: Lane | None = None,
+        ring: Ring | None = None,
     ) -> None:
         self.group = group
         self.dtype, self.stage, self.label = dtype, stage, label
@@ -73,7 +76,7 @@ class GroupGradients:
         self._filled = bytearray(len(group.parameters))
         self._faces: list[torch.Tensor | None] = [None] * len(group.parameters)
         self._stand_ins: list[ShardedGradient | None] = [None] * len(group.parameters)
-        self._tier, self._lane = tier or DeviceTier(), lane or HostLane()
+        self._tier = tier or DeviceTier()
         self._shard: Home | None = None
         self.result: Home | None = None
         self.pending: PendingReduction | None = None
@@ -81,11 +84,7 @@ class GroupGradients:
         self._earlier: torch.Tensor | None = None
         """Stage 0: reduced values to which those of the reduction in flight are added."""
         self._staged: tuple[Home, torch.Tensor, bool] | None = None
-        self._leaving: tuple[Ticket, torch.Tensor] | None = None
-        self._stored_norm: torch.Tensor | None = None
-        """Norm of reduced values, computed before they were stored in a home; None: not known."""
-        self._norm_memory: torch.Tensor | None = None
-        """Where it is, if a job of the lane computes it: memory of this side, which stays."""
+        self._leaving = Leaving(group.key.device, lane or HostLane(), ring)
         self.dirty = False
         for parameter in group.parameters:
             if isinstance(parameter.grad, ShardedGradient):
@@ -274,7 +273,7 @@ class GroupGradients:
             if self.shows_reduced:  # a late gradient must not be added to a buffer in flight
                 self._detach(index)
         self.dirty = False
-        self._stored_norm = None  # as `forget_norm`, without a Python call per group (test_python_calls.py)
+        self._leaving.norm = None  # as `forget_norm`, without a Python call per group (test_python_calls.py)
         self._access.changed()
         if self.stage == 0:
             self._earlier = None if self.result is None or self._in_buffer() else read(self.result)
@@ -286,11 +285,7 @@ class GroupGradients:
         out = home.view() if home.tier == "device" or buffer.device.type == "cpu" else None
         if out is not None and out.device == buffer.device:
             return buffer, out, add
-        self.wait_until_stored()
-        staging = torch.empty(self.group.layout.shard_numel, dtype=self.dtype, device=buffer.device)
-        if self._norm_memory is None:
-            wide = torch.promote_types(self.dtype, torch.float32)
-            self._norm_memory = torch.empty((), dtype=wide, device=buffer.device)
+        staging = self._leaving.prepare(home, self.dtype)
         self._staged = (home, staging, add)
         return buffer, staging, False
 
@@ -308,33 +303,14 @@ class GroupGradients:
             cut_at_parts(self._shard, self.group.parts)
         return self._shard
 
-    def _store_staged(self, home: Home, staging: torch.Tensor, *, add: bool) -> None:
-        """The staged values are reduced: start to copy (or add) them to their home."""
-        if isinstance(home, DeviceHome) or (isinstance(home, HostHome) and staging.device.type == "cpu"):
-            ticket = accumulate(home, staging, self._lane) if add else home.store(staging, self._lane)
-        elif add:
-            ticket = accumulate(home, staging, self._lane, seen=self._keep_norm)
-        else:
-            self._keep_norm(staging)
-            ticket = home.store(staging, self._lane)
-        self._leaving = (ticket, staging)
-
-    def _keep_norm(self, values: torch.Tensor) -> None:
-        """Compute the norm of all values before they leave for a home: later it would need another read, or a pass of
-        the host over memory that a device has had at hand.
-        """
-        self._stored_norm = block_norm(
-            values, out=self._norm_memory if values.device == self.group.key.device else None
-        )
-
     def forget_norm(self) -> None:
         """Note that the reduced values have changed, so that their norm is not known."""
-        self._stored_norm = None
+        self._leaving.norm = None
 
     def norm(self) -> torch.Tensor:
         """L2 norm of the reduced values, see `block_norm`."""
         home = self.values()
-        return block_norm(read(home)) if self._stored_norm is None else self._stored_norm
+        return block_norm(read(home)) if self._leaving.norm is None else self._leaving.norm
 
     def has_any(self) -> bool:
         """Whether there is a gradient, reduced or not."""
@@ -343,19 +319,11 @@ class GroupGradients:
     def reduced(self) -> tuple[Home, Ticket | None]:
         """The home of the reduced values, and the ticket to wait for before another thread reads them there."""
         result = self.values() if self.result is None else self.result
-        return result, None if self._leaving is None else self._leaving[0]
+        return result, self._leaving.ticket
 
-    def wait_until_stored(self) -> None:
-        """Wait until staged values are stored in their home, and free the staging memory. For a home in host memory
-        only the stream waits: the home makes the host wait when it is read.
-        """
-        if self._leaving is not None:
-            (ticket, staging), self._leaving = self._leaving, None
-            if isinstance(self.result, HostHome):
-                ticket.wait()
-            else:
-                ticket.synchronize()
-            self._lane.free_after_use(TensorBuffer(staging))
+    def let_go(self) -> None:
+        """Free the staging memory of values that are on their way to their home."""
+        self._leaving.let_go(self.result)
 
     def _in_buffer(self) -> bool:
         """Whether the reduced values are all of the buffer (stage 0)."""
@@ -367,10 +335,10 @@ class GroupGradients:
         """Wait for the reduction in flight, if any.
 
         Returns:
-            Whether reduced values are being copied to their home (`wait_until_stored`).
+            Whether reduced values are being moved to their home (`let_go`).
         """
         if self.pending is None:
-            return self._leaving is not None
+            return self._leaving.ticket is not None
         pending, self.pending = self.pending, None
         if pending.ticket is not None:  # as `pending.finish()`, without a Python call per group
             pending.ticket.wait()
@@ -382,7 +350,7 @@ class GroupGradients:
             self._earlier = None
         if self._staged is not None:
             (home, staging, add), self._staged = self._staged, None
-            self._store_staged(home, staging, add=add)
+            self._leaving.start(home, staging, add=add)
         if self.shows_reduced:
             self._filled = bytearray(b"\x01") * len(self._filled)
         elif self.stage >= 2:
@@ -393,12 +361,12 @@ class GroupGradients:
         for index, (parameter, face) in enumerate(zip(self.group.parameters, self._faces)):
             if face is None and parameter.grad is None:
                 self._attach(index, self._face(index))
-        return self._leaving is not None
+        return self._leaving.ticket is not None
 
     def values(self) -> Home:
         """The reduced values; zeros if no rank had gradients."""
-        if self._leaving is not None:
-            self.wait_until_stored()
+        if self._leaving.ticket is not None:
+            self._leaving.wait(self.result)
         if self.result is None:
             self.result = self._target(self._whole())
             write(self.result, torch.zeros(self.result.numel, dtype=self.dtype, device="cpu"))
@@ -418,7 +386,7 @@ class GroupGradients:
         for index in range(len(self._faces)):
             self._detach(index)
         with suppress(OSError):  # from a transfer whose values are not needed any more
-            self.wait_until_stored()
+            self._leaving.wait(self.result)
         if self.stage == 0 and self.result is not None and not self._in_buffer():
             self._pool.give(read(self.result))  # it was moved away for late gradients
         self.result, self.dirty = None, False

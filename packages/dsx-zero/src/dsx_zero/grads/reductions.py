@@ -17,6 +17,7 @@ import torch
 from dsx_comm.lanes import Lane, Pending, Ticket
 
 from ..homes.home import Home, block_norm, read, write
+from ..homes.ring import Ring
 from ..homes.tiers import Tier
 from ..params.flat import FlatGroup, Part, Unit
 from ..params.memory import Kind, Memory, OrdinaryMemory
@@ -67,6 +68,7 @@ class Reductions:
         memory: gives the memory of whole buffers, for the ranks that share them.
         tier: gives the tier in which the reduced values of a unit live; None: on the device.
         lane: copies reduced values to their tier.
+        ring: carries them to tiers that would make the host wait; None: there is none.
         differ: the ranks have different parameters, so that no rank alone can compute the norm.
     """
 
@@ -84,6 +86,7 @@ class Reductions:
         memory: Callable[[dsx_comm.RankSet], Memory] = lambda ranks: OrdinaryMemory(),
         tier: Callable[[int], Tier | None] = lambda unit: None,
         lane: Lane | None = None,
+        ring: Ring | None = None,
         differ: bool = False,
     ) -> None:
         self.stage, self._overlap = stage, overlap
@@ -130,6 +133,7 @@ class Reductions:
                     label=f"{unit.plan}, gradients",
                     tier=tier(unit.index),
                     lane=lane,
+                    ring=ring,
                 )
                 self._of[group] = buffers
                 self.by_unit.setdefault(unit.index, []).append(buffers)
@@ -206,7 +210,7 @@ class Reductions:
             self.watch.finished(unit)
         while len(self._leaving) > IN_FLIGHT:
             for buffers in self.by_unit[self._leaving.pop(0)]:
-                buffers.wait_until_stored()
+                buffers.let_go()
 
     def wait(self) -> None:
         """Wait for all reductions in flight."""
@@ -254,8 +258,9 @@ class Reductions:
         if group in self.rows:
             self.rows[group].write(part, values)
         elif self._of[group].result is not None:
+            home = self._of[group].values()  # before: what adds values up keeps their norm
             self._of[group].forget_norm()
-            write(self._of[group].values(), values, part.offset)
+            write(home, values, part.offset)
 
     def changed(self) -> None:
         """Note that gradients were written."""

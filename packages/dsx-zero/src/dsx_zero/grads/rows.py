@@ -178,7 +178,7 @@ class RowGradients:
             self._attach()
         return False
 
-    def wait_until_stored(self) -> None:
+    def let_go(self) -> None:
         """Nothing to do: nothing is copied to another tier."""
 
     # Values -----------------------------------------------------------------------------------------------------------

@@ -217,6 +217,8 @@ class HostHome(_InMemory):
             ) from error
         super().__init__(memory)
         self._arriving: tuple[Ticket, ...] = ()
+        self.holds_up_copies = device.type == "cuda" and not pin
+        """See `ring.FilledByThread`."""
 
     def view(self) -> torch.Tensor:
         """The elements. The host waits for stores that are under way: it reads the memory itself, so that a wait of a
@@ -235,6 +237,17 @@ class HostHome(_InMemory):
         ticket = super().store(values, lane, start=start)
         self._arriving = (*self._arriving, ticket)
         return ticket
+
+    def expect(self, ticket: Ticket) -> None:
+        """See `ring.FilledByThread`."""
+        torch.autograd.graph.increment_version(self._tensor)
+        self._arriving = (*(earlier for earlier in self._arriving if not earlier.is_completed()), ticket)
+
+    @contextmanager
+    def filling(self, *, add: bool) -> Iterator[torch.Tensor]:
+        """See `ring.FilledByThread`. What is written is not counted as a write again."""
+        del add
+        yield self._tensor.data
 
     def add(self, values: torch.Tensor, lane: Lane, *, seen: Callable[[torch.Tensor], object] | None = None) -> Ticket:
         """Add `values`, which are on a device, to all elements, as a job of `lane`. The device adds them: the elements

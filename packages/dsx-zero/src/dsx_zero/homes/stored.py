@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Protocol
 
@@ -145,6 +146,28 @@ class StoredHome:
         self.writes += 1
         lane.see_writes_so_far()
         return lane.submit(lambda: self._write(values, start))
+
+    # Filled by a thread -----------------------------------------------------------------------------------------------
+
+    @property
+    def holds_up_copies(self) -> bool:
+        """See `ring.FilledByThread`. A store that takes calls of one thread only is left to that thread."""
+        return not self._direct and isinstance(self._store, OneCallerAtATime)
+
+    def expect(self, ticket: Ticket) -> None:
+        """See `ring.FilledByThread`. Who reads has to wait for the ticket himself."""
+        del ticket
+        self.forget_ahead()
+        self.writes += 1
+
+    @contextmanager
+    def filling(self, *, add: bool) -> Iterator[torch.Tensor]:
+        """See `ring.FilledByThread`. The elements are read and stored inside of it."""
+        values = torch.empty(self.numel, dtype=self.dtype, device="cpu")
+        if add:
+            self._read(values, 0).wait()
+        yield values
+        self._write(values, 0).wait()
 
     # Reading ahead ----------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from ..params.flat import FlatGroup, Part
 from ..runtime import Runtime
 from .edits import Edits
 from .failures import raise_on_all_ranks
-from .host_thread import Worker
+from .host_thread import worker_beside
 from .inner import settings_of
 from .runner import StepRunner
 
@@ -45,7 +45,7 @@ class LateUpdate:
         self._warm_up, self._under_way = warm_up, False
         self._numbers = range(len(runner.apart.plan.sub_groups))
         self._kept: dict[tuple[FlatGroup, int], torch.Tensor] = {}
-        self._worker = Worker.beside(runtime)
+        self._worker = worker_beside(runtime)
 
     @property
     def nbytes(self) -> int:

@@ -36,7 +36,7 @@ from ..params.flat import FlatGroup, Part
 from ..runtime import Runtime
 from .edits import Edits
 from .failures import raise_on_all_ranks
-from .host_thread import Worker
+from .host_thread import worker_beside
 from .inner import InnerStep, Settings, has_reciprocal, has_step_hooks, same_settings, settings_of
 from .norm import usual_factor
 from .runner import StepRunner
@@ -110,7 +110,7 @@ class DuringBackward:
         while the user's code waits and goes on, so that its steps can always be undone.
         """
         self._names = {unit.index: str(unit.plan) for unit in runtime.units}
-        self._worker = Worker.beside(runtime)
+        self._worker = worker_beside(runtime)
         self._announced: _Announced | None = None
         self._was_announced = False
         self._asks = runtime.ranks.size == 1

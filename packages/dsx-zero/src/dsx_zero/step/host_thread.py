@@ -1,12 +1,10 @@
 """Steps sub-groups on a thread of the host, while the main thread goes on and the parameters keep their values.
 
-`Worker` is the thread. Kernels release Python's global lock (GIL) while they run, so that the main thread goes on with
-forward and backward. A launcher that binds a process to cores binds this thread too: threads inherit the cores.
-
-`ApartSteps` are the steps. Where masters have memory of their own, they are updated there, and `StepRunner.run` writes
-the parameters from them. In two cases no memory holds the new values until then: masters are on disk, or a parameter is
-its own master. There the new values of the parameters wait in host memory (`NewValues`) for `run`: 2 bytes per element
-in 16-bit training, 4 in fp32. The transfers of one sub-group run beside the step of another one, as the plan says.
+`ApartSteps` are the steps, and a `Worker` is the thread. Where masters have memory of their own, they are updated
+there, and `StepRunner.run` writes the parameters from them. In two cases no memory holds the new values until then:
+masters are on disk, or a parameter is its own master. There the new values of the parameters wait in host memory
+(`NewValues`) for `run`: 2 bytes per element in 16-bit training, 4 in fp32. The transfers of one sub-group run beside
+the step of another one, as the plan says.
 
 A step may be undone (`keep_old`, `undo`): `OldValues` keeps a copy of what is in memory, and states on disk are written
 beside the old ones. Both give back the very bits. An inverse of the update would not: it rounds.
@@ -17,9 +15,6 @@ Left out: who calls this, and when the result is valid (`host_step`).
 from __future__ import annotations
 
 import copy
-import queue
-import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -27,11 +22,11 @@ from typing import Any
 
 import torch
 from dsx_comm.lanes import HostLane
-from dsx_core.device import Device
 
 from ..homes.stored import StoredHome
 from ..params.flat import FlatGroup
 from ..runtime import Runtime
+from ..worker import Worker
 from .inner import InnerStep, ReadGradients, gradients_of
 from .masters import Master
 from .model_check import Frozen
@@ -39,80 +34,13 @@ from .plan import StepPlan
 from .states import OptimizerStates
 from .transfers import SubGroupTransfers
 
-__all__ = ["ApartSteps", "NewValues", "OldValues", "Worker", "new_values_wait"]
+__all__ = ["ApartSteps", "NewValues", "OldValues", "new_values_wait", "worker_beside"]
 
 
-class Worker:
-    """Runs jobs one after the other, in the order of `submit`, with autograd switched off.
-
-    After a job has failed, the jobs that follow are dropped until `wait` has returned the failure. The thread starts
-    with the first job and ends when this object is garbage-collected.
-
-    Args:
-        device: if it is a CUDA device, it is the current device while jobs run.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._state = _State()
-
-    @classmethod
-    def beside(cls, runtime: Runtime) -> Worker:
-        """A thread for the host's step of a model."""
-        device = next((group.key.device for u in runtime.trainable_units() for group in u.trainable), "cpu")
-        return cls(torch.device(device))
-
-    def submit(self, job: Callable[[], object]) -> None:
-        """Run `job` after the jobs before it."""
-        if self._thread is None:
-            arguments = (self._jobs, self._state, self._device)
-            self._thread = threading.Thread(target=_run, args=arguments, name="dsx-zero-step", daemon=True)
-            self._thread.start()
-            weakref.finalize(self, self._jobs.put, None)
-        self._jobs.put(job)
-
-    def wait(self) -> BaseException | None:
-        """Wait until all jobs have ended. Returns the first failure since the last call, or None."""
-        self.join()
-        failure, self._state.failure = self._state.failure, None
-        return failure
-
-    def join(self) -> None:
-        """Wait until all jobs have ended. A failure stays for `wait`."""
-        if self._thread is not None:
-            ended = threading.Event()
-            self._jobs.put(_Mark(ended))
-            ended.wait()
-
-
-class _State:
-    """What the thread reports. It is apart from the `Worker`, which the thread must not keep alive."""
-
-    failure: BaseException | None = None
-
-
-class _Mark:
-    """A job that also runs after a failure."""
-
-    def __init__(self, ended: threading.Event) -> None:
-        self._ended = ended
-
-    def __call__(self) -> None:
-        self._ended.set()
-
-
-def _run(jobs: queue.SimpleQueue[Any], state: _State, device: torch.device) -> None:
-    Device.of(device).make_current()  # each thread has its own current device
-    while (job := jobs.get()) is not None:
-        if state.failure is None or isinstance(job, _Mark):
-            try:
-                with torch.no_grad():
-                    job()
-            except BaseException as error:  # noqa: BLE001 (raised in the thread that waits)
-                state.failure = error
-        del job  # otherwise the tensors that it holds would live until the next job
+def worker_beside(runtime: Runtime) -> Worker:
+    """A thread for the host's step of a model."""
+    device = next((group.key.device for u in runtime.trainable_units() for group in u.trainable), "cpu")
+    return Worker(torch.device(device), "dsx-zero-step")
 
 
 class _Old:

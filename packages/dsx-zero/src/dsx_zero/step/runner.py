@@ -13,9 +13,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from dsx_comm.lanes import HostLane, Lane, Ticket, transfer
+from dsx_comm.lanes import CudaLane, HostLane, Lane, Ticket, transfer
 
 from ..homes.home import write
+from ..params.flat import FlatGroup
 from ..runtime import Runtime
 from .failures import StepFailure
 from .host_thread import ApartSteps
@@ -67,10 +68,14 @@ class StepRunner:
         self._inner, self._runtime, self._masters = inner, runtime, tuple(masters)
         self._matrices = matrices
         self._frozen, self._lane, self._failure = frozen, lane or HostLane(), failure
-        self._transfers = SubGroupTransfers(states, self._lane, behind=plan.pipeline.behind)
+        self._host_lane = HostLane() if isinstance(self._lane, CudaLane) else self._lane
+        """For what never leaves the host. The lane of a stream would wait for each transfer before it goes on."""
         self._units = {unit.index: unit for unit in runtime.trainable_units()}
         device = masters[0].tensor.device if masters else torch.device("cpu")
         self._devices = {master.tensor.device for master in masters} or {device}
+        on_host = {found.type for found in self._devices} == {"cpu"}
+        states_lane = self._host_lane if on_host else self._lane
+        self._transfers = SubGroupTransfers(states, states_lane, behind=plan.pipeline.behind)
         self._unit_of = {id(group): unit.index for unit in self._units.values() for group in unit.trainable}
         self.inner_step = InnerStep(inner, groups, groups.numbers(), copy_targets(masters), device, matrices)
         """Calls the optimizer. `InnerStep.for_twin` makes one for another thread from it."""
@@ -176,7 +181,13 @@ class StepRunner:
                 continue
             for master in masters[start:stop]:
                 values = master.tensor.detach().view(-1).to(group.key.dtype)
-                self._written.append(group.stepped.store(values, self._lane, start=master.slice.offset))
+                lane = self._lane_to(group, values)
+                self._written.append(group.stepped.store(values, lane, start=master.slice.offset))
+
+    def _lane_to(self, group: FlatGroup, values: torch.Tensor) -> Lane:
+        """The lane that carries new values to the parameters of a group."""
+        stays = values.device.type == group.stepped.device.type == "cpu"
+        return self._host_lane if stays else self._lane
 
     def _write_waiting(self, number: int, masters: Sequence[Master]) -> Sequence[Master]:
         """Write the new values that wait since a sub-group was stepped apart. Returns the masters of the others."""
@@ -186,7 +197,7 @@ class StepRunner:
             if group.own_master is None and group.stepped.view() is not None:
                 write(group.stepped, new.values, start)  # from memory to memory of one tier
             else:
-                self._written.append(group.stepped.store(new.values, self._lane, start=start))
+                self._written.append(group.stepped.store(new.values, self._lane_to(group, new.values), start=start))
         written = {id(new.master) for new in waiting}
         return [master for master in masters if id(master) not in written]
 
