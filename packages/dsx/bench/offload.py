@@ -9,11 +9,11 @@
 `limit`: a process whose RLIMIT_DATA is its use after import plus a quarter of the states' bytes (18 per parameter)
 trains with everything on disk, with its PSS sampled; the same without offload has to fail. `largest`: the most
 parameters that DDP trains for two steps under a limit, and whether ZeRO-Infinity trains 10 and 20 times as many under
-the same one. `disk-step`: Adam states and masters on disk
-(24 bytes read and written per fp32 parameter) against the disk's time for the same bytes in the same pieces, reading
-and writing at once, in alternating pairs. `disk-passes`: forward and backward with parameters on disk against the
-larger of the same with parameters in memory and of the disk's time for the bytes. `overlap`: sleeping layers and a
-paced link; the part of the transfers that is not hidden.
+the same one. `disk-step`: Adam states and masters on disk (24 bytes read and written per fp32 parameter), with
+clipping, against the disk's time for the same bytes in the same pieces, reading and writing at once, in alternating
+pairs. `disk-passes`: forward and backward with parameters on disk against the larger of the same with parameters in
+memory and of the disk's time for the bytes. `overlap`: sleeping layers and a paced link; the part of the transfers that
+is not hidden.
 The folder must be on a disk, not tmpfs. Run it alone on the machine. With `--json docs/figures/offload.json` each
 writes its table to a file of its own, `offload-limit.json` and so on. `--small` takes sizes that show in a minute that
 everything runs; its figures mean nothing, because beginnings and ends of short pipelines count.
@@ -233,7 +233,7 @@ def disk_step(parameters: int, pairs: int, folder: str) -> Table:
     def step() -> float:
         model(x).square().mean().backward()
         begin = time.perf_counter()
-        optimizer.step()
+        optimizer.step(max_norm=1.0)
         took = time.perf_counter() - begin
         optimizer.zero_grad()
         return took
@@ -259,7 +259,7 @@ def disk_step(parameters: int, pairs: int, folder: str) -> Table:
     for took, alone in rows:
         table.add(numel, took * 1e3, alone * 1e3, took / alone)
     median = statistics.median(took / alone for took, alone in rows)
-    table.goal("a step at most 1.10 of the bytes alone", f"{median:.2f} in the median", met=median <= 1.10)
+    table.goal("a clipped step at most 1.10 of the bytes alone", f"{median:.2f} in the median", met=median <= 1.10)
     optimizer.release()
     store.close()
     raw.close()
