@@ -1,5 +1,5 @@
-"""Rows, columns and matrices that optimizers of whole tensors keep (Adafactor, Shampoo): checkpoints have them as
-tensors of their own shape, and go on at another stage and number of ranks with the same bits.
+"""Rows, columns, matrices and lists of them that optimizers of whole tensors keep (Adafactor, Shampoo, SOAP): in
+checkpoints they are tensors of their own shape, and go on at another stage and number of ranks with the same bits.
 """
 
 import dsx_checkpoint
@@ -40,7 +40,50 @@ class Preconditioned(torch.optim.Optimizer):
                 p.sub_(group["lr"] * torch.linalg.solve(left, grad) @ torch.linalg.inv(right) * 1e-3)
 
 
+class SOAP(torch.optim.Optimizer):
+    """Adam in the eigenvectors of Shampoo's matrices, whose states are lists with one entry per side of a matrix, and
+    an empty list for a long side (as in the published program); the first step only makes the states.
+    """
+
+    def __init__(self, params, lr=0.05, longest=20):
+        super().__init__(params, {"lr": lr, "longest": longest})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state, sides = self.state[p], p.grad.shape if p.dim() == 2 else ()
+                if "step" not in state:
+                    state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p), Q=None)
+                    state["GG"] = [torch.zeros(n, n) if n <= group["longest"] else [] for n in sides]
+                    self.refresh(p, state)
+                    continue
+                self.refresh(p, state)
+                state["step"] += 1
+                turned = self.turned(p.grad, state, back=False)
+                state["exp_avg"].lerp_(p.grad, 0.1)
+                state["exp_avg_sq"].lerp_(turned.square(), 0.05)
+                update = self.turned(state["exp_avg"], state, back=False) / (state["exp_avg_sq"].sqrt() + 1e-8)
+                p.sub_(group["lr"] * self.turned(update, state, back=True))
+
+    @staticmethod
+    def refresh(p, state):
+        for side, found in enumerate(state["GG"]):
+            if len(found):
+                found.lerp_(p.grad @ p.grad.t() if side == 0 else p.grad.t() @ p.grad, 0.05)
+        state["Q"] = [torch.linalg.eigh(gg + 1e-6 * torch.eye(len(gg)))[1] if len(gg) else [] for gg in state["GG"]]
+
+    @staticmethod
+    def turned(x, state, *, back):
+        for side, q in enumerate(state["Q"]):
+            if len(q):
+                q = q if back else q.t()
+                x = q @ x if side == 0 else x @ q.t()
+        return x
+
+
 KINDS = {
+    "soap": SOAP,
     "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.02),
     "shampoo": Preconditioned,
 }
@@ -121,8 +164,10 @@ def check_files(folder, kind):
     reader = dsx_checkpoint.open_checkpoint(folder, "here")
     for name, p in model.named_parameters():
         for key, value in optimizer.state.get(p, {}).items():
-            if isinstance(value, torch.Tensor) and value.numel() > 1:
-                assert torch.equal(reader.stored("optimizer", f"{key}/{name}"), value), (name, key)
+            listed = [(f"{key}.{place}", one) for place, one in enumerate(value)] if isinstance(value, list) else []
+            for known, one in listed or [(key, value)]:
+                if isinstance(one, torch.Tensor) and one.numel() > 1:
+                    assert torch.equal(reader.stored("optimizer", f"{known}/{name}"), one), (name, known)
 
 
 @pytest.mark.parametrize("kind", KINDS)

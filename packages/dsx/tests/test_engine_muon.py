@@ -241,3 +241,48 @@ def test_a_clip_that_is_asked_for_wrongly_is_refused():
         built({"qk_clip": {}}, Net())
     with pytest.raises(ValueError, match="alpha: got 3"):
         built({"qk_clip": {"alpha": 3}})
+
+
+def train_low_rank(rank, world, kind, stage, folder):
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": kind, "params": {"lr": 0.02, "rank": 3, "weight_decay": 0.1}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    engine, *_ = dsx.initialize(model=Net(), config=config)
+    found = []
+    for step in range(4):
+        if step == 2 and folder is not None:
+            engine.save_checkpoint(folder)
+            engine.backward(engine(torch.zeros(2, 5, dtype=torch.long)))  # to be forgotten
+            engine.step()
+            engine.load_checkpoint(folder)
+        x = torch.randint(0, 7, (2, 5), generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = engine(x)
+        engine.backward(loss)
+        engine.step()
+        found.append(loss.item())
+    groups = {g["use_muon"] for g in engine.optimizer.param_groups}
+    engine.destroy()
+    assert groups == {True, False}
+    return found
+
+
+@pytest.mark.parametrize("kind", ["Dion", "Apollo"])
+def test_rules_of_low_rank_train_alike_at_all_stages_and_resume(tmp_path, kind):
+    plain = run_ranks(train_low_rank, 2, kind, 0, None)
+    assert plain[0][-1] < plain[0][0]
+    got = run_ranks(train_low_rank, 2, kind.lower(), 3, str(tmp_path))
+    assert got == [pytest.approx(of_rank, rel=1e-4) for of_rank in plain]
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "words"),
+    [("Dion", {"ns_steps": 5}, "ns_steps"), ("Apollo", {"rank": 0}, "rank"),
+     ("Apollo", {"scale_type": "row"}, "channel"), ("Dion", {"split": {"layers": {"columns": 2}}}, "split_columns")],
+)  # fmt: skip
+def test_settings_of_low_rank_are_checked(kind, params, words):
+    config = {"train_batch_size": 2, "optimizer": {"type": kind, "params": {"lr": 0.1, **params}}}
+    with pytest.raises(ValueError, match=words):
+        dsx.initialize(model=Net(), config=config)

@@ -235,8 +235,8 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def noise(seed: int, offset: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Two 32-bit random numbers per element, keyed by seed and element index."""
+def noise(seed: int | Tensor, offset: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Two 32-bit random numbers per element, keyed by seed (or an int64 tensor with it) and element index."""
     index = torch.arange(offset, offset + count, dtype=torch.int64, device=device)
     first = _mix((index & _MASK32) ^ ((seed + (index >> 32) * 0x9E3779B9) & _MASK32))
     return first, (first * 0x9E3779B1) & _MASK32

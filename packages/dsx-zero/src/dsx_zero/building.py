@@ -492,7 +492,8 @@ def assemble(builder: Builder, planned: Planned, runtime: Runtime, inner: Any, k
     stepped = [master for _, pieces in masters for master in pieces]
     unit_of = {id(group): unit.index for unit in runtime.units for group in unit.groups}
     tiers = [planned.placed(unit_of[id(m.group)]).states for m in stepped]
-    states, groups = OptimizerStates(inner, stepped, tiers, earlier=kept.earlier), StepGroups(inner, shown)
+    groups = StepGroups(inner, shown)
+    states = OptimizerStates(inner, stepped, tiers, groups.numbers(), earlier=kept.earlier)
     at_once = makes_states_at_once(recipe.settings)
     if at_once and not states.make_now(groups.numbers()) and recipe.data.rank == 0 and kept.earlier is None:
         _log.warning(

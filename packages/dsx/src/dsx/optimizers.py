@@ -7,8 +7,8 @@ found by its name, in upper or lower case, and so is one of an installed package
 
 `Adam` decouples weight decay (AdamW) unless `adam_w_mode` is false, because that is the meaning of the name in existing
 configurations. `OneBitAdam`, `ZeroOneAdam` and `OneBitLamb` are those of `dsx_comm`; they communicate by themselves, so
-they are built with the process group. `Muon` is that of `dsx_ops`; `MuAdam`, `MuAdamW` and `MuSGD` are those of the
-package mup.
+they are built with the process group. `Muon`, `Dion` and `Apollo` are those of `dsx_ops`; `MuAdam`, `MuAdamW` and
+`MuSGD` are those of the package mup.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ Build = Callable[..., torch.optim.Optimizer]
 
 _MUP = {"muadam": "MuAdam", "muadamw": "MuAdamW", "musgd": "MuSGD"}
 _OURS = {"lamb": "FusedLamb", "lion": "FusedLion"}
+_ON_MATRICES = {"muon": "Muon", "dion": "Dion", "apollo": "Apollo"}
 _CODED = {f"{name}{bits}bit": f"Adam{bits}bit" for name in ("adam", "adamw") for bits in (8, 4)}
 _FUSED_EVERYWHERE = ("Adam", "AdamW", "SGD")  # torch's fused Adagrad exists on the CPU only
 _ONLY_TORCH = {"amsgrad", "capturable", "differentiable", "foreach", "fused"}
@@ -89,8 +90,8 @@ def choose_optimizer(
         return _adam(type_name, arguments, reference, wide, states)
     if key in _CODED:
         return _coded_adam(type_name, _CODED[key], arguments, wide)
-    if key == "muon":
-        return _muon(type_name, arguments, wide, reference=reference)
+    if key in _ON_MATRICES:
+        return _on_matrices(type_name, _ON_MATRICES[key], arguments, wide, reference=reference)
     if key in _MUP:
         return _mup(type_name, _MUP[key], arguments, wide)
     averaging_in_one_bit = one_bit.find_optimizer(type_name)
@@ -218,13 +219,16 @@ def _torch_adam(torch_name: str, arguments: dict[str, Any], *, plain: bool) -> O
     return _from_torch(torch_name, {key: value for key, value in arguments.items() if key not in ours}, plain)
 
 
-def _muon(type_name: str, arguments: dict[str, Any], wide: str, *, reference: bool) -> OptimizerChoice:
-    """Muon of dsx_ops, with the matrices of hidden layers for Muon and the rest for AdamW. Logits are clipped by an
-    extension (`clipping.py`), which needs the sharded model.
+def _on_matrices(
+    type_name: str, name: str, arguments: dict[str, Any], wide: str, *, reference: bool
+) -> OptimizerChoice:
+    """A rule of dsx_ops for the matrices of hidden layers, and AdamW for the rest. Logits are clipped by an extension
+    (`clipping.py`), which needs the sharded model.
     """
     if wide:
-        raise _narrow(type_name, "Muon keeps", wide)
-    cls, missing = _ops_class("Muon")
+        raise _narrow(type_name, f"{name} keeps", wide)
+    muon, missing = _ops_class("Muon")
+    cls = None if muon is None else _class_on_matrices(name)
     if cls is None:
         raise optimizer_problem("type", f'optimizer "{type_name}" is one of dsx-ops: {missing}', kind="not-available")
     split, clip = arguments.pop("split", None) or {}, arguments.pop("qk_clip", None)
@@ -240,8 +244,17 @@ def _muon(type_name: str, arguments: dict[str, Any], wide: str, *, reference: bo
         return cls(groups_for_muon(parameters, model, split), **arguments)
 
     return OptimizerChoice(
-        type_name, build, "dsx_ops.Muon for matrices, AdamW for embeddings, heads and vectors", reads_model=True
+        type_name, build, f"dsx_ops' {name} for matrices, AdamW for embeddings, heads and vectors", reads_model=True
     )
+
+
+def _class_on_matrices(name: str) -> Any:
+    # Lazy import: see `_ops_class`.
+    from dsx_ops.optim.apollo import Apollo
+    from dsx_ops.optim.dion import Dion
+    from dsx_ops.optim.muon import Muon
+
+    return {"Muon": Muon, "Dion": Dion, "Apollo": Apollo}[name]
 
 
 def _mup(type_name: str, name: str, arguments: dict[str, Any], wide: str) -> OptimizerChoice:

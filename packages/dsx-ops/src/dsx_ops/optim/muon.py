@@ -16,19 +16,7 @@ For a matrix W with gradient g:
 and rules of weight decay: `decoupled`, as above, and `cautious` (Chen et al., 2025): only elements that the update
 makes smaller decay.
 
-*Which tensors.* `use_muon` of a parameter group says it; groups without it are divided by dimension: two or more are
-for Muon. Embeddings and heads belong to AdamW: give them a group with `use_muon` False.
-
-*Which matrices.* A weight may be several matrices in one tensor, whose singular values have nothing to do with each
-other. `stacked`: a tensor of three dimensions is a stack of matrices (packed experts), or one matrix with the first
-dimension as rows (a convolution over one dimension); it has to be said. `split_rows`: parts below each other (queries,
-keys and values; gate and up; one per head), equal ones or of these sizes. `split_columns`: equal parts beside each
-other (heads of an output projection, gate and up of packed experts). Tensors of more dimensions are one matrix with the
-first dimension as rows.
-
-The rule is element-wise but for one function of a whole matrix. The methods `direction`, `of_matrix` and `apply` are
-its three parts, and `step` is one after the other. A sharded optimizer (dsx-zero) calls them itself: `direction` and
-`apply` on the elements that a rank owns, `of_matrix` where the matrix was brought together.
+Which tensors, which matrices in them, and the step: `matrices.py`.
 """
 
 from __future__ import annotations
@@ -41,6 +29,7 @@ import torch
 from torch import Tensor
 
 from ..errors import HyperparameterError, TensorError
+from .matrices import MatrixOptimizer, check_rates, check_split
 from .orthogonal import COEFFICIENTS, Coefficients, Method, coefficients_of_steps, newton_schulz, newton_schulz_work
 
 __all__ = ["Muon", "orthogonalize"]
@@ -90,7 +79,7 @@ def orthogonalize(
     return torch.stack(found).to(matrix.dtype).view(matrix.shape)
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(MatrixOptimizer):
     """Momentum, orthogonalised, for matrices; AdamW for everything else, in one optimizer.
 
     Args:
@@ -106,7 +95,7 @@ class Muon(torch.optim.Optimizer):
             float32. `torch.optim.Muon` always takes bfloat16.
         adjust_lr_fn: "original" (also None), "match_rms_adamw", "spectral" or "unit_rms_norm".
         decay: "decoupled" or "cautious", for the matrices.
-        stacked, split_rows, split_columns: see the module's text.
+        stacked, split_rows, split_columns: see `optim/matrices.py`.
         betas, eps: of AdamW.
 
     Raises:
@@ -147,82 +136,15 @@ class Muon(torch.optim.Optimizer):
             "ns_method": ns_method, "ns_dtype": _dtype_of(ns_dtype), "adjust_lr_fn": adjust_lr_fn, "decay": decay,
             "stacked": stacked, "split_rows": split_rows, "split_columns": split_columns,
         }  # fmt: skip
-        _check_settings(defaults)
-        super().__init__([found for group in _groups(params) for found in _divided(group, rates)], defaults)
+        super().__init__(params, defaults, rates)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As any optimizer's. Raises HyperparameterError and TensorError as the constructor does."""
         if "ns_dtype" in param_group:
             param_group = {**param_group, "ns_dtype": _dtype_of(param_group["ns_dtype"])}
-        _check_settings({**self.defaults, **param_group})
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        try:
-            for param in group["params"] if group["use_muon"] else ():
-                self.matrices(tuple(param.shape), group)
-        except TensorError:
-            del self.param_groups[-1]
-            raise
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update every parameter that has a gradient; returns what the closure returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                shapes = self.matrices(tuple(param.shape), group)
-                if not shapes:
-                    self.element_wise(param, param.grad, group)
-                    continue
-                direction, values, start = self.direction(param, param.grad, group).reshape(-1), param.reshape(-1), 0
-                for rows, columns in shapes:
-                    stop = start + rows * columns
-                    update = self.of_matrix(direction[start:stop].view(rows, columns), group)
-                    self.apply(values[start:stop], update.reshape(-1), (rows, columns), group)
-                    start = stop
-                if not param.is_contiguous():  # `values` is a copy
-                    param.copy_(values.view(param.shape))
-        return loss
 
     # The parts of the rule --------------------------------------------------------------------------------------------
-
-    def matrices(self, shape: Sequence[int], group: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
-        """(rows, columns) of the matrices that a tensor consists of, one behind the other in row-major order; none for
-        a tensor that is stepped element by element.
-
-        Raises:
-            TensorError: it does not consist of such matrices.
-        """
-        if not group["use_muon"] or 0 in shape:
-            return ()
-        if len(shape) < 2:
-            raise TensorError(
-                f"Muon: got a tensor of shape {tuple(shape)} in a group with use_muon, expected matrices; give it a"
-                " group with use_muon=False"
-            )
-        if len(shape) == 3 and group["stacked"] is None:
-            raise TensorError(
-                f"Muon: got a tensor of shape {tuple(shape)}; expected to be told what its three dimensions are:"
-                f" stacked=True for {shape[0]} matrices (packed experts), stacked=False for one matrix of {shape[0]}"
-                " rows (a convolution)"
-            )
-        stack = shape[0] if len(shape) == 3 and group["stacked"] else 1
-        rows = shape[1] if stack > 1 or (len(shape) == 3 and group["stacked"]) else shape[0]
-        columns = math.prod(shape) // (stack * rows)
-        sizes, parts = group["split_rows"], group["split_columns"]
-        if isinstance(sizes, int):
-            sizes = (rows // sizes,) * sizes
-        if sum(sizes) != rows or columns % parts:
-            raise TensorError(
-                f"Muon: got split_rows={group['split_rows']} and split_columns={parts} for matrices of {rows} rows and"
-                f" {columns} columns (shape {tuple(shape)}), which these do not divide"
-            )
-        return tuple((size, columns) for size in sizes) * stack
 
     def message_dtype(self, group: Mapping[str, Any], device: torch.device) -> torch.dtype:
         """The dtype of directions and updates, where matrices are computed on `device`."""
@@ -237,7 +159,7 @@ class Muon(torch.optim.Optimizer):
         buffer.lerp_(grad, 1 - mu)
         return grad.lerp(buffer, mu) if group["nesterov"] else buffer
 
-    def of_matrix(self, matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
+    def of_matrix(self, matrix: Tensor, group: Mapping[str, Any], states: Mapping[str, Tensor] | None = None) -> Tensor:
         """The update of a whole matrix (rows, columns) before it is scaled, in the dtype it was computed in."""
         parts = matrix.chunk(group["split_columns"], dim=1)
         found = [
@@ -268,34 +190,20 @@ class Muon(torch.optim.Optimizer):
         parts = group["split_columns"]
         return parts * newton_schulz_work(matrix[0], matrix[1] // parts, group["ns_steps"], group["ns_method"])
 
-    def element_wise(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
-        """Step elements of a tensor that is not for Muon, by AdamW."""
-        state = self.state[param]
-        if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(grad), torch.zeros_like(grad)
-        state["step"] += 1
-        count, (beta1, beta2) = state["step"].item(), group["betas"]
-        state["exp_avg"].lerp_(grad, 1 - beta1)
-        state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        param.mul_(1 - group["lr"] * group["weight_decay"])
-        denominator = (state["exp_avg_sq"] / (1 - beta2**count)).sqrt_().add_(group["eps"])
-        param.addcdiv_(state["exp_avg"], denominator, value=-group["lr"] / (1 - beta1**count))
-
-
-def _groups(params: Any) -> list[dict[str, Any]]:
-    found = list(params)
-    return [dict(group) for group in found] if found and isinstance(found[0], dict) else [{"params": found}]
-
-
-def _divided(group: dict[str, Any], rates: dict[bool, float]) -> list[dict[str, Any]]:
-    """A group as one that says `use_muon`, or as two."""
-    params = group["params"]
-    params = [params] if isinstance(params, Tensor) else list(params)
-    if "use_muon" in group:
-        return [{"lr": rates[bool(group["use_muon"])], **group, "params": params}]
-    parts = {use: [p for p in params if (p.dim() >= 2) == use] for use in (True, False)}
-    return [{"lr": rates[use], **group, "params": some, "use_muon": use} for use, some in parts.items() if some]
+    def check_settings(self, group: Mapping[str, Any]) -> None:
+        """Raise HyperparameterError if a setting of a group is out of its range."""
+        check_rates(group, "ns_eps")
+        check_split(group, "ns_steps", "split_columns")
+        choices = {"ns_method": _METHODS, "decay": _DECAYS, "adjust_lr_fn": (None, *_SCALES)}
+        for name, allowed in choices.items():
+            if group[name] not in allowed:
+                raise HyperparameterError(
+                    f"{name}: got {group[name]!r}, expected one of {', '.join(map(str, allowed))}"
+                )
+        try:
+            coefficients_of_steps(group["ns_coefficients"], group["ns_steps"])
+        except (TypeError, ValueError) as error:
+            raise HyperparameterError(f"ns_coefficients: got {group['ns_coefficients']!r}, {error}") from error
 
 
 def _dtype_of(dtype: Any) -> torch.dtype | None:
@@ -304,27 +212,3 @@ def _dtype_of(dtype: Any) -> torch.dtype | None:
     if dtype is None or (isinstance(found, torch.dtype) and found.is_floating_point):
         return found
     raise HyperparameterError(f"ns_dtype: got {dtype!r}, expected a floating-point dtype, such as torch.bfloat16")
-
-
-def _check_settings(group: Mapping[str, Any]) -> None:
-    betas = group["betas"]
-    for name, value in (("momentum", group["momentum"]), ("betas[0]", betas[0]), ("betas[1]", betas[1])):
-        if not 0 <= value < 1:
-            raise HyperparameterError(f"{name}: got {value}, expected at least 0 and less than 1")
-    for name in ("lr", "weight_decay", "eps", "ns_eps"):
-        if not group[name] >= 0:
-            raise HyperparameterError(f"{name}: got {group[name]}, expected at least 0")
-    rows = group["split_rows"]
-    numbers = {"ns_steps": (group["ns_steps"],), "split_columns": (group["split_columns"],)}
-    numbers["split_rows"] = (rows,) if isinstance(rows, int) else tuple(rows)
-    for name, values in numbers.items():
-        if not values or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in values):
-            raise HyperparameterError(f"{name}: got {group[name]!r}, expected a whole number of at least 1")
-    choices = {"ns_method": _METHODS, "decay": _DECAYS, "adjust_lr_fn": (None, *_SCALES)}
-    for name, allowed in choices.items():
-        if group[name] not in allowed:
-            raise HyperparameterError(f"{name}: got {group[name]!r}, expected one of {', '.join(map(str, allowed))}")
-    try:
-        coefficients_of_steps(group["ns_coefficients"], group["ns_steps"])
-    except (TypeError, ValueError) as error:
-        raise HyperparameterError(f"ns_coefficients: got {group['ns_coefficients']!r}, {error}") from error

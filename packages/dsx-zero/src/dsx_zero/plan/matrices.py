@@ -9,6 +9,11 @@ gradients) does not move.
 mean and the last matrix that was added; with many matrices per rank that is a few percent. A single matrix is never
 divided.
 
+*States of matrices.* A rule may keep tensors that belong to a matrix as a whole. They are divided, too: a rank with the
+elements [a, b) of a matrix of n elements has [a s / n, b s / n) of a state of s, rounded down. So each element of a
+state has one place, whatever the shards, and a rank has as large a part of the states as of the matrices. They travel
+to the owner with the pieces, and come back with the results.
+
 *Rounds.* The matrices of each owner are divided into rounds of about equal work, so that the messages of one round
 travel while the matrices of another are computed.
 
@@ -23,7 +28,7 @@ from dataclasses import dataclass
 
 from .layout import FlatLayout
 
-__all__ = ["Matrix", "Piece", "Round", "largest_load_at_least", "owners_of", "rounds_of"]
+__all__ = ["Matrix", "MatrixState", "Piece", "Round", "largest_load_at_least", "owners_of", "rounds_of"]
 
 ROUNDS = 4
 """Most rounds of a step. Messages of the first and of the last round travel beside no arithmetic."""
@@ -36,6 +41,8 @@ class Matrix:
     Attributes:
         place: the number of the parameter in the list that `rounds_of` is given.
         work: in any unit.
+        states: elements of each of its states.
+        results: tensors of its shape that come back.
     """
 
     place: int
@@ -43,24 +50,46 @@ class Matrix:
     rows: int
     columns: int
     work: float
+    states: tuple[int, ...] = ()
+    results: int = 1
 
     @property
     def stop(self) -> int:
         return self.start + self.rows * self.columns
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.columns
+
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements `[start, stop)` of the parameter `place`, which belong to the matrix number `matrix`."""
+    """Elements `[start, stop)` of the parameter `place`, which belong to the matrix number `matrix`, and the range of
+    each of the matrix' states that goes with them.
+    """
 
     matrix: int
     place: int
     start: int
     stop: int
+    states: tuple[tuple[int, int], ...] = ()
+    results: int = 1
 
     @property
     def numel(self) -> int:
         return self.stop - self.start
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Elements of the parts that travel to the owner, one behind the other: the piece, and its range of each
+        state. Back come the same, but the first once for each result.
+        """
+        return (self.numel, *(stop - start for start, stop in self.states))
+
+    @property
+    def parts_back(self) -> tuple[int, ...]:
+        """Elements of the parts that come back."""
+        return (self.numel,) * (self.results - 1) + self.parts
 
 
 @dataclass(frozen=True)
@@ -68,8 +97,10 @@ class Round:
     """One rank's messages and matrices in one round.
 
     Attributes:
-        sends: its pieces, by owner and then by matrix; `send_sizes`: elements for each rank.
-        receives: pieces of the matrices it owns, by sender and then by matrix; `receive_sizes`: elements of each rank.
+        sends: its pieces, by owner and then by matrix; `send_sizes`: elements for each rank, and `back_sizes`: elements
+            that come back from it.
+        receives: pieces of the matrices it owns, by sender and then by matrix; `receive_sizes`: elements of each rank,
+            and `reply_sizes`: elements that go back to it.
         owned: numbers of these matrices.
     """
 
@@ -78,6 +109,8 @@ class Round:
     receives: tuple[Piece, ...]
     receive_sizes: tuple[int, ...]
     owned: tuple[int, ...]
+    back_sizes: tuple[int, ...]
+    reply_sizes: tuple[int, ...]
 
 
 def owners_of(works: Sequence[float], ranks: int) -> list[int]:
@@ -155,10 +188,19 @@ def _round(
                     of.setdefault(sender, []).append(piece)
     return Round(
         sends=tuple(piece for owner in range(ranks) for piece in to.get(owner, ())),
-        send_sizes=tuple(sum(piece.numel for piece in to.get(owner, ())) for owner in range(ranks)),
+        send_sizes=_sizes(to, ranks, back=False),
         receives=tuple(piece for sender in range(ranks) for piece in of.get(sender, ())),
-        receive_sizes=tuple(sum(piece.numel for piece in of.get(sender, ())) for sender in range(ranks)),
+        receive_sizes=_sizes(of, ranks, back=False),
         owned=tuple(index for index in members if owners[index] == rank),
+        back_sizes=_sizes(to, ranks, back=True),
+        reply_sizes=_sizes(of, ranks, back=True),
+    )
+
+
+def _sizes(pieces: dict[int, list[Piece]], ranks: int, *, back: bool) -> tuple[int, ...]:
+    """Elements of the messages to or from each rank."""
+    return tuple(
+        sum(sum(piece.parts_back if back else piece.parts) for piece in pieces.get(rank, ())) for rank in range(ranks)
     )
 
 
@@ -172,4 +214,32 @@ def _piece(index: int, matrix: Matrix, place: tuple[FlatLayout, str], rank: int)
     """The elements of a matrix that lie in the shard of `rank`; None: it has none of them."""
     own = place[0].local_slice(place[1], rank)
     start, stop = (0, 0) if own is None else (max(own.start, matrix.start), min(own.stop, matrix.stop))
-    return Piece(index, matrix.place, start, stop) if start < stop else None
+    if start >= stop:
+        return None
+    numel = matrix.rows * matrix.columns
+    states = tuple(
+        ((start - matrix.start) * size // numel, (stop - matrix.start) * size // numel) for size in matrix.states
+    )
+    return Piece(index, matrix.place, start, stop, states, matrix.results)
+
+
+@dataclass(frozen=True)
+class MatrixState:
+    """A state of a tensor's matrices, one behind the other, as the owners of elements have it.
+
+    Attributes:
+        shape: of the whole state.
+        matrices: (elements, elements of the state) of each matrix.
+    """
+
+    shape: tuple[int, ...]
+    matrices: tuple[tuple[int, int], ...]
+
+    def at(self, element: int) -> int:
+        """The state's first element that goes with this element of the tensor, or with a later one."""
+        found = 0
+        for numel, size in self.matrices:
+            if element < numel:
+                return found + element * size // numel
+            element, found = element - numel, found + size
+        return found

@@ -17,10 +17,10 @@ import torch
 from ..errors import ZeroStateError
 from ..homes.home import Home, write
 from ..plan.layout import LocalSlice
-from ..step.masters import Master, block_of, write_parameters
-from ..step.states import OptimizerStates
+from ..step.masters import Master, write_parameters
+from ..step.states import OptimizerStates, without_lists
 from ..transports.errors import note_lost
-from .shapes import shape_of_state
+from .shapes import Held, held_of_state
 from .slices import Place, Reader, State, places_of
 from .templates import StateTemplates, is_single
 
@@ -164,13 +164,16 @@ def _read_states(
     if take is not None:
         ranges = [key for key in stored if "@" in key]
         load.add(take(master.tensor, ranges, lambda k, a, b: reader.state(k, master.name, a, b)))
-    kinds = states.of(master) or templates.of(master)
+    kinds = states.of(master)
+    if not kinds:
+        kinds, lists = without_lists(templates.of(master)), templates.lists_of(master)
+        load.add(lambda: states.make_lists(master, lists))
     _check_complete(inner, master, keys, kinds)
     for key in keys:
         kind = kinds.get(key)
-        shaped = shape_of_state(inner, master, key, kind)
-        if shaped is not None:
-            _read_shaped(load, states, reader, master, key, *shaped)
+        held = held_of_state(states, master, key, kind)
+        if held is not None:
+            _read_shaped(load, states, reader, master, key, held)
             continue
         value = reader.state(key, master.name, master.slice.start, master.slice.stop)
         if value is not None:
@@ -179,18 +182,11 @@ def _read_states(
 
 
 def _read_shaped(
-    load: SliceLoad,
-    states: OptimizerStates,
-    reader: Reader,
-    master: Master,
-    key: str,
-    shape: tuple[int, ...],
-    start: int,
+    load: SliceLoad, states: OptimizerStates, reader: Reader, master: Master, key: str, held: Held
 ) -> None:
-    """A state with a shape of its own, of which the master has the elements from `start` on."""
-    block = block_of(states.inner, key)
-    form = shape if block is None else (-(-master.numel // block),)
-    value = reader.shaped_state(key, master.name, start, start + prod(form))
+    """A state with a shape of its own."""
+    form = held.form
+    value = reader.shaped_state(key, master.name, held.start, held.start + prod(form))
     if value is None:
         return
     if value.numel() != prod(form):

@@ -1,9 +1,10 @@
 """Optimizer states whose shape is not the parameter's, and which of their elements a rank has.
 
-Two kinds have coordinates of their own. Scales of coded moments have one value per block of elements, from the
+Three kinds have coordinates of their own. Scales of coded moments have one value per block of elements, from the
 parameter's first on; layouts cut no block (`FlatLayout.build`), so that a rank has whole blocks. An optimizer names
 them with their block (`state_parts`). Optimizers that get whole tensors (`needs_whole_tensors`) keep rows, columns or
-matrices (Adafactor, Shampoo), and the owner of a tensor has the whole of them.
+matrices (Adafactor, Shampoo), and the owner of a tensor has the whole of them. States of a tensor's matrices (Dion's
+basis, moments of low rank) are divided in proportion to the matrices' elements (`plan/matrices.py`).
 
 In a checkpoint such a state is a tensor of its own shape, of which each rank writes a range. Left out: containers of
 tensors, and whole states in one dictionary (`full_state_dict`, torch's checkpoints), which refuse them.
@@ -11,7 +12,7 @@ tensors, and whole states in one dictionary (`full_state_dict`, torch's checkpoi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -21,8 +22,9 @@ import torch
 from ..errors import ZeroStateError
 from ..plan.layout import LocalSlice
 from ..step.masters import Master, block_of, needs_whole_tensors
+from ..step.states import OptimizerStates
 
-__all__ = ["ShapedState", "refuse_shaped", "shape_of_state", "shaped_state"]
+__all__ = ["Held", "ShapedState", "held_of_state", "refuse_shaped", "shaped_state"]
 
 
 @dataclass(frozen=True)
@@ -35,42 +37,63 @@ class ShapedState:
     values: torch.Tensor
 
 
-def shape_of_state(inner: Any, master: Master, key: str, value: Any) -> tuple[tuple[int, ...], int] | None:
-    """The whole state's shape, and the number of the master's first element in it; None for a state with one value per
-    element, or one value. `value`: the state, or an example.
+@dataclass(frozen=True)
+class Held:
+    """What a master has of a state with a shape of its own.
+
+    Attributes:
+        shape: of the whole state.
+        start: the master's first element in it; form: the shape of what it has.
+        at: the state's first element that goes with an element of the parameter, or with a later one.
+    """
+
+    shape: tuple[int, ...]
+    start: int
+    form: tuple[int, ...]
+    at: Callable[[int], int]
+
+
+def held_of_state(states: OptimizerStates, master: Master, key: str, value: Any) -> Held | None:
+    """What a master has of a state; None for a state with one value per element, or one value. `value`: the state, or
+    an example.
 
     Raises:
         ZeroStateError: a block lies in two masters.
     """
+    inner, part = states.inner, master.slice
     logical = master.group.layout.shapes[master.group.layout.index(master.name)]
     block = block_of(inner, key)
     if block is not None:
-        if master.slice.start % block:
+        if part.start % block:
             raise ZeroStateError(
-                f"{master.name}: this rank's slice begins at element {master.slice.start}, expected a multiple of"
+                f"{master.name}: this rank's slice begins at element {part.start}, expected a multiple of"
                 f" {block}, the block of the state {key!r} of {type(inner).__name__}"
             )
-        return (-(-prod(logical) // block),), master.slice.start // block
+        form = (-(-master.numel // block),)
+        return Held((-(-prod(logical) // block),), part.start // block, form, lambda element: -(-element // block))
+    of_matrices = states.of_matrices(master).get(key)
+    if of_matrices is not None:
+        start, stop = of_matrices.at(part.start), of_matrices.at(part.stop)
+        whole = master.numel == prod(logical) and master.shape == torch.Size(logical)
+        return Held(of_matrices.shape, start, of_matrices.shape if whole else (stop - start,), of_matrices.at)
     whole = master.numel == prod(logical) and needs_whole_tensors(inner)
     if not whole or not isinstance(value, torch.Tensor) or value.numel() == 1 or value.shape == master.shape:
         return None
-    return tuple(value.shape), 0
+    shape, size = tuple(value.shape), value.numel()
+    return Held(shape, 0, shape, lambda element: size if element else 0)
 
 
-def shaped_state(inner: Any, master: Master, key: str, value: Any, part: LocalSlice) -> ShapedState | None:
+def shaped_state(states: OptimizerStates, master: Master, key: str, value: Any, part: LocalSlice) -> ShapedState | None:
     """What belongs to the elements `part` of the master; None for a state with one value per element, or one value. A
     state of the whole tensor belongs to its first element.
     """
-    found = shape_of_state(inner, master, key, value)
-    if found is None:
+    held = held_of_state(states, master, key, value)
+    if held is None:
         return None
-    shape, start = found
-    block, flat = block_of(inner, key), value.detach().reshape(-1)
-    if block is None:
-        return ShapedState(key, shape, 0, flat if part.start == 0 and part.numel else flat[:0])
     first, last = max(part.start, master.slice.start), min(part.stop, master.slice.stop)
-    first = -(-first // block)
-    return ShapedState(key, shape, first, flat[first - start : max(first, -(-last // block)) - start])
+    start = held.at(first)
+    stop = max(start, held.at(last)) if part.numel else start
+    return ShapedState(key, held.shape, start, value.detach().reshape(-1)[start - held.start : stop - held.start])
 
 
 def refuse_shaped(name: str, states: Iterable[Any], call: str) -> None:

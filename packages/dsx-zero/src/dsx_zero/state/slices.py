@@ -182,7 +182,7 @@ def iter_slices(
         param: Any = read_elements(home, part.offset, part.numel, where, lazily=lazily)
         pieces = masters.get(info.name, ())
         trainable = info.trainable
-        found = own_states(states, pieces, part, templates, lazily, where) if part.numel else {}
+        found = own_states(states, pieces, part, templates, lazily, where, empty=held) if part.numel else {}
         yield ParamSlice(
             name=info.name,
             aliases=info.aliases,
@@ -265,14 +265,16 @@ def own_states(
     templates: StateTemplates,
     lazily: bool,
     where: Where,
+    *,
+    empty: bool = False,
 ) -> dict[str, Any]:
     """The states of the elements `part` of a parameter; `pieces` are this rank's masters of it. States with a shape of
-    their own are `ShapedState`.
+    their own are `ShapedState`; those of which this rank has no element are left out, unless `empty` asks for them.
 
     Raises:
         ZeroStateError: a state is neither one value nor one value per element.
     """
-    found = [_states_of(states, master, part, templates, lazily, where) for master in pieces]
+    found = [_states_of(states, master, part, templates, lazily, where, empty) for master in pieces]
     stored: dict[str, Any] = _stored_states(states, pieces, part) if lazily else {}
     if len(found) <= 1:
         return (found[0] if found else {}) | stored
@@ -305,14 +307,15 @@ def _states_of(
     templates: StateTemplates,
     lazily: bool,
     where: Where,
+    empty: bool,
 ) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in states.of(master, stored=not lazily).items():
         if isinstance(value, torch.Tensor):
             value = where(value)
-        shaped = shaped_state(states.inner, master, key, value, part)
+        shaped = shaped_state(states, master, key, value, part)
         if shaped is not None:
-            if shaped.values.numel():
+            if shaped.values.numel() or empty:
                 found[key] = shaped
         elif _is_elementwise(key, value, master, templates):
             found[key] = _cut(master, value, part)

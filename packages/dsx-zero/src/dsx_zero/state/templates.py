@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..step.masters import Master, needs_whole_tensors
-from ..step.matrix_rules import matrix_rule
+from ..step.matrix_rules import matrix_rule, stateful
 from ..step.sparse import needs_rows
 
 __all__ = ["StateTemplates", "is_single"]
@@ -47,13 +47,22 @@ class StateTemplates:
                 matrices = rule is not None and bool(rule.matrices(logical, group))
                 key = (number, master.tensor.dtype, master.tensor.device, whole, matrices)
                 if key not in self._known:
-                    self._known[key] = self._learn(group, master.tensor, whole, matrices)
+                    self._known[key] = self._learn(group, master.tensor, whole, logical if matrices else None)
                 return self._known[key]
         return {}
 
+    def lists_of(self, master: Master) -> dict[str, list[Any]]:
+        """The states that are lists, with their elements: what is no tensor in them has to be there before a load."""
+        return {key: value for key, value in self.of(master).items() if isinstance(value, list)}
+
     def _learn(
-        self, group: dict[str, Any], like: torch.Tensor, whole: tuple[int, ...] | None, matrices: bool
+        self,
+        group: dict[str, Any],
+        like: torch.Tensor,
+        whole: tuple[int, ...] | None,
+        matrices: tuple[int, ...] | None,
     ) -> dict[str, Any]:
+        """`matrices`: the shape of a parameter that consists of matrices, for a rule that goes by them."""
         # An optimizer that needs whole tensors keeps states that depend on their shape.
         shape = (_SAMPLE,) if whole is None else whole
         if needs_rows(self._inner):
@@ -78,10 +87,14 @@ class StateTemplates:
         with torch.no_grad():  # as the step of an optimizer does itself
             if rule is None:
                 type(probe).step(probe)
-            elif matrices:
+            elif matrices is not None:
                 rule.direction(sample, sample.grad, options)
             else:
                 rule.element_wise(sample, sample.grad, options)
+        kept = None if matrices is None else stateful(rule)
+        if kept is not None:  # their shapes are those of the parameter's matrices, and asked for by name
+            of_matrices = {key: torch.zeros(_SAMPLE, device="cpu") for key in kept.state_shapes(matrices or (), group)}
+            return {**probe.state[sample], **of_matrices}
         return {key: value for key, value in probe.state[sample].items() if value is not None}
 
 

@@ -19,8 +19,9 @@ from ..errors import ZeroOptimizerError
 from ..homes.home import Home, read, write
 from ..params.flat import FlatGroup, Unit
 from ..plan.layout import LocalSlice, pieces
+from ..plan.matrices import MatrixState
 from ..plan.units import UnitPlan
-from .matrix_rules import matrix_rule
+from .matrix_rules import matrix_rule, matrix_states
 from .plan import cut
 from .sliced_matrices import cut_dimension
 
@@ -206,17 +207,29 @@ def place_masters(optimizer: torch.optim.Optimizer, masters: Masters, *, keep: C
     before still has the states of its masters.
     """
     by_parameter = {id(parameter): pieces for parameter, pieces in masters}
+    rule = matrix_rule(optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state.pop(parameter, None)
+            of_matrices = matrix_states(rule, parameter.shape, group) if state else {}
             for master in by_parameter.get(id(parameter), ()) if state else ():
                 optimizer.state[master.tensor] = {
-                    k: _cut(k, v, parameter, master, block_of(optimizer, k)) for k, v in state.items()
+                    k: _cut(k, v, parameter, master, block_of(optimizer, k))
+                    if k not in of_matrices
+                    else _cut_of_matrices(of_matrices[k], v, parameter, master)
+                    for k, v in state.items()
                 }
         group["params"] = [master.tensor for p in group["params"] for master in by_parameter.get(id(p), ())]
     current = {id(master.tensor) for _, pieces in masters for master in pieces}.union(keep)
     for key in [key for key in optimizer.state if isinstance(key, torch.Tensor) and id(key) not in current]:
         del optimizer.state[key]
+
+
+def _cut_of_matrices(state: MatrixState, value: Any, parameter: torch.Tensor, master: Master) -> Any:
+    """The master's part of a state of its parameter's matrices; all of it where the master is the whole tensor."""
+    if master.shape == parameter.shape:
+        return value
+    return value.reshape(-1)[state.at(master.slice.start) : state.at(master.slice.stop)].clone()
 
 
 _SINGLE = ("step", "eta", "mu", "mu_product")

@@ -5,20 +5,24 @@ matrix is orthogonalised. Such a rule can be stepped on slices of a tensor, if t
 are brought together for it (`matrices.py`). An optimizer offers its rule by the methods of `MatrixRule`; its `step`
 is then not called. `torch.optim.Muon` has no such methods, so that its rule stands here.
 
-Left out are optimizers that keep states of whole matrices (Shampoo, Adafactor): they get whole tensors (`masters.py`).
+A rule may keep states of a whole matrix (`StatefulRule`: Dion's basis, moments of low rank), which then travel with the
+matrix. Left out are optimizers that keep such states and do not offer their rule (Shampoo, Adafactor): they get whole
+tensors (`masters.py`).
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any, Protocol
 
 import torch
 
+from ..plan.matrices import MatrixState
 from ..torch_names import adjust_lr_of_muon, newton_schulz_of_muon
 
-__all__ = ["MatrixRule", "matrix_rule"]
+__all__ = ["MatrixRule", "StatefulRule", "matrix_rule", "matrix_states", "stateful"]
 
 Settings = Mapping[str, Any]
 
@@ -55,6 +59,47 @@ class MatrixRule(Protocol):
     def element_wise(self, param: torch.Tensor, grad: torch.Tensor, group: Settings) -> None:
         """Step elements of a tensor that has no matrices."""
         ...
+
+
+class StatefulRule(MatrixRule, Protocol):
+    """A rule with states of whole matrices. Its `of_matrix` is given them, fp32 by name, and changes them in place:
+    `of_matrix(matrix, group, states)`. Where `feeds_back` is true, it returns two tensors of the matrix' shape.
+    """
+
+    feeds_back: bool
+
+    def matrix_states(self, matrix: tuple[int, int], group: Settings) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of what is kept of a matrix of this shape, by name; none where nothing is kept."""
+        ...
+
+    def state_shapes(self, shape: Sequence[int], group: Settings) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of the same for all matrices of a tensor together, one behind the other, as in `state`."""
+        ...
+
+    def initial_state(
+        self, key: str, shape: tuple[int, ...], start: int, stop: int, group: Settings, device: torch.device
+    ) -> torch.Tensor:
+        """Elements [start, stop) of a matrix' state before its first step, 1-D."""
+        ...
+
+    def feed_back(self, param: torch.Tensor, result: torch.Tensor, group: Settings) -> None:
+        """Change the states of elements by the second result."""
+        ...
+
+
+def stateful(rule: Any) -> StatefulRule | None:
+    """The rule, if it may keep states of matrices or feed back."""
+    return rule if hasattr(rule, "matrix_states") else None
+
+
+def matrix_states(rule: Any, shape: Sequence[int], group: Settings) -> dict[str, MatrixState]:
+    """The states of the matrices of a tensor of this shape, by name."""
+    keeps = stateful(rule)
+    if keeps is None or not (matrices := keeps.matrices(shape, group)):
+        return {}
+    whole = keeps.state_shapes(shape, group)
+    each = [(rows * columns, keeps.matrix_states((rows, columns), group)) for rows, columns in matrices]
+    return {key: MatrixState(whole[key], tuple((n, prod(of[key])) for n, of in each)) for key in whole}
 
 
 def matrix_rule(optimizer: Any) -> MatrixRule | None:

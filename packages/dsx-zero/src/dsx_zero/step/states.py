@@ -3,6 +3,9 @@
 Where no tier is given, they are the tensors that the optimizer made, in its own `state`. With a tier, the states that
 have one value per element live in homes between steps: for the step of their sub-group they are fetched into buffers
 and put into `optimizer.state`, and stored afterwards. Single values (`step`) always stay in `optimizer.state`.
+
+A state may be a list of tensors (SOAP's, one for each side of a matrix). Its tensors are states of their own here, with
+the list's name and their place: "GG.0", "GG.1". What is no tensor in a list is left alone.
 """
 
 from __future__ import annotations
@@ -19,9 +22,11 @@ from ..homes.home import DeviceHome, Home, discard, opened, read, write
 from ..homes.tiers import Tier
 from ..params.flat import label_of
 from ..params.memory import OrdinaryMemory
+from ..plan.matrices import MatrixState
 from .masters import Master
+from .matrix_rules import matrix_rule, matrix_states, stateful
 
-__all__ = ["OptimizerStates", "Visit"]
+__all__ = ["OptimizerStates", "Visit", "without_lists"]
 
 
 def _there(home: Home) -> torch.Tensor:
@@ -29,6 +34,17 @@ def _there(home: Home) -> torch.Tensor:
     (`offload_states`).
     """
     return home.memory if isinstance(home, DeviceHome) else read(home)
+
+
+def without_lists(state: Mapping[str, Any]) -> dict[str, Any]:
+    """States with the tensors of lists as states of their own, and without those that are None."""
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, list):
+            found |= {f"{key}.{place}": one for place, one in enumerate(value) if isinstance(one, torch.Tensor)}
+        elif value is not None:
+            found[key] = value
+    return found
 
 
 @dataclass
@@ -54,6 +70,7 @@ class OptimizerStates:
         inner: the optimizer.
         masters: the tensors that it steps.
         tiers: for each master, the tier of its states per element; None: they stay where the optimizer makes them.
+        numbers: the parameter group of each master, by the `id` of its tensor.
         earlier: the states of the previous layout; masters that stay keep theirs.
     """
 
@@ -62,9 +79,11 @@ class OptimizerStates:
         inner: Any,
         masters: Sequence[Master],
         tiers: Sequence[Tier | None],
+        numbers: Mapping[int, int],
         earlier: OptimizerStates | None = None,
     ) -> None:
-        self.inner, self._masters = inner, tuple(masters)
+        self.inner, self._masters, self._numbers = inner, tuple(masters), numbers
+        self._rule = stateful(matrix_rule(inner))
         self._tier_of = {id(master.tensor): tier for master, tier in zip(masters, tiers, strict=True)}
         before = {} if earlier is None else earlier._homes
         self._homes: dict[int, dict[str, Home]] = {id(m.tensor): before.get(id(m.tensor), {}) for m in masters}
@@ -81,10 +100,18 @@ class OptimizerStates:
         """All states of a master, for reading; states per element have its shape. `stored`: include states that are not
         in memory.
         """
-        found = {key: value for key, value in self.inner.state.get(master.tensor, {}).items() if value is not None}
+        found = without_lists(self.inner.state.get(master.tensor, {}))
         left_out = () if stored else self.stored(master)
         homes = {key: home for key, home in self._homes[id(master.tensor)].items() if key not in left_out}
         return found | {key: _there(home).view(master.shape) for key, home in homes.items()}
+
+    def of_matrices(self, master: Master) -> dict[str, MatrixState]:
+        """The states of the matrices that the master's parameter consists of, by name; of most optimizers none."""
+        if self._rule is None:
+            return {}
+        layout = master.group.layout
+        settings = self.inner.param_groups[self._numbers[id(master.tensor)]]
+        return matrix_states(self._rule, layout.shapes[layout.index(master.name)], settings)
 
     def stored(self, master: Master) -> dict[str, Home]:
         """The homes of the master's states that are not in memory, 1-D, by name."""
@@ -96,10 +123,19 @@ class OptimizerStates:
         return sorted({*self.inner.state.get(master.tensor, {}), *self._homes[id(master.tensor)]})
 
     def set(self, master: Master, key: str, value: Any) -> None:
-        """Set a state of a master, new or existing."""
+        """Set a state of a master, new or existing; a tensor of a list only where the list is there."""
+        name, _, place = key.rpartition(".")
+        if isinstance(held := self.inner.state[master.tensor].get(name), list):
+            held[int(place)] = value
+            return
         self._homes[id(master.tensor)].pop(key, None)
         self.inner.state[master.tensor][key] = value
         self._move_out(master)
+
+    def make_lists(self, master: Master, lists: Mapping[str, list[Any]]) -> None:
+        """Give a master these states that are lists, where it has none of the name."""
+        for key, value in lists.items():
+            self.inner.state[master.tensor].setdefault(key, list(value))
 
     @contextmanager
     def opened(self, master: Master, key: str) -> Iterator[torch.Tensor]:
@@ -116,7 +152,7 @@ class OptimizerStates:
         return [
             (self._tiers.get(id(key), "device"), value)
             for key, state in self.inner.state.items()
-            for value in state.values()
+            for value in without_lists(state).values()
             if isinstance(value, torch.Tensor)
         ]
 

@@ -48,6 +48,10 @@ OPTIMIZER_ARGUMENTS: dict[str, tuple[str, ...]] = {
                 "fp32_optimizer_states", *_TORCH_SWITCHES),
     "Muon": ("lr", "muon_lr", "adam_lr", "momentum", "nesterov", "weight_decay", "ns_steps", "ns_method", "betas",
              "eps", "ns_coefficients", "ns_eps", "ns_dtype", "adjust_lr_fn", "decay", "split", "qk_clip"),
+    "Dion": ("lr", "adam_lr", "mu", "rank_fraction", "rank", "weight_decay", "epsilon", "betas", "eps", "seed", "split",
+             "qk_clip"),
+    "Apollo": ("lr", "betas", "eps", "weight_decay", "rank_fraction", "rank", "alpha", "scale_type", "update_proj_gap",
+               "growth", "seed", "split", "qk_clip"),
     "MuAdam": ("lr", "betas", "eps", "weight_decay", "amsgrad", *_TORCH_SWITCHES),
     "MuAdamW": ("lr", "betas", "eps", "weight_decay", "amsgrad", *_TORCH_SWITCHES),
     "MuSGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov", *_TORCH_SWITCHES),
@@ -61,10 +65,12 @@ _SWITCHES = frozenset(
 )  # fmt: skip
 _NUMBERS = frozenset(
     {"lr", "muon_lr", "adam_lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value", "momentum",
-     "max_coeff", "min_coeff", "ns_eps", "coeff_beta", "factor_max", "factor_min", "factor_threshold", "variance_floor"}
+     "max_coeff", "min_coeff", "ns_eps",
+     "mu", "rank_fraction", "epsilon", "alpha", "growth",
+     "coeff_beta", "factor_max", "factor_min", "factor_threshold", "variance_floor"}
 )  # fmt: skip
 _COUNTS = {"ns_steps": 1, "freeze_step": 1, "var_freeze_step": 1, "var_update_scaler": 1, "local_step_scaler": 1,
-           "local_step_clipper": 1, "variance_window": 0, "seed": 0}  # fmt: skip
+           "local_step_clipper": 1, "variance_window": 0, "seed": 0, "rank": 1, "update_proj_gap": 1}  # fmt: skip
 """Arguments that are whole numbers, with the smallest allowed value."""
 _CHOICES = {
     "comm_backend_name": ("nccl", "mpi", "hccl", "compressed", "gloo", "dsx"),
@@ -75,6 +81,7 @@ _CHOICES = {
     "ns_dtype": ("bfloat16", "float16", "float32", "float64"),
     "adjust_lr_fn": ("original", "match_rms_adamw", "spectral", "unit_rms_norm"),
     "decay": ("decoupled", "cautious"),
+    "scale_type": ("channel", "tensor"),
 }
 
 
