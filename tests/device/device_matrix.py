@@ -101,7 +101,10 @@ CLIPPED_MUON = {
     "optimizer": {"type": "Muon", "params": {"lr": 1e-3, "ns_dtype": "float32", "qk_clip": {"threshold": 0.05}}}
 }
 """Logits are clipped in every step."""
+DION = {"optimizer": {"type": "Dion", "params": {"lr": 1e-3}}}
+APOLLO = {"optimizer": {"type": "Apollo", "params": {"lr": 1e-3, "update_proj_gap": 2}}}
 FOUR_BITS = {"optimizer": {"type": "AdamW4bit", "params": {"lr": 1e-3}}}
+EIGHT_BITS = {"optimizer": {"type": "AdamW8bit", "params": {"lr": 1e-3}}}
 BF16_STATES = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "state_dtype": "bf16", "stochastic_rounding": True}}
 }
@@ -190,12 +193,16 @@ VARIANTS = [
     variant("activations-on-host", {"stage": 3, **WHOLE}, body="activations_on_host", sample=(2,)),
     variant("activations-on-host-offloaded", ON_HOST, body="activations_on_host"),
     variant("activations-on-host-stage-2", {"stage": 2}, "activations_on_host", PRECISIONS["fp16"], tolerance=3e-2),
-    variant("four-bits", {"stage": 2}, rest=FOUR_BITS),
+    variant("four-bits", {"stage": 2}, rest=FOUR_BITS, sample=(2,)),
+    variant("eight-bits", {"stage": 3, **WHOLE}, rest=EIGHT_BITS, tolerance=1e-3, sample=(2,)),
     variant("four-bits-on-host", ON_HOST, rest={**FOUR_BITS, "gradient_clipping": 0.1}),
     variant("bf16-states", {"stage": 3, **WHOLE}, rest={**BF16_STATES, "gradient_clipping": 0.1}),
     variant("muon", {"stage": 2}, rest=MUON, sample=(2,)),
     variant("muon-at-stage-3", {"stage": 3, **WHOLE}, rest={**MUON, "gradient_clipping": 0.1}, worlds=(1, 2, 4)),
     variant("muon-with-clipped-logits", {"stage": 3, **WHOLE}, rest=CLIPPED_MUON, sample=(2,)),
+    variant("dion", {"stage": 3, **WHOLE}, rest=DION, sample=(2,)),
+    variant("dion-on-host", ON_HOST, rest=DION),
+    variant("apollo", {"stage": 2}, rest=APOLLO, sample=(2,)),
     variant("muon-on-host", ON_HOST, rest=MUON, sample=(2,)),
     variant("muon-on-disk", {"stage": 3, **WHOLE, **OFFLOADS["disk"]}, rest=MUON),
     variant("muon-in-bf16", {"stage": 3, **WHOLE}, rest={**MUON, **PRECISIONS["bf16"]}, tolerance=3e-2),

@@ -69,6 +69,10 @@ BUDGETS = [
     Budget("sequences-in-host-chunks", 1, 0),
     Budget("sequences-in-host-chunks", 2, 0),
     Budget("muon-with-clipped-logits", 2, 0),
+    Budget("dion", 2, 0),
+    Budget("apollo", 2, 0),
+    Budget("four-bits", 2, 0),  # the learning rate and the clipping factor stay on the device
+    Budget("eight-bits", 2, 0),
     Budget("experts-dropless", 2, 1),
     Budget("experts-with-capacity", 2, 1),
 ]

@@ -25,7 +25,7 @@ _BLOCK = BLOCKS[Algorithm.ADAM4]
 
 def run(batch: Batch) -> None:
     """Apply the update of a batch with one of the `RULES`."""
-    numbers = batch.hyper.lowered(batch.algorithm)
+    numbers = batch.hyper.lowered(batch.algorithm, on_device=True)
     for slot in batch.slots:
         for piece in reference.pieces(slot, _BLOCK):
             RULES[batch.algorithm](piece, numbers)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ _MASK32 = 0xFFFFFFFF
 
 def run(batch: Batch) -> None:
     """Apply the batch's update. Not for LAMB, which has two phases."""
-    numbers = batch.hyper.lowered(batch.algorithm)
+    numbers = batch.hyper.lowered(batch.algorithm, on_device=True)
     update = {
         Algorithm.ADAM: adam,
         Algorithm.ADAGRAD: _adagrad,
@@ -273,9 +274,9 @@ def rounded_to_bf16(x: Tensor, random: Tensor) -> Tensor:
     return torch.where(x.isnan(), torch.full_like(bits, 0x7FC0), bits).to(torch.int16).view(torch.bfloat16)
 
 
-def _fp32(x: float) -> float:
-    """Rounded to fp32. Of one operation on such numbers in fp64 this is what fp32 gives."""
-    return torch.tensor(x, dtype=torch.float32).item()
+def _fp32(x: Any) -> Any:
+    """Rounded to fp32, a tensor on its device. Of one operation on such numbers in fp64 this is what fp32 gives."""
+    return x.float().double() if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float32).item()
 
 
 @dataclass

@@ -10,6 +10,7 @@ import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,18 +43,20 @@ _ADAMS = (Algorithm.ADAM, Algorithm.ADAM8, Algorithm.ADAM4, Algorithm.ADAM_ROUND
 
 @dataclass(frozen=True)
 class Lowered:
-    """The factors of one update; see `native/cpu/optimizers.cpp` for where each stands."""
+    """The factors of one update; see `native/cpu/optimizers.cpp` for where each stands. Those that follow from the
+    learning rate or the scale of gradients may be fp64 tensors on the device (`Hyper.lowered`).
+    """
 
     beta1: float
     one_minus_beta1: float
     beta2: float
     one_minus_beta2: float
     eps: float
-    decay: float
+    decay: float | Tensor
     l2: float
-    step_size: float
+    step_size: float | Tensor
     inv_denom: float
-    grad_mul: float
+    grad_mul: float | Tensor
     damp: float
     unscale: bool
     use_l2: bool
@@ -64,8 +67,8 @@ class Lowered:
     maximize: bool
     seed: int
 
-    def numbers(self) -> list[float]:
-        """In the order of the native `Hyper`."""
+    def numbers(self) -> list[Any]:
+        """In the order of the native `Hyper`, which takes numbers on the host."""
         return [
             self.beta1, self.one_minus_beta1, self.beta2, self.one_minus_beta2, self.eps, self.decay,
             self.l2, self.step_size, self.inv_denom, self.grad_mul, self.damp,
@@ -113,9 +116,11 @@ class Hyper:
                     " before it"
                 )
 
-    def lowered(self, algorithm: Algorithm) -> Lowered:
-        """The factors; formulas of DeepSpeed's fused optimizers and of torch.optim."""
-        lr, (beta1, beta2), wd = float(self.lr), self.betas, self.weight_decay
+    def lowered(self, algorithm: Algorithm, *, on_device: bool = False) -> Lowered:
+        """The factors; formulas of DeepSpeed's fused optimizers and of torch.optim. `on_device`: what follows from
+        tensors on a device stays there, so that the host does not wait for them; torch's operations take that.
+        """
+        lr, (beta1, beta2), wd = _number(self.lr, on_device), self.betas, self.weight_decay
         step_size, inv_denom, damp = lr, 1.0, 1.0
         if algorithm in _ADAMS and self.bias_correction:
             step_size = lr / (1.0 - beta1**self.step)
@@ -125,7 +130,8 @@ class Hyper:
         if algorithm is Algorithm.SGD and self.momentum and self.step > 1:
             damp = 1.0 - self.dampening
         first_momentum = algorithm is Algorithm.SGD and self.step == 1
-        scale = float(self.grad_scale)
+        scale = _number(self.grad_scale, on_device)
+        there = isinstance(scale, Tensor)
         return Lowered(
             beta1=0.0 if first_momentum else beta1,
             one_minus_beta1=1.0 - beta1,
@@ -136,9 +142,9 @@ class Hyper:
             l2=wd,
             step_size=step_size,
             inv_denom=inv_denom,
-            grad_mul=1.0 / scale if scale != 0 else math.inf,
+            grad_mul=1.0 / scale if there or scale != 0 else math.inf,  # a tensor of 0 has this reciprocal
             damp=damp,
-            unscale=scale != 1.0,
+            unscale=there or scale != 1.0,
             use_l2=wd != 0.0 and not self.decoupled,
             decoupled=wd != 0.0 and self.decoupled,
             momentum=self.momentum,
@@ -147,6 +153,12 @@ class Hyper:
             maximize=self.maximize,
             seed=self.seed & 0xFFFFFFFF,
         )
+
+
+def _number(value: float | Tensor, on_device: bool) -> float | Tensor:
+    if on_device and isinstance(value, Tensor) and value.device.type != "cpu":
+        return value.detach().reshape(()).double()
+    return float(value)
 
 
 @dataclass
