@@ -1,5 +1,8 @@
 """The messages of matrices: one all-to-all to their owners per round, the owners' arithmetic, and one back.
 
+Where masters lie in page-locked host memory, their pieces are packed there, and a message crosses to the device and
+back as one copy; the host waits for the copies back once. From memory that is not locked each piece is copied alone.
+
 A rule may keep states of a matrix, and give two results (`matrix_rules.py`). Each piece of a matrix travels with its
 range of the states, and comes back with the results; `plan/matrices.py` has the places.
 """
@@ -15,6 +18,7 @@ from typing import Any
 import dsx_comm
 import torch
 from dsx_comm import RankSet
+from dsx_core.device import Device
 
 from ..errors import ZeroOptimizerError
 from ..params.flat import FlatGroup
@@ -50,13 +54,16 @@ class TensorOfMatrices:
 @dataclass
 class _Message:
     """The buffers of one round, and the all-to-all that is under way: what goes `there` arrives `here`, and what is
-    answered `here` comes back `there`. Where as much comes back, the same memory serves twice.
+    answered `here` comes back `there`. Where as much comes back, the same memory serves twice. Masters are packed and
+    unpacked in the same memory, or in host memory where they are.
     """
 
     there: torch.Tensor
     here: torch.Tensor
     answer: torch.Tensor
     back: torch.Tensor
+    packed: torch.Tensor
+    unpacked: torch.Tensor
     work: Any = None
 
     def wait(self) -> None:
@@ -137,6 +144,9 @@ class Exchange:
         self._inner, self._rule, self._ranks, self._tensors = inner, rule, ranks, tuple(tensors)
         self._device, self._dtype, self._whole = device, dtype, whole
         self._alone = whole or ranks.size == 1
+        self._staged = device.type == "cuda" and all(
+            tensor.master.tensor.is_pinned() for tensor in tensors if tensor.master is not None
+        )
         self._keeps = stateful(rule)
         self._results = 2 if self._keeps is not None and self._keeps.feeds_back else 1
         if sizes := {tensor.name: tensor.shape for tensor in tensors if tensor.cut is not None}:
@@ -207,7 +217,12 @@ class Exchange:
         answer, back = here, there
         if (around.back_sizes, around.reply_sizes) != (around.send_sizes, around.receive_sizes) or self._results > 1:
             answer, back = buffer(around.reply_sizes), buffer(around.back_sizes)
-        return _Message(there, here, answer, back)
+        if not self._staged:
+            return _Message(there, here, answer, back, there, back)
+        packed, unpacked = (
+            torch.empty(one.numel(), dtype=one.dtype, pin_memory=True, device="cpu") for one in (there, back)
+        )
+        return _Message(there, here, answer, back, packed, unpacked)
 
     def _stepped(self) -> Iterator[tuple[int, TensorOfMatrices, Master, Settings]]:
         """This rank's masters that are stepped now."""
@@ -221,11 +236,13 @@ class Exchange:
         for place, _, master, settings in self._stepped():
             direction = self._rule.direction(master.tensor, master.tensor.grad, settings).reshape(-1)
             found = plan.sent.get(place, ())
-            parts = [one.sent(messages[one.number].there) for one in found]
+            parts = [one.sent(messages[one.number].packed) for one in found]
             foreach_copy_([part[0] for part in parts], direction.split([part[0].numel() for part in parts]))
             for number, state in enumerate(self._states_of(plan, place, master, settings)):
                 ranges = [part[number + 1] for part in parts]
                 foreach_copy_(ranges, state.view(-1).split([part.numel() for part in ranges]))
+        for message in messages if self._staged else ():
+            message.there.copy_(message.packed, non_blocking=True)
 
     def _states_of(self, plan: _Plan, place: int, master: Master, settings: Settings) -> list[torch.Tensor]:
         """This rank's ranges of the states of a tensor's matrices, which are made for the first step."""
@@ -290,9 +307,14 @@ class Exchange:
 
     def _apply(self, plan: _Plan, messages: Sequence[_Message]) -> None:
         """Apply the updates to this rank's masters, and take their second results and their states."""
+        if self._staged and messages:
+            for message in messages:
+                message.unpacked.copy_(message.back, non_blocking=True)
+            if (event := Device.of(self._device).event()) is not None:
+                event.synchronize()
         for place, tensor, master, settings in self._stepped():
             values, found = master.tensor.detach().view(-1), plan.sent.get(place, ())
-            parts = [one.returned(messages[one.number].back) for one in found]
+            parts = [one.returned(messages[one.number].unpacked) for one in found]
             update, start = torch.cat([part[0] for part in parts]).to(values.device), 0
             shapes = [
                 plan.matrices[one.piece.matrix].shape if tensor.cut is None else tensor.cut.matrix for one in found
