@@ -17,7 +17,7 @@ from .errors import ReportError
 from .report.read import RunData, read_run
 from .timeline import LANES, TRACE
 
-__all__ = ["Bar", "Lane", "run_picture", "step_picture"]
+__all__ = ["Bar", "Lane", "bytes_text", "run_picture", "step_picture"]
 
 
 class Bar(NamedTuple):
@@ -104,7 +104,7 @@ def _draw_bars(body: list[str], bars: Sequence[Bar], y: int) -> int:
             said = f"{name}: {nbytes:.0f} bytes"
             body.append(f'<rect class="{_CLASSES[name]}" {place}><title>{said}</title></rect>')
             x += nbytes * scale
-        body.append(f'<text x="{x + 8:.1f}" y="{y + 18}">{_bytes(sum(bar.parts.values()))}</text>')
+        body.append(f'<text x="{x + 8:.1f}" y="{y + 18}">{bytes_text(sum(bar.parts.values()))}</text>')
         y += ROW
     return y + 14
 
@@ -143,9 +143,10 @@ def _key(body: list[str], entries: Sequence[tuple[str, str]], y: int) -> None:
         body.append(f'<text x="{x + 17}" y="{y + 11}">{escape(words)}</text>')
 
 
-def _bytes(nbytes: float) -> str:
+def bytes_text(nbytes: float) -> str:
+    """Bytes in the largest binary unit that leaves a number above one."""
     for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if nbytes >= size:
+        if abs(nbytes) >= size:
             return f"{nbytes / size:.2f} {unit}"
     return f"{nbytes:.0f} B"
 

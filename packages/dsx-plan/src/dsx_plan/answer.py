@@ -119,6 +119,7 @@ def answer_of(
         notes=[*prepared.notes, *notes, *_machine_notes(machine, prepared.dtype)],
         rank=found.rank,
         pipeline=pipeline,
+        phases=found.phases,
     )
 
 

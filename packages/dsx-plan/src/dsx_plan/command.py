@@ -86,6 +86,15 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         " a function as MODEL is then one of the number of blocks",
     )  # fmt: skip
     parser.add_argument(
+        "--phases", action="store_true", help="plan the memory of each phase of a job that shares its devices with a"
+        " generator: train, sleep, generate, push",
+    )  # fmt: skip
+    parser.add_argument(
+        "--generator", metavar="TOKENS[xRANKS]", help="with --phases: tokens whose keys and values it holds at a time,"
+        " and the ranks that divide it (1); 0x0: it has devices of its own",
+    )  # fmt: skip
+    parser.add_argument("--bucket", type=int, metavar="MB", help="with --phases: of a push, in units of 2^20 (256)")
+    parser.add_argument(
         "--picture", metavar="FILE", help="write memory and timeline of a step as SVG; with --longest or --largest:"
         " memory over the size",
     )  # fmt: skip
@@ -122,7 +131,7 @@ def _plan(args: argparse.Namespace) -> int:
         "sequence": args.sequence, "fp8": args.fp8, "attention": args.attention,
     }  # fmt: skip
     config = _changed(args)
-    space = _space(args, config, common["machine"])
+    space, generator = _space(args, config, common["machine"]), _generator(args)
     silent = args.json == "-" or args.emit is not None
     if space:
         with Progress(0, "planning", unit="configurations", shown=sys.stderr.isatty()) as bar:
@@ -134,7 +143,7 @@ def _plan(args: argparse.Namespace) -> int:
     else:
         with Progress(1, "planning", unit="configurations", shown=sys.stderr.isatty()) as bar:
             bar.add(0)
-            best = plan(args.model, config, recompute=args.recompute, **common)
+            best = plan(args.model, config, recompute=args.recompute, generator=generator, **common)
             bar.add(1)
         if not silent:
             sys.stdout.write(describe_plan(best))
@@ -155,6 +164,23 @@ def _plan(args: argparse.Namespace) -> int:
     return 0 if best.fits else 3
 
 
+def _generator(args: argparse.Namespace) -> Any:
+    """The generator of --phases; None without."""
+    from .errors import PlanError
+    from .phases import Generator
+
+    if not args.phases:
+        if args.generator is not None or args.bucket is not None:
+            raise PlanError("--generator, --bucket: got one without --phases, which plans the phases of a job")
+        return None
+    if args.search or args.vary:
+        raise PlanError("--phases: got it with a search, expected one configuration: plan the best one with --phases")
+    tokens, _, ranks = (args.generator or "0").partition("x")
+    if not tokens.isdigit() or not (ranks or "1").isdigit():
+        raise PlanError(f"--generator: got {args.generator!r}, expected TOKENS or TOKENSxRANKS, as 65536x2")
+    return Generator(int(tokens), int(ranks or 1), (256 if args.bucket is None else args.bucket) << 20)
+
+
 def _farthest(args: argparse.Namespace) -> int:
     """--longest and --largest."""
     from .errors import PlanError
@@ -163,7 +189,7 @@ def _farthest(args: argparse.Namespace) -> int:
     from .reaching import memory_picture
     from .sizes import describe_largest, largest
 
-    own = ("search", "vary", "emit", "fp8", "html", *(("sequence", "largest") if args.longest else ()))
+    own = ("search", "vary", "emit", "fp8", "html", "phases", *(("sequence", "largest") if args.longest else ()))
     wrong = [f"--{name}" for name in own if getattr(args, name)]
     wrong += ["--attention"] if args.attention != "flash2" else []
     if wrong:

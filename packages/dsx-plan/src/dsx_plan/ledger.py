@@ -117,15 +117,19 @@ class Ledger:
     def rename(self, tensors: Iterable[torch.Tensor], kind: str, tier: str | None = None) -> None:
         """Set the class (and tier) of these tensors' storages, which was not known when they were made."""
         for tensor in tensors:
-            entry = self._entries.get(tensor.untyped_storage()._cdata)
-            if entry is None:
-                self.add(tensor.untyped_storage(), kind, tier or DEVICE)
-                continue
-            wanted = tier or entry.tier
-            if (entry.kind, entry.tier) != (kind, wanted):
-                self._change(entry.tier, entry.kind, -entry.nbytes)
-                entry.kind, entry.tier = kind, wanted
-                self._change(wanted, kind, entry.nbytes)
+            self.move(tensor.untyped_storage(), kind, tier)
+
+    def move(self, storage: torch.UntypedStorage, kind: str, tier: str | None = None) -> None:
+        """`rename` for one storage."""
+        entry = self._entries.get(storage._cdata)
+        if entry is None:
+            self.add(storage, kind, tier or DEVICE)
+            return
+        wanted = tier or entry.tier
+        if (entry.kind, entry.tier) != (kind, wanted):
+            self._change(entry.tier, entry.kind, -entry.nbytes)
+            entry.kind, entry.tier = kind, wanted
+            self._change(wanted, kind, entry.nbytes)
 
     def add_bytes(self, tier: str, kind: str, nbytes: int) -> None:
         """Bytes that are no storage of this process (a store on disk)."""
@@ -175,6 +179,17 @@ class Ledger:
         """Let peaks begin at what is in use now."""
         self.peaks = {tier: self._peak_now(tier) for tier in self.peaks}
         self.memory = self._peak_now(DEVICE, HOST)
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Inside the block peaks are those of the block, and nothing is recorded; afterwards all is as before."""
+        kept = self.peaks, self.memory, self.recording
+        self.recording = False
+        self.reset_peaks()
+        try:
+            yield
+        finally:
+            self.peaks, self.memory, self.recording = kept
 
     @contextmanager
     def following_resizes(self) -> Iterator[None]:

@@ -98,6 +98,7 @@ def plan_picture(plan: Plan, title: str | None = None) -> str:
     """The plan's memory and its step as one SVG file, in the form in which `dsx report --picture` draws a run."""
     state = {kind: nbytes for kind, nbytes in plan.state_bytes().items() if "buffers" not in kind}
     bars = [Bar("model state", state), Bar("at the peak", plan.peak_parts)]
+    bars += [Bar(f"phase {name}", parts) for name, parts in plan.phases.items()]
     return step_picture(title or f"A planned step: {plan.model}, {layout_text(plan)}", bars, _lanes(plan))
 
 

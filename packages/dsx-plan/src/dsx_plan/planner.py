@@ -19,6 +19,7 @@ from .kernels import Kernels
 from .machine import Machine
 from .models import Batch, describe, model_maker
 from .pays import plans_without
+from .phases import Generator
 from .pipelines import replay_all
 from .plans import Plan
 from .replay import Question, Replay, replay
@@ -46,6 +47,7 @@ def plan(
     attention: str = "flash2",
     changes: bool = True,
     engine: EngineToPlan | None = None,
+    generator: Generator | None = None,
 ) -> Plan:
     """Say what a job needs and how long its steps take, without running it.
 
@@ -70,6 +72,8 @@ def plan(
             cuDNN).
         changes: look for changes that make it fit where it does not; where it fits, plan it without each setting that
             is there to send less (ZeRO++, 1-bit optimizers), which says whether it saves time.
+        generator: what generates on the same devices between the updates: plan the memory of each phase. Not for
+            models in stages.
         engine: what is run; None: the installed one (`dsx_plan.engine`).
 
     Raises:
@@ -78,7 +82,7 @@ def plan(
         DsxConfigError: the configuration is wrong.
     """
     found = Machine.of(machine).with_attention(attention)
-    asked = Asked(model, world_size, ranks_per_host, found, batch, sequence, loss, optimizer, engine, fp8)
+    asked = Asked(model, world_size, ranks_per_host, found, batch, sequence, loss, optimizer, engine, fp8, generator)
     answer = asked.plan(config, recompute)
     if changes and answer.fits:
         answer.without = plans_without(answer, asked.plan)
@@ -106,6 +110,7 @@ class Asked:
     def __init__(
         self, model: Model, world_size: int, ranks_per_host: int | None, machine: Machine, batch: Any,
         sequence: int | None, loss: Any, optimizer: Any, engine: EngineToPlan | None = None, fp8: bool = False,
+        generator: Generator | None = None,
     ) -> None:  # fmt: skip
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
             raise PlanError(f"world_size: got {world_size!r}, expected a number of ranks from 1")
@@ -115,7 +120,7 @@ class Asked:
         self.engine = engine_to_plan(engine)
         self.on_host = _on_host(world_size, ranks_per_host, machine)
         self._name, self._make = describe(model), model_maker(model)
-        self._batch, self._sequence, self._loss = batch, sequence, loss
+        self._batch, self._sequence, self._loss, self._generator = batch, sequence, loss, generator
         self._optimizer = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-4))
 
     def plan(self, config: Config, recompute: bool = False) -> Plan:
@@ -137,7 +142,10 @@ class Asked:
             accumulation=prepared.accumulation, sequence=self._sequence, loss=self._loss,
             streams=self.machine.streams, optimizer=self._optimizer, recompute=recompute, stages=stages,
             shards=prepared.layout["sequence"], kernels=Kernels(fused=prepared.compiled, fp8=self._fp8),
+            generator=self._generator,
         )  # fmt: skip
+        if stages > 1 and self._generator is not None:
+            raise PlanError(f"generator: got one for a model in {stages} stages, whose phases are not planned")
         if stages == 1:
             return [replay(question)]
         return replay_all(lambda rank, known: replay(replace(question, rank=rank, known=known)))

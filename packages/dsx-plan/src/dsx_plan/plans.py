@@ -11,7 +11,7 @@ from .errors import PlanError
 
 __all__ = ["Change", "PipelinePlan", "Plan", "StagePlan"]
 
-FORMAT = 4
+FORMAT = 5
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,7 @@ class Plan:
         notes: what the reader should know.
         rank: which rank was the one.
         pipeline: of a model in stages: each of them, and how they work together.
+        phases: bytes on the device by phase (train, sleep, generate, push) and class, where a generator was named.
     """
 
     model: str
@@ -167,6 +168,7 @@ class Plan:
     notes: list[str] = field(default_factory=list)
     rank: int = 0
     pipeline: PipelinePlan | None = None
+    phases: dict[str, dict[str, int]] = field(default_factory=dict)
 
     @property
     def sent_bytes(self) -> float:

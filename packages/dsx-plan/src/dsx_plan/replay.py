@@ -23,6 +23,7 @@ from .fake import FakeCompute
 from .kernels import Kernels
 from .ledger import DEVICE, HOST, Ledger
 from .models import Batch, cut, default_batch, resized, tokens_of
+from .phases import Generator, replay_phases
 from .pipelines import PipelineSteps, as_pair, mail_of, micro_batches_of
 from .record import Record, StageReplay, Steps
 from .recorder import Recorder
@@ -59,6 +60,7 @@ class Question:
         stages: ranks of the pipeline; 1 without one.
         shards: ranks that share each sequence.
         kernels: that compute.
+        generator: plan the phases of a job that shares its devices with it.
         known: of a pipeline: by global rank, the letters that it sends to this rank (`dsx_pipe.runtime.rehearsed`).
     """
 
@@ -80,6 +82,7 @@ class Question:
     shards: int = 1
     kernels: Kernels = field(default_factory=Kernels)
     known: Mapping[int, Any] = field(default_factory=dict)
+    generator: Generator | None = None
 
 
 @dataclass
@@ -99,6 +102,7 @@ class Replay:
         communicators: process groups over which tensors went.
         notes: what the reader should know.
         stage: of a pipeline: when this rank did what, and what it sent.
+        phases: bytes on the device by phase and class, where a generator was named.
     """
 
     trace: Trace
@@ -114,6 +118,7 @@ class Replay:
     communicators: int = 0
     notes: list[str] = field(default_factory=list)
     stage: StageReplay | None = None
+    phases: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 def replay(question: Question) -> Replay:
@@ -171,7 +176,10 @@ class _Run:
                 recorder.ledger.record()
                 with dsx_comm.count_traffic() as traffic:
                     record = steps.run(traffic)
-            return self._result(built, batch, record)
+                found = self._result(built, batch, record)
+                if self._question.generator is not None:
+                    found.phases = replay_phases(built, recorder.ledger, batch, self._question.generator, self._notes)
+            return found
         except Exception as error:
             if explains_itself(error) and not _in_a_stage(error):
                 raise

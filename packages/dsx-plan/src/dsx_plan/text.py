@@ -6,20 +6,14 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 
+from dsx_monitor.picture import bytes_text
+
 from .configs import with_values
 from .plans import Change, Plan, StagePlan
 
 __all__ = ["bytes_text", "describe_plan", "describe_search", "describe_skipped", "saving_text", "seconds_text"]
 
-_GIB, _MIB, _KIB = 1 << 30, 1 << 20, 1 << 10
-
-
-def bytes_text(nbytes: float) -> str:
-    """Bytes in the largest unit that leaves a number above one."""
-    for size, unit in ((_GIB, "GiB"), (_MIB, "MiB"), (_KIB, "KiB")):
-        if abs(nbytes) >= size:
-            return f"{nbytes / size:.2f} {unit}"
-    return f"{nbytes:.0f} B"
+_MIB = 1 << 20
 
 
 def seconds_text(seconds: float) -> str:
@@ -75,6 +69,7 @@ def describe_plan(plan: Plan) -> str:
     ]
     lines += [f"  {tier}: {bytes_text(size)}" for tier, size in plan.peak.items() if tier != "device"]
     rows = [(f"{kind}, {tier}", bytes_text(n)) for kind, tiers in plan.bytes.items() for tier, n in tiers.items() if n]
+    lines += _phases(plan)
     lines += ["", "model state of a rank, gradients included", *_table(rows)]
     rows = [(name, bytes_text(size)) for name, size in plan.traffic.items() if size]
     lines += ["", "sent by a rank in a step", *_table(rows or [("to nobody", "0 B")])]
@@ -95,6 +90,15 @@ def describe_plan(plan: Plan) -> str:
     if plan.notes:
         lines += ["", "notes", *(f"  {note}" for note in plan.notes)]
     return "\n".join(lines) + "\n"
+
+
+def _phases(plan: Plan) -> list[str]:
+    """A line for each phase of a job with a generator: the most on the device, and of what it is made."""
+    if not plan.phases:
+        return []
+    rows = [(name, bytes_text(sum(parts.values())), _sorted(parts)) for name, parts in plan.phases.items()]
+    made = [(name, total, ", ".join(f"{kind} {bytes_text(n)}" for kind, n in parts)) for name, total, parts in rows]
+    return ["", "memory of the device by phase", *(f"  {line}" for line in _columns(made))]
 
 
 def _to_paste(change: Change) -> list[str]:

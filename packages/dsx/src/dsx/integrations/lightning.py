@@ -54,7 +54,7 @@ _TRAINER_HAS = {
 
 
 class DSXPrecision(Precision):
-    """Contexts and inputs as of Lightning's plugin, with losses, clipping and updates given to the engine.
+    """Lightning's plugin for contexts and inputs, with losses, clipping and updates given to the engine.
 
     Args:
         plain: Lightning's plugin for `Trainer(precision=...)`.
@@ -199,6 +199,8 @@ class DSXStrategy(DDPStrategy):
         wrapped = plugin is None or isinstance(plugin, DSXPrecision)
         self._precision_plugin = plugin if wrapped else DSXPrecision(plugin)
 
+    # - building ------------------------------------------------------------------------------------------------------
+
     def setup(self, trainer: Any) -> None:
         """Make the engine (collective). For evaluation after training the engine that trained is used."""
         self.accelerator.setup(trainer)
@@ -259,6 +261,8 @@ class DSXStrategy(DDPStrategy):
     def model_to_device(self) -> None:
         """The engine has moved the model; a sharded model is not moved as a whole."""
 
+    # - steps ---------------------------------------------------------------------------------------------------------
+
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Around all micro-batches of an update but the last."""
@@ -280,6 +284,8 @@ class DSXStrategy(DDPStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+    # - checkpoints ---------------------------------------------------------------------------------------------------
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
