@@ -199,8 +199,6 @@ class DSXStrategy(DDPStrategy):
         wrapped = plugin is None or isinstance(plugin, DSXPrecision)
         self._precision_plugin = plugin if wrapped else DSXPrecision(plugin)
 
-    # - building ------------------------------------------------------------------------------------------------------
-
     def setup(self, trainer: Any) -> None:
         """Make the engine (collective). For evaluation after training the engine that trained is used."""
         self.accelerator.setup(trainer)
@@ -261,8 +259,6 @@ class DSXStrategy(DDPStrategy):
     def model_to_device(self) -> None:
         """The engine has moved the model; a sharded model is not moved as a whole."""
 
-    # - steps ---------------------------------------------------------------------------------------------------------
-
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Around all micro-batches of an update but the last."""
@@ -284,8 +280,6 @@ class DSXStrategy(DDPStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-
-    # - checkpoints ---------------------------------------------------------------------------------------------------
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
