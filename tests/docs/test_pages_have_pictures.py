@@ -49,6 +49,7 @@ REASONS = {
     "guides/scale-groups.md": TABLE,
     "guides/scale.md": TABLE,
     "guides/sparse-attention.md": "`dsx sparse show` draws the layout that the reader has",
+    "guides/trainers.md": TABLE,
     "guides/troubleshooting.md": "it goes from symptom to cause",
     "launcher.md": WORDS,
     "log.md": "it is a list of open points",

@@ -6,6 +6,7 @@ The READMEs' python is run by the packages' own tests, so that it also runs wher
 from __future__ import annotations
 
 import functools
+import importlib.util
 import re
 import shlex
 import shutil
@@ -42,6 +43,7 @@ def test_lines_of_code_fit_beside_the_navigation(page):
 # (test_error_codes.py).
 ELSEWHERE = {ROOT / "docs" / "start" / "first-run.md", ROOT / "docs" / "reference" / "errors.md"}
 ELSEWHERE |= {*ROOT.glob("docs/course/*.md"), *ROOT.glob("docs/end-to-end/*.md")}
+CLIENTS = ("lightning",)
 PYTHON = [(page, number) for page in DOCS if page not in ELSEWHERE for number in range(len(blocks(page, "python")))]
 
 
@@ -52,6 +54,9 @@ def test_python_runs_as_it_stands(page, number, tmp_path):
     code = blocks(page, "python")[number]
     if "dsx_simcuda" in code and not any(shutil.which(name) for name in ("g++", "c++", "clang++")):
         pytest.skip("no C++ compiler for the simulated device")
+    missing = [name for name in CLIENTS if f"import {name}\n" in code and importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)}: python3 tools/dev.py clients")
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
 
