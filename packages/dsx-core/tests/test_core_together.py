@@ -129,6 +129,17 @@ def test_of_equal_values_one_rank_sends_them() -> None:
     assert found == [[(kind, [kind]) for kind in range(4)]] * 20 and sum(exchange.sent) == 20 + 4
 
 
+def test_values_are_compared_within_classes_of_ranks() -> None:
+    classes = [list(range(rank, 20, 2)) for rank in range(2)]
+    found, exchange = on_ranks(20, lambda ranks: ranks.values(ranks.rank % 2, within=classes))
+    assert found == [[]] * 20 and sum(exchange.sent) == 20
+    found, exchange = on_ranks(
+        20, lambda ranks: ranks.values(7 if ranks.rank == 13 else ranks.rank % 2, within=classes)
+    )
+    assert found == [[(1, [rank for rank in classes[1] if rank != 13]), (7, [13])]] * 20
+    assert sum(exchange.sent) == 20 + 2
+
+
 def test_results_are_joined_on_their_way_to_rank_0() -> None:
     found, _ = on_ranks(
         5, lambda ranks: ranks.joined_first("", lambda: str(ranks.rank), str.__add__, lambda all_: [all_] * 5)

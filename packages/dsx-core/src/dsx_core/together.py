@@ -227,12 +227,28 @@ class Together:
         told = _differences(self._told_by_kinds(mine, kinds))
         raise self.differ(f"{doing}: the ranks differ in {told}. All ranks have to call it with equal arguments")
 
-    def values(self, value: T) -> list[tuple[T, list[int]]]:
+    def values(self, value: T, *, within: Sequence[Sequence[int]] = ()) -> list[tuple[T, list[int]]]:
         """The different values that ranks have, each with the ranks that have it; of many different ones the first few.
 
         The ranks compare a hash of `repr(value)`, and one rank of each kind sends its value.
+
+        Args:
+            within: classes of ranks whose values are meant to be equal, where those of other classes are not. The
+                values are then those of the first class with different ones; none if there is no such class.
         """
-        return self._told_by_kinds(value, _kinds(self.gather(hashlib.sha256(repr(value).encode()).hexdigest())))
+        hashes = self.gather(hashlib.sha256(repr(value).encode()).hexdigest())
+        kinds = _kinds(hashes)
+        if within:
+            classes = (_kinds([hashes[rank] for rank in ranks]) for ranks in within)
+            kinds = next(
+                (
+                    [[ranks[place] for place in kind] for kind in found]
+                    for ranks, found in zip(within, classes)
+                    if len(found) > 1
+                ),
+                [],
+            )
+        return self._told_by_kinds(value, kinds)
 
     def _told_by_kinds(self, value: T, kinds: list[list[int]]) -> list[tuple[T, list[int]]]:
         told = kinds[:_MAX_KINDS]

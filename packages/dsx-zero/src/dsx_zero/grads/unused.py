@@ -64,9 +64,7 @@ class UnusedParameters:
             dsx_comm.all_gather_object(complete, complete[0], group=self._ranks.group)
         if all(complete):
             return
-        by_rank: list[Any] = [(bytes(mine.tolist()), self._holders)] * self._ranks.size
-        if self._ranks.size > 1:
-            dsx_comm.all_gather_object(by_rank, by_rank[0], group=self._ranks.group)
+        by_rank = self._seen_by_rank(bytes(mine.tolist()))
         missing = [
             f"{name} (rank {some_ranks(ranks)})"
             for index, name in enumerate(self._names)
@@ -78,6 +76,23 @@ class UnusedParameters:
                 f"no gradient since the last step for {'; '.join(missing[:_MAX_NAMED])}{more}. Use them in the loss,"
                 " freeze them (requires_grad=False), or let them count as zeros (ignore_unused_parameters: true)"
             )
+
+    def _seen_by_rank(self, mine: bytes) -> list[tuple[bytes, dict[str, Any]]]:
+        """For each rank, which parameters got a gradient, and who holds those that only some ranks hold. Where all
+        ranks hold the same, one rank of each of a few kinds tells it, and others count as the first kind.
+        """
+        by_rank: list[Any] = [(mine, self._holders)] * self._ranks.size
+        if self._ranks.size == 1:
+            return by_rank
+        if self._holders:
+            dsx_comm.all_gather_object(by_rank, by_rank[0], group=self._ranks.group)
+            return by_rank
+        kinds = dsx_comm.together(self._ranks.group).values(mine)
+        by_rank = [(kinds[0][0], {})] * self._ranks.size
+        for seen, ranks in kinds:
+            for rank in ranks:
+                by_rank[rank] = (seen, {})
+        return by_rank
 
     def remove_hooks(self) -> None:
         """Remove the hooks from the parameters."""

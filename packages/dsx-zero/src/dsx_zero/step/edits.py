@@ -258,19 +258,28 @@ class EditAgreement:
         )
 
     def _changes_of_ranks(self) -> list[tuple[dict[str, int], dict[str, int]]]:
-        """What each rank has written and frozen. Where all ranks hold the same parameters, one rank of each of a few
-        kinds tells it; of further kinds, which differ from the first one too, it is taken to be that of the first.
+        """What each rank has written and frozen. One rank of each of a few kinds tells it; of further kinds, which
+        differ from the first one too, it is taken to be that of the first. Of parameters that some ranks hold it is
+        told where ranks with the same parameters differ.
         """
-        mine = (self._edited(), self._frozen())
+        together = dsx_comm.together(self._ranks.group)
+        edited, frozen = self._edited(), self._frozen()
+
+        def part(of_some: bool) -> tuple[dict[str, int], dict[str, int]]:
+            def kept(found: dict[str, int]) -> dict[str, int]:
+                return {name: value for name, value in found.items() if (name in self._of_some) == of_some}
+
+            return kept(edited), kept(frozen)
+
+        told = [(list(range(self._ranks.size)), together.values(part(False)))]
         if self._of_some:
-            by_rank: list[Any] = [None] * self._ranks.size
-            dsx_comm.all_gather_object(by_rank, mine, group=self._ranks.group)
-            return by_rank
-        kinds = dsx_comm.together(self._ranks.group).values(mine)
-        by_rank = [kinds[0][0]] * self._ranks.size
-        for changes, ranks in kinds:
-            for rank in ranks:
-                by_rank[rank] = changes
+            kinds = together.values(part(True), within=self._holders)
+            told += [(ranks, kinds) for ranks in self._holders if kinds and kinds[0][1][0] in ranks]
+        by_rank: list[tuple[dict[str, int], dict[str, int]]] = [({}, {}) for _ in range(self._ranks.size)]
+        for concerned, kinds in told:
+            changes = dict.fromkeys(concerned, kinds[0][0]) | {rank: found for found, ranks in kinds for rank in ranks}
+            for rank, (edits, froze) in changes.items():
+                by_rank[rank] = ({**by_rank[rank][0], **edits}, {**by_rank[rank][1], **froze})
         return by_rank
 
     def _differing(self, names: Sequence[str], by_rank: Sequence[dict[str, int]]) -> tuple[str, str] | None:
