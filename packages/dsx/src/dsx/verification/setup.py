@@ -64,7 +64,7 @@ def build(
         cast=parts.inputs.cast,
         autocast=parts.inputs.autocast,
         share=1.0 / (engine.gradient_accumulation_steps() * ranks),
-        max_norm=engine.gradient_clipping(),
+        max_norm=resolved.max_norm or 0.0,
     )
     return engine, Oracle(original, recipe)
 
