@@ -385,8 +385,9 @@ class GroupGradients:
         self.finish()
         for index in range(len(self._faces)):
             self._detach(index)
-        with suppress(OSError):  # from a transfer whose values are not needed any more
-            self._leaving.wait(self.result)
+        if self._leaving.ticket is not None:
+            with suppress(OSError):  # from a transfer whose values are not needed any more
+                self._leaving.wait(self.result)
         if self.stage == 0 and self.result is not None and not self._in_buffer():
             self._pool.give(read(self.result))  # it was moved away for late gradients
         self.result, self.dirty = None, False
