@@ -70,7 +70,6 @@ BUDGETS = [
     Budget("sequences-in-host-chunks", 2, 0),
     Budget("muon-with-clipped-logits", 2, 0),
     Budget("muon-on-host", 2, 2),
-    Budget("dion-on-host", 2, 2),
     Budget("dion", 2, 0),
     Budget("apollo", 2, 0),
     Budget("four-bits", 2, 0),  # the learning rate and the clipping factor stay on the device

@@ -512,7 +512,7 @@ def slices_are_taken_for_matrices() -> Any:
     def alone(slices, cuts, function, group):
         return [function(number, piece) for number, piece in enumerate(slices)]
 
-    return patch("dsx_zero.step.matrices.compute_sliced", alone)
+    return patch("dsx_zero.step.matrix_exchange.compute_sliced", alone)
 
 
 class OneMatrix(nn.Module):
