@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["CodedError", "Finding", "edits", "nearest", "shorten", "with_code"]
+__all__ = ["CodedError", "Finding", "edits", "first_few", "nearest", "shorten", "with_code"]
 
 _LONGEST_NAME = 100
 """No known name is nearly as long. A longer name is not compared, because that takes time in proportion to its length
@@ -69,6 +69,12 @@ class Finding:
 def shorten(text: str, width: int = 120) -> str:
     """Return `text`, or its beginning and its length if it is longer than `width`, so that messages stay readable."""
     return text if len(text) <= width else f"{text[: width - 20]}... ({len(text)} characters)"
+
+
+def first_few(items: Iterable[object], most: int = 5, *, between: str = ", ") -> str:
+    """Things as one text: all of a few, else the first ones and how many more there are."""
+    texts = [str(item) for item in items]
+    return between.join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
 
 
 def nearest(name: str, known: Iterable[str], *, limit: int = 3) -> list[str]:

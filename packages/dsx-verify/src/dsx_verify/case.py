@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from dsx_core.together import some_ranks
 
 from .expected import Computed, Expected, Reference
 from .receipt import Fault
 from .report import Difference
 from .seen import Seen
 
-__all__ = ["Case", "Observed", "fit", "flat", "near", "ratio", "some"]
+__all__ = ["Case", "Observed", "fit", "flat", "near", "ratio"]
 
 _MOST = 20_000  # elements of a tensor that take part in a fit
 
@@ -82,7 +83,9 @@ class Case:
         """The fault, with the first difference as its first line."""
         lead = self.lead
         ranks = sorted({d.rank for d in self.found if d.name == lead.name})
-        where = f"{len(self.names)} of {self._compared()} values of this kind differ; this one on rank {some(ranks)}"
+        where = (
+            f"{len(self.names)} of {self._compared()} values of this kind differ; this one on rank {some_ranks(ranks)}"
+        )
         return Fault(kind, lead.name, lead.step, lead.rank, (str(lead), where, *evidence)[:5])
 
     def _compared(self) -> str:
@@ -114,8 +117,3 @@ def fit(got: torch.Tensor, columns: torch.Tensor) -> tuple[list[float], float]:
 def near(a: float, b: float, tolerance: float) -> bool:
     """Whether two factors are equal within half a percent, or the tolerance where that is more."""
     return abs(a - b) <= max(5e-3, tolerance) * max(abs(a), abs(b)) if b else abs(a) < tolerance
-
-
-def some(ranks: Sequence[int]) -> str:
-    """Ranks as text; of many, the first ones."""
-    return ", ".join(map(str, ranks[:8])) + ("" if len(ranks) <= 8 else f" and {len(ranks) - 8} more")

@@ -11,8 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from dsx_core.errors import first_few
+from dsx_core.together import some_ranks
 
-from .case import Case, fit, flat, near, ratio, some
+from .case import Case, fit, flat, near, ratio
 from .expected import Computed, rounding
 from .receipt import Fault
 
@@ -136,10 +138,14 @@ def _samples_fault(case: Case, weights: dict[tuple[int, int], float], computed: 
     own = case.indices[case.lead.rank]
     if gone and own not in gone:
         left = sorted({rank for rank, _ in weights} - gone)
-        return case.fault("missing reduction", line, f"only samples of rank {some(left)} are in it, on rank {own}")
+        return case.fault(
+            "missing reduction", line, f"only samples of rank {some_ranks(left)} are in it, on rank {own}"
+        )
     micros = sorted({m for _, m in weights if all(key in absent for key in weights if key[1] == m)})
     if absent:
-        said = f"micro-batch {some(micros)} of every rank is missing" if micros else f"missing: {sorted(absent)}"
+        said = (
+            f"micro-batch {first_few(micros, 8)} of every rank is missing" if micros else f"missing: {sorted(absent)}"
+        )
         return case.fault("lost or doubled micro-batch", line, said)
     keys = [(sample.rank, sample.micro) for sample in computed.samples]
     equal = [weights[key] * share for key, share in zip(keys, computed.weights)]

@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from dsx_core.errors import first_few
 from torch import nn
 
 from .errors import ZeroOptimizerError
 from .optimizer import ZeroOptimizer
 
-__all__ = ["AttentionLayer", "HeadRows", "columns_of", "found_layers", "some", "trains"]
+__all__ = ["AttentionLayer", "HeadRows", "columns_of", "found_layers", "trains"]
 
 _PAIRS = (("q_proj", "k_proj"), ("wq", "wk"), ("query", "key"), ("to_q", "to_k"))
 _FUSED = ("qkv_proj", "Wqkv", "qkv")
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 _LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-_MAX_NAMED = 5
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,9 @@ def found_layers(
     modules = dict(optimizer.runtime.model.named_modules())
     wanted = None if names is None else list(names)
     if wanted is not None and (unknown := [name for name in wanted if name not in modules]):
-        raise ZeroOptimizerError(f"layers: the model has no module {some(unknown)}; expected names of named_modules()")
+        raise ZeroOptimizerError(
+            f"layers: the model has no module {first_few(unknown)}; expected names of named_modules()"
+        )
     held = frozenset(id(p) for members in optimizer.step_groups.shown for p in members)
     number = 0
     for name in modules if wanted is None else wanted:
@@ -228,10 +230,3 @@ def columns_of(optimizer: ZeroOptimizer, name: str) -> int:
     """Elements of a row of a parameter; 1 for a vector."""
     layout = optimizer.group_of(name).layout
     return math.prod(layout.shapes[layout.index(name)][1:])
-
-
-def some(names: Iterable[str]) -> str:
-    """The first names of a list, as text."""
-    found = list(names)
-    more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
-    return f"{', '.join(found[:_MAX_NAMED])}{more}"

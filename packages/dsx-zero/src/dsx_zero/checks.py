@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from dsx_core.errors import first_few
 from torch import nn
 
 from .access import OWNERS
@@ -112,9 +113,8 @@ def check_values(model: nn.Module) -> None:
         and not parameter.source.has_values
     ]
     if empty:
-        more = f" and {len(empty) - 5} more" if len(empty) > 5 else ""
         raise ZeroModelError(
-            f"{', '.join(empty[:5])}{more}: made on the meta device under dsx_zero.Init, and without values; fill the"
+            f"{first_few(empty)}: made on the meta device under dsx_zero.Init, and without values; fill the"
             " model with dsx_zero.load(model, path) first, or write these parameters on every rank (p.data.normal_())"
         )
 

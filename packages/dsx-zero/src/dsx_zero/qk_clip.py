@@ -36,11 +36,12 @@ from typing import Any
 
 import dsx_comm
 import torch
+from dsx_core.errors import first_few
 from dsx_core.modules import ModuleHook
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from .attention_rows import AttentionLayer, HeadRows, columns_of, found_layers, some, trains
+from .attention_rows import AttentionLayer, HeadRows, columns_of, found_layers, trains
 from .errors import ZeroOptimizerError
 from .optimizer import ZeroOptimizer
 
@@ -87,8 +88,8 @@ def largest_logits(
             seen = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril(diagonal=start)
             logits = logits.masked_fill(~seen, -math.inf)
         if mask is not None:
-            some = mask if mask.shape[-2] == 1 else mask[..., part, :]
-            shut = ~some if some.dtype == torch.bool else some <= torch.finfo(some.dtype).min / 2
+            of_part = mask if mask.shape[-2] == 1 else mask[..., part, :]
+            shut = ~of_part if of_part.dtype == torch.bool else of_part <= torch.finfo(of_part.dtype).min / 2
             logits = logits.masked_fill(shut, -math.inf)
         largest = torch.maximum(largest, logits.amax((-2, -1)).reshape(-1, heads).amax(0))
     return largest
@@ -167,7 +168,7 @@ class QKClip:
         name = layer if isinstance(layer, str) else self._names.get(id(layer), type(layer).__name__)
         known = self._layers.get(name)
         if known is None:
-            raise ZeroOptimizerError(f"QKClip.observe: got {name!r}, expected one of {some(self._layers)}")
+            raise ZeroOptimizerError(f"QKClip.observe: got {name!r}, expected one of {first_few(self._layers)}")
         if not isinstance(logits, torch.Tensor) or logits.shape != (known.heads,):
             got = f"shape {tuple(logits.shape)}" if isinstance(logits, torch.Tensor) else type(logits).__name__
             raise ZeroOptimizerError(
@@ -193,8 +194,8 @@ class QKClip:
             return
         if not self._largest:
             raise ZeroOptimizerError(
-                f"QKClip: no logits were observed since the last update, of {some(self._layers)}. Compiled modules and"
-                " attention by other kernels than scaled_dot_product_attention are not seen: set self.max_logits in"
+                f"QKClip: no logits were observed since the last update, of {first_few(self._layers)}. Compiled modules"
+                " and attention by other kernels than scaled_dot_product_attention are not seen: set self.max_logits in"
                 " the module's forward, or call optimizer.qk_clip.observe(module, logits), or close() the clip"
             )
         factors = self._factors(optimizer)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import dsx_comm
 import torch
+from dsx_core.errors import first_few
 from torch import nn
 
 from .access import OWNERS
@@ -36,7 +37,6 @@ __all__ = ["LoadReport", "load"]
 
 _AT_ONCE = 1 << 22
 """Elements that are read at once."""
-_MAX_NAMED = 5
 
 Put = Callable[[int, torch.Tensor], None]
 """Takes elements of a parameter from a start on."""
@@ -225,7 +225,7 @@ def _initialisers(model: nn.Module, report: LoadReport) -> Iterator[nn.Module]:
 def _check_names(files: WeightFiles, report: LoadReport, *, strict: bool) -> None:
     wrong = {"missing": (*report.missing, *report.initialised), "unexpected": report.unexpected}
     if strict and any(wrong.values()):
-        text = "; ".join(f"{kind}: {_some(names)}" for kind, names in wrong.items() if names)
+        text = "; ".join(f"{kind}: {first_few(names)}" for kind, names in wrong.items() if names)
         raise ZeroLoadError(
             f"{files.path}: the names are not those of the model. {text}. Give rename= where names differ, or"
             " strict=False to load what fits"
@@ -246,12 +246,8 @@ def _check_forms(files: WeightFiles, sources: Sequence[tuple[_Target, str]]) -> 
                 " model.to_empty first"
             )
     if problems:
-        more = f" and {len(problems) - _MAX_NAMED} more" if len(problems) > _MAX_NAMED else ""
-        raise ZeroLoadError(f"{files.path}: {'; '.join(problems[:_MAX_NAMED])}{more}. It belongs to another model")
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:_MAX_NAMED]) + (f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else "")
+        told = first_few(problems, between="; ")
+        raise ZeroLoadError(f"{files.path}: {told}. It belongs to another model")
 
 
 def _optimizer(model: nn.Module) -> ZeroOptimizer | None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from dsx_core.errors import first_few
 from torch import nn
 
 from ..errors import ZeroOptimizerError
@@ -40,7 +41,6 @@ __all__ = [
     "write_parameters",
 ]
 
-_MAX_NAMED = 5
 _REFUSED = {
     "LBFGS": "its line search evaluates the model again and again, and needs the whole gradient in one vector",
     "SparseAdam": "it needs sparse gradients of whole tensors",
@@ -129,10 +129,9 @@ def check_whole_tensors(optimizer: Any, plans: Sequence[UnitPlan], model: nn.Mod
         if name in held and not (joins and cut_dimension(model.get_parameter(name)) is not None)
     ]
     if sliced:
-        more = f" and {len(sliced) - _MAX_NAMED} more" if len(sliced) > _MAX_NAMED else ""
         raise ZeroOptimizerError(
             f"{type(optimizer).__name__} needs whole tensors, and tensor parallelism gives each rank a slice of"
-            f" {', '.join(sliced[:_MAX_NAMED])}{more}: the update of a slice is not the slice of the update. Train"
+            f" {first_few(sliced)}: the update of a slice is not the slice of the update. Train"
             " without tensor slices, use an element-wise optimizer (AdamW), put these parameters into groups with"
             " use_muon=False where the optimizer has such groups, or mark them with partition_dim where it is Muon,"
             " which joins slices"

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
+from dsx_core.errors import first_few
 from torch import nn
 
 from ..errors import ZeroStateError
@@ -27,7 +28,6 @@ from .masters import Master
 
 __all__ = ["Frozen", "ModelCheck"]
 
-_MAX_NAMED = 5
 _REMEDY = (
     "Change values in place (`with torch.no_grad(): p.copy_(value)`, model.load_state_dict(...) without assign=True);"
     " change the model (layers, dtype, device, parametrizations, pruning) before dsx_zero.shard or dsx.initialize, or"
@@ -123,9 +123,8 @@ class ModelCheck:
                 self._snapshot = self._take_snapshot()
         if problems:
             remedy = _REMEDY_ADDED if all(problem.endswith(_ADDED) for problem in problems) else _REMEDY
-            more = f" and {len(problems) - _MAX_NAMED} more" if len(problems) > _MAX_NAMED else ""
             raise ZeroStateError(
-                f"the model is not the one that was sharded: {'; '.join(problems[:_MAX_NAMED])}{more}. Training and"
+                f"the model is not the one that was sharded: {first_few(problems, between='; ')}. Training and"
                 f" checkpoints would go on with the parameters of before. {remedy}",
                 code="DSX306",
             )
@@ -208,5 +207,4 @@ class Frozen:
 
 
 def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return ", ".join(f"'{name}'" for name in names[:_MAX_NAMED]) + more
+    return first_few(f"'{name}'" for name in names)
