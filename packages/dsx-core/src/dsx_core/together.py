@@ -23,14 +23,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
-from .errors import CodedError
+from .errors import CodedError, first_few
 
 __all__ = ["RanksDifferError", "Together", "some_ranks"]
 
 T = TypeVar("T")
 
 _MAX_KINDS = 4  # ranks of at most so many kinds send their facts
-_MAX_NAMED = 5  # keys in an error
 _MAX_RANKS = 8  # ranks in an error
 
 
@@ -250,6 +249,21 @@ class Together:
             )
         return self._told_by_kinds(value, kinds)
 
+    def by_rank(self, value: T, *, within: Sequence[Sequence[int]] = ()) -> list[T | None]:
+        """For each rank its value, as far as `values` tells it: ranks of further kinds count as those of the first one,
+        and ranks of a class without a difference have None.
+        """
+        kinds = self.values(value, within=within)
+        found: list[T | None] = [None] * self.world_size
+        if kinds:
+            concerned = next(ranks for ranks in within if kinds[0][1][0] in ranks) if within else range(self.world_size)
+            for rank in concerned:
+                found[rank] = kinds[0][0]
+            for told, ranks in kinds:
+                for rank in ranks:
+                    found[rank] = told
+        return found
+
     def _told_by_kinds(self, value: T, kinds: list[list[int]]) -> list[tuple[T, list[int]]]:
         told = kinds[:_MAX_KINDS]
         by_rank = self.gather(value if self.rank in [ranks[0] for ranks in told] else None)
@@ -292,12 +306,7 @@ def _kinds(digests: Sequence[str]) -> list[list[int]]:
 
 def some_ranks(ranks: Iterable[int]) -> str:
     """Ranks as text: all of a few, else the first ones and how many more there are."""
-    named = [str(rank) for rank in ranks]
-    return (
-        ", ".join(named)
-        if len(named) <= _MAX_RANKS
-        else f"{', '.join(named[:_MAX_RANKS])} and {len(named) - _MAX_RANKS} more"
-    )
+    return first_few(ranks, _MAX_RANKS)
 
 
 def _differences(kinds: list[tuple[dict[str, str], list[int]]]) -> str:
@@ -312,5 +321,4 @@ def _differences(kinds: list[tuple[dict[str, str], list[int]]]) -> str:
         if len(ranks) > 1:
             values = "; ".join(f"rank {some_ranks(sorted(who))}: {value}" for value, who in ranks.items())
             found.append(f"{key} ({values})")
-    more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
-    return ", ".join(found[:_MAX_NAMED]) + more
+    return first_few(found)

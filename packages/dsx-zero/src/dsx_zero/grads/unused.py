@@ -13,6 +13,7 @@ from typing import Any
 
 import dsx_comm
 import torch
+from dsx_core.errors import first_few
 from dsx_core.together import some_ranks
 
 from ..errors import ZeroStateError
@@ -71,9 +72,9 @@ class UnusedParameters:
             if (ranks := _missing(by_rank, index, name))
         ]
         if missing:
-            more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
+            told = first_few(missing, _MAX_NAMED, between="; ")
             raise ZeroStateError(
-                f"no gradient since the last step for {'; '.join(missing[:_MAX_NAMED])}{more}. Use them in the loss,"
+                f"no gradient since the last step for {told}. Use them in the loss,"
                 " freeze them (requires_grad=False), or let them count as zeros (ignore_unused_parameters: true)"
             )
 
@@ -87,12 +88,7 @@ class UnusedParameters:
         if self._holders:
             dsx_comm.all_gather_object(by_rank, by_rank[0], group=self._ranks.group)
             return by_rank
-        kinds = dsx_comm.together(self._ranks.group).values(mine)
-        by_rank = [(kinds[0][0], {})] * self._ranks.size
-        for seen, ranks in kinds:
-            for rank in ranks:
-                by_rank[rank] = (seen, {})
-        return by_rank
+        return [(seen or b"", {}) for seen in dsx_comm.together(self._ranks.group).by_rank(mine)]
 
     def remove_hooks(self) -> None:
         """Remove the hooks from the parameters."""

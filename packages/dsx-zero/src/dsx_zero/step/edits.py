@@ -26,6 +26,7 @@ from typing import Any
 
 import dsx_comm
 import torch
+from dsx_core.errors import first_few
 from dsx_core.together import some_ranks
 
 from ..errors import ZeroStateError
@@ -37,7 +38,6 @@ __all__ = ["EditAgreement", "Edits", "MemorySums"]
 
 _ROW = 64  # words of 8 bytes
 _CHUNK = 1 << 9  # rows that stay in the cache of a core between the two sums
-_MAX_NAMED = 5
 _WATCHED = 3  # updates in which writes through `.data` are looked for in every program
 
 
@@ -271,15 +271,17 @@ class EditAgreement:
 
             return kept(edited), kept(frozen)
 
-        told = [(list(range(self._ranks.size)), together.values(part(False)))]
+        parts = [together.by_rank(part(False))]
         if self._of_some:
-            kinds = together.values(part(True), within=self._holders)
-            told += [(ranks, kinds) for ranks in self._holders if kinds and kinds[0][1][0] in ranks]
-        by_rank: list[tuple[dict[str, int], dict[str, int]]] = [({}, {}) for _ in range(self._ranks.size)]
-        for concerned, kinds in told:
-            changes = dict.fromkeys(concerned, kinds[0][0]) | {rank: found for found, ranks in kinds for rank in ranks}
-            for rank, (edits, froze) in changes.items():
-                by_rank[rank] = ({**by_rank[rank][0], **edits}, {**by_rank[rank][1], **froze})
+            parts.append(together.by_rank(part(True), within=self._holders))
+        by_rank: list[tuple[dict[str, int], dict[str, int]]] = []
+        for told in zip(*parts):
+            edits, froze = dict[str, int](), dict[str, int]()
+            for changes in told:
+                if changes is not None:
+                    edits |= changes[0]
+                    froze |= changes[1]
+            by_rank.append((edits, froze))
         return by_rank
 
     def _differing(self, names: Sequence[str], by_rank: Sequence[dict[str, int]]) -> tuple[str, str] | None:
@@ -289,9 +291,8 @@ class EditAgreement:
         found = [name for name in names if self._differs(name, [changes.get(name) for changes in by_rank])]
         if not found:
             return None
-        more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
         ranks = [rank for rank, changes in enumerate(by_rank) if any(name in changes for name in found)]
-        return ", ".join(found[:_MAX_NAMED]) + more, some_ranks(ranks)
+        return first_few(found), some_ranks(ranks)
 
     def _differs(self, name: str, values: Sequence[int | None]) -> bool:
         if name not in self._of_some:
