@@ -155,17 +155,12 @@ def with_sequences(rank, world, sp):
     rows = [{"input_ids": (one := torch.randint(0, 40, (16,), generator=generator)), "labels": one} for _ in range(4)]
     loader = torch.utils.data.DataLoader(rows, batch_size=1, shuffle=False)
     engine, optimizer, loader = made.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader)
-    import torch.distributed.nn.functional as differentiable
     from deepspeed.utils import groups
+    from dsx_testkit.sequences import loss_of_shards
 
     losses, group = [], groups._get_sequence_parallel_group()
     for batch in loader:
-        shifted = batch.pop("shift_labels")
-        logits = engine(**batch).logits
-        loss = engine.module.loss_function(logits=logits, labels=None, shift_labels=shifted, vocab_size=40)
-        every = differentiable.all_gather(loss, group=group)
-        counts = differentiable.all_gather((shifted != -100).sum(), group=group)
-        loss = sum(one * count for one, count in zip(every, counts)) / sum(counts)
+        loss = loss_of_shards(engine, batch, group, 40)
         made.backward(loss)
         optimizer.step()
         optimizer.zero_grad()

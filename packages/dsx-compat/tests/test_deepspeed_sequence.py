@@ -33,9 +33,9 @@ def samples():
 def trained(rank, world):
     """As in Arctic's example: each rank has batches of its own, all work on one after the other."""
     import deepspeed
-    import torch.distributed.nn.functional as differentiable
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
     from deepspeed.utils import groups
+    from dsx_testkit.sequences import loss_of_shards
 
     model = llama()
     mpu = UlyssesSPAttentionHF.register_with_transformers(
@@ -53,12 +53,7 @@ def trained(rank, world):
     found = []
     for batch in loader:
         assert "labels" not in batch
-        shifted = batch.pop("shift_labels")
-        logits = engine(**batch).logits
-        loss = engine.module.loss_function(logits=logits, labels=None, shift_labels=shifted, vocab_size=40)
-        losses = differentiable.all_gather(loss, group=group)
-        counts = differentiable.all_gather((shifted != -100).sum(), group=group)
-        loss = sum(one * count for one, count in zip(losses, counts)) / sum(counts)
+        loss = loss_of_shards(engine, batch, group, 40)
         engine.backward(loss)
         engine.step()
         found.append(loss.item())
