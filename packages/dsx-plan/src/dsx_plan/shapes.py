@@ -53,8 +53,8 @@ def result_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
     if func._overloadpacket.__name__ == "_grouped_mm" and args[0].dtype != torch.bfloat16:
         # The meta device takes bf16 only, the CPU every type (torch 2.13).
         narrow = tuple(torch.empty_strided(a.shape, a.stride(), dtype=torch.bfloat16, device=_META) for a in args[:2])
-        size, stride, _ = result_on_meta(func, (*narrow, *args[2:]), {**kwargs, "out_dtype": None})
-        return size, stride, kwargs.get("out_dtype") or args[0].dtype
+        found = result_on_meta(func, (*narrow, *args[2:]), {**kwargs, "out_dtype": None})
+        return None if found is None else (*found[:2], kwargs.get("out_dtype") or args[0].dtype)
     to_meta: Any = lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=_META)  # noqa: E731
     moved = {key: map_tensors(value, to_meta) for key, value in kwargs.items()}
     if "device" in moved or not _has_tensor(args, kwargs):

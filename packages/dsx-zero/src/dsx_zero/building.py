@@ -495,7 +495,7 @@ def assemble(builder: Builder, planned: Planned, runtime: Runtime, inner: Any, k
     groups = StepGroups(inner, shown)
     states = OptimizerStates(inner, stepped, tiers, groups.numbers(), earlier=kept.earlier)
     at_once = makes_states_at_once(recipe.settings)
-    if at_once and not states.make_now(groups.numbers()) and recipe.data.rank == 0 and kept.earlier is None:
+    if at_once and not states.make_now() and recipe.data.rank == 0 and kept.earlier is None:
         _log.warning(
             with_code(
                 "zero_optimization.offload_optimizer.fast_init has no effect: %s makes its states in its first step",

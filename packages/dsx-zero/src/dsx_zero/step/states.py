@@ -181,12 +181,9 @@ class OptimizerStates:
         """The homes of the states that are not in the optimizer's own state."""
         return [home for homes in self._homes.values() for home in homes.values()]
 
-    def make_now(self, numbers: Mapping[int, int]) -> bool:
+    def make_now(self) -> bool:
         """Make the states of each master that has none yet and store them, one master after the other. Returns False
         for an optimizer without `new_flat_state`, which makes its states only in its first step.
-
-        Args:
-            numbers: the parameter group of each master, by the `id` of its tensor.
         """
         if not hasattr(self.inner, "new_flat_state"):
             return False
@@ -196,7 +193,7 @@ class OptimizerStates:
             like = master.tensor
             if like.shape != master.shape:  # its values are not in memory
                 like = torch.empty(master.shape, dtype=like.dtype, device=like.device)
-            made = self.inner.new_flat_state(like, group=numbers[id(master.tensor)])
+            made = self.inner.new_flat_state(like, group=self._numbers[id(master.tensor)])
             self.inner.state[master.tensor].update(made)
             self._move_out(master)
         return True
