@@ -140,6 +140,15 @@ def test_values_are_compared_within_classes_of_ranks() -> None:
     assert sum(exchange.sent) == 20 + 2
 
 
+def test_what_a_few_kinds_tell_stands_for_all_ranks() -> None:
+    found, _ = on_ranks(6, lambda ranks: ranks.by_rank(ranks.rank % 2))
+    assert found == [[0, 1, 0, 1, 0, 1]] * 6
+    found, _ = on_ranks(6, lambda ranks: ranks.by_rank(ranks.rank))  # of more than four kinds as the first one
+    assert found == [[0, 1, 2, 3, 0, 0]] * 6
+    found, _ = on_ranks(6, lambda ranks: ranks.by_rank(9 if ranks.rank == 3 else 5, within=[[0, 2, 4], [1, 3, 5]]))
+    assert found == [[None, 5, None, 9, None, 5]] * 6
+
+
 def test_results_are_joined_on_their_way_to_rank_0() -> None:
     found, _ = on_ranks(
         5, lambda ranks: ranks.joined_first("", lambda: str(ranks.rank), str.__add__, lambda all_: [all_] * 5)
