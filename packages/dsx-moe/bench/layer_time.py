@@ -18,6 +18,7 @@ from collections.abc import Callable
 import dsx_comm
 import torch
 from dsx_moe import MoE, PackedExperts
+from dsx_testkit import benches
 from dsx_testkit.results import Table, add_json_option
 from torch import nn
 
@@ -32,9 +33,8 @@ def feed_forward(hidden: int, inner: int) -> nn.Module:
 
 def deepspeed_layer(args: argparse.Namespace, k: int) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """DeepSpeed's layer; None where it is not installed."""
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
-        import deepspeed  # pyright: ignore[reportMissingImports]
+        deepspeed = benches.deepspeed()
         from deepspeed.moe.layer import MoE as DeepSpeedMoE  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         print(f"DeepSpeed is left out: {error}")

@@ -19,6 +19,7 @@ import sys
 import time
 
 import torch
+from dsx_testkit import benches
 from dsx_testkit.benches import Block
 from dsx_testkit.results import Table, add_json_option
 from torch import nn
@@ -122,11 +123,10 @@ def torch_pipelining(arguments, name):
 
 
 def deepspeed_pipeline(arguments):
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("LOCAL_SIZE", "2")
     if arguments.deepspeed_path:
         sys.path.insert(0, arguments.deepspeed_path)
-    import deepspeed
+    deepspeed = benches.deepspeed()
     from deepspeed.pipe import PipelineModule
 
     deepspeed.init_distributed("gloo")

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from dsx_testkit import benches
 from dsx_testkit.benches import GPT
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -59,7 +60,7 @@ def fsdp2(precision: str) -> Step:
     for block in model.blocks:
         fully_shard(block, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
-    return _plain(model, torch.optim.AdamW(model.parameters(), **ADAM))
+    return _plain(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAM))
 
 
 def _config(stage: int, precision: str, host: bool) -> dict[str, Any]:
@@ -90,9 +91,7 @@ def _engine(library: Any, stage: int, config: dict[str, Any]) -> Step:
 
 def deepspeed(precision: str, stage: int, host: bool = False) -> Step:
     """DeepSpeed on its CPU accelerator, with torch's AdamW (its own needs a compile at run time)."""
-    import deepspeed as library  # pyright: ignore[reportMissingImports]
-
-    return _engine(library, stage, _config(stage, precision, host))
+    return _engine(benches.deepspeed(), stage, _config(stage, precision, host))
 
 
 def dsx(precision: str, stage: int, host: bool = False) -> Step:

@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dsx_testkit import benches
 from dsx_testkit.benches import GPT, batch
 from dsx_testkit.results import Table, add_json_option
 
@@ -161,10 +162,8 @@ def dcp_async(engine: Any, *, stall: bool) -> Contender:
 
 def save_deepspeed(width: int, layers: int) -> Contender | None:
     try:
-        import deepspeed  # pyright: ignore[reportMissingImports]
+        deepspeed = benches.deepspeed()
     except ImportError:
-        return None
-    if "dsx_compat" in str(deepspeed.__file__):  # dsx under DeepSpeed's names
         return None
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

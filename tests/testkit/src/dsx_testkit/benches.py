@@ -23,7 +23,7 @@ from torch import nn
 
 from dsx_testkit.results import Table, add_json_option
 
-__all__ = ["GPT", "Block", "Turns", "batch", "run_parts", "spawn_ranks", "take_turns"]
+__all__ = ["GPT", "Block", "Turns", "batch", "deepspeed", "run_parts", "spawn_ranks", "take_turns"]
 
 
 def run_parts(parts: Mapping[str, Callable[[bool], Table]], description: str | None) -> None:
@@ -45,6 +45,22 @@ def run_parts(parts: Mapping[str, Callable[[bool], Table]], description: str | N
     for name in chosen.parts or parts:
         print(f"# {name}", flush=True)
         parts[name](chosen.small).save(chosen.json)
+
+
+def deepspeed() -> Any:
+    """DeepSpeed itself, on its CPU accelerator.
+
+    dsx-compat answers to the same import, so that a bench in an environment with it would compare dsx with dsx.
+
+    Raises:
+        ImportError: it is not installed, or dsx-compat stands in its place.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed as library  # pyright: ignore[reportMissingImports]
+
+    if "dsx_compat" in str(library.__file__):
+        raise ImportError("got dsx-compat as `deepspeed`, expected DeepSpeed; take an environment without dsx-compat")
+    return library
 
 
 class Block(nn.Module):
