@@ -52,3 +52,40 @@ def check(rank, world, stage):
 def test_unused_parameters_are_named(world):
     for stage in range(4):
         run_ranks(check, world, stage)
+
+
+class Many(nn.Module):
+    """Twelve layers, of which each rank uses those of which the number is not a multiple of `rank + 2`."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3, bias=False) for _ in range(12))
+
+    def forward(self, x, rank):
+        for number, layer in enumerate(self.layers):
+            x = x if number % (rank + 2) == 0 else layer(x)
+        return x
+
+
+def many(rank, world, *, none):
+    model, optimizer = dsx_zero.shard(
+        Many(),
+        lambda params: torch.optim.SGD(params, lr=0.1),
+        stage=1,
+        config={"ignore_unused_parameters": False},
+    )
+    (sum(p.sum() * 0 for p in model.parameters()) if none else model(torch.ones(2, 3), rank).sum()).backward()
+    if none and rank == 1:
+        return ""
+    with pytest.raises(dsx_zero.ZeroStateError) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_what_ranks_miss_is_put_together_and_cut():
+    one, *others = run_ranks(many, 3, none=False)
+    assert others == [one, one]
+    named = {n: [r for r in range(3) if n % (r + 2) == 0] for n in range(12)}
+    first = [n for n, ranks in named.items() if ranks][:8]
+    expected = "; ".join(f"layers.{n}.weight (rank {', '.join(map(str, named[n]))})" for n in first)
+    assert expected in one and (("; and more." in one) == (sum(map(bool, named.values())) > 8))

@@ -2,7 +2,8 @@
 every rank.
 
 By default a parameter without a gradient counts as zeros. The setting is for finding a branch of the model that was
-forgotten.
+forgotten. What is missing is merged from rank to rank and cut to a few names and ranks on the way, so that what a rank
+receives does not grow with the job.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ from typing import Any
 
 import dsx_comm
 import torch
-from dsx_core.errors import first_few
-from dsx_core.together import some_ranks
 
 from ..errors import ZeroStateError
 from ..params.flat import Unit
 
 __all__ = ["UnusedParameters"]
 
-_MAX_NAMED = 8
+_MAX_NAMED = 8  # parameters in an error, and ranks of each
+
+_Missing = dict[tuple[int, str], tuple[int, list[int]]]
+"""For a parameter (place, name): how many ranks got no gradient for it, and the first of them."""
 
 
 class UnusedParameters:
@@ -37,13 +39,14 @@ class UnusedParameters:
         groups = [group for unit in units for group in unit.trainable]
         pairs = [(n, p) for group in groups for n, p in zip(group.layout.names, group.parameters)]
         self._names = [name for name, _ in pairs]
-        # The ranks that hold a parameter, if only some do (experts). Tokens need not reach each of these ranks.
-        self._holders = {
-            name: dsx_comm.get_all_ranks_from_group(group.ranks.holders)
-            for group in groups
-            if group.ranks.holders is not ranks.group
-            for name in group.layout.names
-        }
+        # The parameters that only some ranks hold (experts), by the group of these ranks. Tokens need not reach each.
+        self._held: dict[int, tuple[Any, list[int]]] = {}
+        place = 0
+        for group in groups:
+            places = range(place, place := place + len(group.layout.names))
+            if group.ranks.holders is not ranks.group:
+                _, held = self._held.setdefault(id(group.ranks.holders), (group.ranks.holders, []))
+                held.extend(places)
         self._seen = torch.zeros(len(pairs), dtype=torch.uint8, device="cpu")
         self._handles = [
             parameter.register_post_accumulate_grad_hook(partial(self._arrived, index))
@@ -57,38 +60,34 @@ class UnusedParameters:
         """Check the gradients since the last call on all ranks (collective), and begin a new count.
 
         Raises:
-            ZeroStateError: on every rank, with the names of the parameters and ranks. Nothing has been changed.
+            ZeroStateError: on every rank, with the names of the first few parameters and ranks. Nothing has been
+                changed.
         """
         mine, self._seen = self._seen, torch.zeros_like(self._seen)
-        complete: list[Any] = [bool(mine.all())] * self._ranks.size
+        group = self._ranks.group
+        complete = bool(mine.all())
         if self._ranks.size > 1:  # whose gradients are missing is asked only where some are
-            dsx_comm.all_gather_object(complete, complete[0], group=self._ranks.group)
-        if all(complete):
+            complete = dsx_comm.merge_objects(complete, lambda one, other: one and other, group)
+        if complete:
             return
-        by_rank = self._seen_by_rank(bytes(mine.tolist()))
-        missing = [
-            f"{name} (rank {some_ranks(ranks)})"
-            for index, name in enumerate(self._names)
-            if (ranks := _missing(by_rank, index, name))
-        ]
+        missing = self._missing(bytearray(mine.tolist()))
+        if self._ranks.size > 1:
+            missing = dsx_comm.merge_objects(missing, _both, group)
         if missing:
-            told = first_few(missing, _MAX_NAMED, between="; ")
+            told = "; ".join(_text(name, *found) for (_, name), found in sorted(missing.items())[:_MAX_NAMED])
+            more = "; and more" if len(missing) > _MAX_NAMED else ""
             raise ZeroStateError(
-                f"no gradient since the last step for {told}. Use them in the loss,"
+                f"no gradient since the last step for {told}{more}. Use them in the loss,"
                 " freeze them (requires_grad=False), or let them count as zeros (ignore_unused_parameters: true)"
             )
 
-    def _seen_by_rank(self, mine: bytes) -> list[tuple[bytes, dict[str, Any]]]:
-        """For each rank, which parameters got a gradient, and who holds those that only some ranks hold. Where all
-        ranks hold the same, one rank of each of a few kinds tells it, and others count as the first kind.
-        """
-        by_rank: list[Any] = [(mine, self._holders)] * self._ranks.size
-        if self._ranks.size == 1:
-            return by_rank
-        if self._holders:
-            dsx_comm.all_gather_object(by_rank, by_rank[0], group=self._ranks.group)
-            return by_rank
-        return [(seen or b"", {}) for seen in dsx_comm.together(self._ranks.group).by_rank(mine)]
+    def _missing(self, seen: bytearray) -> _Missing:
+        """This rank's parameters without a gradient. An expert has one if any of its holders has one."""
+        for holders, places in self._held.values():
+            for place, found in zip(places, dsx_comm.merge_objects(bytes(seen[p] for p in places), _either, holders)):
+                seen[place] = found
+        absent = [place for place, found in enumerate(seen) if not found]
+        return {(place, self._names[place]): (1, [self._ranks.rank]) for place in absent[: _MAX_NAMED + 1]}
 
     def remove_hooks(self) -> None:
         """Remove the hooks from the parameters."""
@@ -96,10 +95,18 @@ class UnusedParameters:
             handle.remove()
 
 
-def _missing(by_rank: list[Any], index: int, name: str) -> list[int]:
-    """The ranks without a gradient of a parameter. The holders of an expert count only if none of them has one."""
-    without = [rank for rank, (seen, _) in enumerate(by_rank) if not seen[index]]
-    if name not in by_rank[0][1]:
-        return without
-    reached = {str(holders[name]) for seen, holders in by_rank if seen[index]}
-    return [rank for rank in without if str(by_rank[rank][1][name]) not in reached]
+def _either(one: bytes, other: bytes) -> bytes:
+    return bytes(a | b for a, b in zip(one, other))
+
+
+def _both(one: _Missing, other: _Missing) -> _Missing:
+    """What two sets of ranks miss: the first parameters, and one more, which says that there are more."""
+    for parameter, (count, ranks) in other.items():
+        had, first = one.get(parameter, (0, []))
+        one[parameter] = had + count, [*first, *ranks][:_MAX_NAMED]
+    return dict(sorted(one.items())[: _MAX_NAMED + 1])
+
+
+def _text(name: str, count: int, ranks: list[int]) -> str:
+    more = f" and {count - len(ranks)} more" if count > len(ranks) else ""
+    return f"{name} (rank {', '.join(map(str, ranks))}{more})"
