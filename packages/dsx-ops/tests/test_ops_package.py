@@ -93,3 +93,20 @@ def test_small_updates_do_not_warn():
         p = torch.nn.Parameter(torch.ones(10))
         p.grad = torch.ones(10)
         dsx_ops.FusedAdam([p]).step()
+
+
+def test_training_does_not_import_the_compiler():
+    """torch's own `add_param_group` imports `torch._dynamo`, which takes two seconds of each start."""
+    code = (
+        "import sys, torch, dsx_ops\n"
+        "weight = torch.nn.Parameter(torch.ones(3))\n"
+        "optimizer = dsx_ops.FusedAdam([weight], lr=0.1)\n"
+        "weight.sum().backward(); optimizer.step()\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+        "import torch._dynamo\n"
+        "other = torch.nn.Parameter(torch.ones(2))\n"
+        "optimizer.add_param_group({'params': [other]})\n"
+        "assert optimizer.param_groups[1]['lr'] == 0.1\n"
+    )
+    status, _, err = python(code)
+    assert status == 0, err

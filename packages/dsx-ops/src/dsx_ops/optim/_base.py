@@ -11,6 +11,7 @@ torch's.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -107,7 +108,10 @@ class FusedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; checks the group's numbers first."""
         check_numbers({k: v for k, v in param_group.items() if k != "params"})
-        super().add_param_group(param_group)
+        add = Optimizer.add_param_group
+        if "torch._dynamo" not in sys.modules:  # torch's own wrapper imports it (2 s) to say: do not compile this
+            add = getattr(add, "__wrapped__", add)
+        add(self, param_group)
 
     # ---- for subclasses -------------------------------------------------------------------------------------------
 
