@@ -22,6 +22,20 @@ def has_state(thing: object) -> bool:
     return not isinstance(thing, type) and all(map(callable, methods))
 
 
+def _check_whole(thing: Any) -> None:
+    """Raises `EngineArgumentError` for a copy of which this rank has only a part: a state here is of one rank."""
+    from dsx_zero.copies import ModelCopy  # lazy import: only objects that are registered need it
+    from dsx_zero.params.shard_view import ShardView
+
+    if isinstance(thing, ModelCopy) and any(isinstance(value, ShardView) for value in thing.state_dict().values()):
+        raise EngineArgumentError(
+            "register_for_checkpointing: got a ModelCopy that is sharded over the ranks, expected an object whose state"
+            " is whole on a rank; save it beside the checkpoint, on every rank, with"
+            ' torch.distributed.checkpoint.save({"copy": copy}, checkpoint_id=...), and load it with load({"copy":'
+            " copy}, ...), also with another number of ranks"
+        )
+
+
 @dataclass(frozen=True)
 class _Entry:
     thing: Any
@@ -48,6 +62,8 @@ class Registered:
                 f"register_for_checkpointing: got {names}, expected objects with state_dict() and"
                 " load_state_dict(state)"
             )
+        for thing in things:
+            _check_whole(thing)
         if name is not None and name in self._entries:
             raise EngineArgumentError(f"register_for_checkpointing: the name {name!r} is taken; choose another one")
         for thing in things:
