@@ -244,21 +244,6 @@ def test_what_cannot_work_is_refused(kind):
     run_ranks(refused, 2, kind)
 
 
-def of_slices(rank, world):
-    import dsx_comm
-
-    registry = dsx_comm.GroupRegistry(dsx_comm.ProcessTopology(("data", "model"), (1, 2)))
-    dsx_comm.parallel_groups.use(registry)
-    model = nn.Linear(6, 4, bias=False)
-    model.weight.tensor_model_parallel, model.weight.partition_dim = True, 0
-    with pytest.raises(ZeroOptimizerError, match=r"weight: tensor parallelism.*use_muon=False"):
-        dsx_zero.shard(model, Dion(model.parameters()), config={"stage": 0})
-
-
-def test_slices_of_tensors_are_refused_by_name():
-    run_ranks(of_slices, 2)
-
-
 def counted(rank, world, kind):
     import dsx_comm
 

@@ -109,20 +109,24 @@ class Reader:
         scalar = self.index.scalars.get(key, {}).get(self.name_of(name))
         return scalar if scalar is not None else self._read(OPTIMIZER, f"{key}/{self.name_of(name)}", name, start, stop)
 
-    def shaped_state(self, key: str, name: str, start: int, stop: int) -> torch.Tensor | None:
-        """Elements of an optimizer state with a shape of its own, counted in that shape, 1-D."""
+    def shaped_state(self, key: str, name: str, start: int, stop: int, shape: tuple[int, ...]) -> torch.Tensor | None:
+        """Elements of an optimizer state with a shape of its own, counted in that shape, 1-D.
+
+        Raises:
+            CheckpointError: the stored state has another shape: the optimizer has another setting (a rank, a block), or
+                keeps states of slices, and the tensor was cut in another way.
+        """
         entry = self.index.tensors[OPTIMIZER].get(f"{key}/{self.name_of(name)}")
         if entry is None or not self._loads_states_of(name):
             return None
-        region = Region(Box.whole(entry.spec.shape), start, stop)
-        place = self._places.get(name)
-        if not region.lies_in(entry.spec.shape) or (place is not None and place.box != Box.whole(place.shape)):
+        if entry.spec.shape != tuple(shape):
             raise CheckpointError(
-                f"optimizer state {shown(key)} of {shown(name)}: elements {start} to {stop} were asked for, of a state"
-                f" of shape {entry.spec.shape} in the checkpoint, which no part of a tensor can have; load with"
-                " optimizer_states=False to start the states again"
+                f"optimizer state {shown(key)} of {shown(name)}: got the shape {entry.spec.shape} in the checkpoint,"
+                f" expected {tuple(shape)}, which the optimizer keeps here; build it with the settings that were saved"
+                " (rank, block, split), with tensor slices as they were, or load with optimizer_states=False to start"
+                " the states again"
             )
-        return self._read_region((OPTIMIZER, entry.spec.name), region)
+        return self._read_region((OPTIMIZER, entry.spec.name), Region(Box.whole(entry.spec.shape), start, stop))
 
     def _loads_states_of(self, name: str) -> bool:
         return self._optimizer_states and self.selection.selects(name) and name not in self.unfit

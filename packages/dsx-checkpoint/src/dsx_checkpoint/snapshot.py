@@ -151,7 +151,7 @@ class Snapshot:
     def _add_shaped(self, builder: HoldingBuilder, state: Any, part: Any, place: Place) -> None:
         """Take in elements of a state with a shape of its own."""
         key, shape, count = _checked_key(state.key), tuple(state.shape), state.values.numel()
-        if place.box != Box.whole(place.shape):
+        if place.box != Box.whole(place.shape) and not state.joins_slices:
             raise CheckpointError(
                 f"optimizer state {shown(key)} of {shown(part.name)} has the shape {shape}, and this rank has a part of"
                 f" the tensor of shape {place.shape} by model parallelism: such states cannot be joined; use an"

@@ -332,7 +332,7 @@ class _WholeReader:
             return self._elements(name, value, start, stop)
         return value
 
-    def shaped_state(self, key: str, name: str, start: int, stop: int) -> torch.Tensor | None:
+    def shaped_state(self, key: str, name: str, start: int, stop: int, shape: tuple[int, ...]) -> torch.Tensor | None:
         value = self._states[name].get(key)
         return value.reshape(-1)[start:stop] if isinstance(value, torch.Tensor) else None
 

@@ -200,8 +200,10 @@ class _Whole:
         value = self._states[key]
         return value.reshape(-1)[start:stop] if isinstance(value, torch.Tensor) and value.dim() else value
 
-    def shaped_state(self, key: str, name: str, start: int, stop: int) -> torch.Tensor | None:
+    def shaped_state(self, key: str, name: str, start: int, stop: int, shape: tuple[int, ...]) -> torch.Tensor | None:
         value = self._states[key]
+        if isinstance(value, ShapedState):
+            return value.values[start - value.start : stop - value.start]
         return value.reshape(-1)[start:stop] if isinstance(value, torch.Tensor) else None
 
 
@@ -295,7 +297,7 @@ class _Moves:
         for key, (dtype, value) in described.items():
             held = mine.get(key)
             if dtype is None or self.whole:
-                states[key] = value if dtype is None else held.values if isinstance(held, ShapedState) else held
+                states[key] = value if dtype is None else held
                 continue
             kind = getattr(torch, dtype)
             if value is not None:
@@ -318,7 +320,8 @@ def _join_shaped(held: ShapedState | None, shape: tuple[int, ...], ranks: RankSe
 
 
 def _first_known(one: dict[str, _Described], other: dict[str, _Described]) -> dict[str, _Described]:
-    return {name: found or other[name] for name, found in one.items()}
+    # Key by key: of a small state of its own shape, a rank with elements of the parameter may have nothing.
+    return {name: {**other[name], **found} for name, found in one.items()}
 
 
 @dataclass(frozen=True)

@@ -252,7 +252,7 @@ class PartsReader:
     def state(self, key: str, name: str, start: int, stop: int) -> Any:
         return self._cut(name, self._states[name][key], start, stop)
 
-    def shaped_state(self, key: str, name: str, start: int, stop: int) -> torch.Tensor | None:
+    def shaped_state(self, key: str, name: str, start: int, stop: int, shape: tuple[int, ...]) -> torch.Tensor | None:
         """Refused: they are not saved in this form."""
         raise ZeroStateError(f"{name}: {key} has a shape of its own, which torch's form of states has no place for")
 

@@ -41,7 +41,8 @@ class Matrix:
     Attributes:
         place: the number of the parameter in the list that `rounds_of` is given.
         work: in any unit.
-        states: elements of each of its states.
+        states: elements of each of its states; of a slice, those that its ranks have.
+        before: elements of each state that the ranks of earlier slices have.
         results: tensors of its shape that come back.
     """
 
@@ -51,6 +52,7 @@ class Matrix:
     columns: int
     work: float
     states: tuple[int, ...] = ()
+    before: tuple[int, ...] = ()
     results: int = 1
 
     @property
@@ -230,14 +232,19 @@ class MatrixState:
     Attributes:
         shape: of the whole state.
         matrices: (elements, elements of the state) of each matrix.
+        start: elements of the state that lie before these matrices': of a slice of a tensor, what the ranks of earlier
+            slices have.
+        of_slice: are they matrices of which tensor-parallel ranks have slices, or a part of such a stack?
     """
 
     shape: tuple[int, ...]
     matrices: tuple[tuple[int, int], ...]
+    start: int = 0
+    of_slice: bool = False
 
     def at(self, element: int) -> int:
         """The state's first element that goes with this element of the tensor, or with a later one."""
-        found = 0
+        found = self.start
         for numel, size in self.matrices:
             if element < numel:
                 return found + element * size // numel

@@ -168,10 +168,12 @@ def _read_states(
     if not kinds:
         kinds, lists = without_lists(templates.of(master)), templates.lists_of(master)
         load.add(lambda: states.make_lists(master, lists))
-    _check_complete(inner, master, keys, kinds)
+    held_of = {key: held_of_state(states, master, key, kinds.get(key)) for key in {*kinds, *keys}}
+    # Of a small state some tensor slices have nothing, and where slices are saved alone, they have not saved it.
+    nothing = {key for key, held in held_of.items() if held is not None and not prod(held.form)}
+    _check_complete(inner, master, keys, {key: kind for key, kind in kinds.items() if key not in nothing})
     for key in keys:
-        kind = kinds.get(key)
-        held = held_of_state(states, master, key, kind)
+        kind, held = kinds.get(key), held_of[key]
         if held is not None:
             _read_shaped(load, states, reader, master, key, held)
             continue
@@ -186,7 +188,7 @@ def _read_shaped(
 ) -> None:
     """A state with a shape of its own."""
     form = held.form
-    value = reader.shaped_state(key, master.name, held.start, held.start + prod(form))
+    value = reader.shaped_state(key, master.name, held.start, held.start + prod(form), held.shape)
     if value is None:
         return
     if value.numel() != prod(form):

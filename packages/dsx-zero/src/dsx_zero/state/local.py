@@ -111,7 +111,7 @@ class _LocalReader:
             return None
         return self._cut(name, self._slices[name]["states"][key], start, stop)
 
-    def shaped_state(self, key: str, name: str, start: int, stop: int) -> torch.Tensor | None:
+    def shaped_state(self, key: str, name: str, start: int, stop: int, shape: tuple[int, ...]) -> torch.Tensor | None:
         first, values = self._slices[name].get("shaped", {})[key]
         if not first <= start <= stop <= first + values.numel():
             raise ZeroStateError(

@@ -29,12 +29,15 @@ __all__ = ["Held", "ShapedState", "held_of_state", "refuse_shaped", "shaped_stat
 
 @dataclass(frozen=True)
 class ShapedState:
-    """Elements of a state of this shape, from `start` on; `values` is 1-D."""
+    """Elements of a state of this shape, from `start` on; `values` is 1-D. `joins_slices`: where tensor parallelism
+    cuts the parameter, the state is still that of the whole tensor.
+    """
 
     key: str
     shape: tuple[int, ...]
     start: int
     values: torch.Tensor
+    joins_slices: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,12 +48,14 @@ class Held:
         shape: of the whole state.
         start: the master's first element in it; form: the shape of what it has.
         at: the state's first element that goes with an element of the parameter, or with a later one.
+        joins_slices: see `ShapedState`.
     """
 
     shape: tuple[int, ...]
     start: int
     form: tuple[int, ...]
     at: Callable[[int], int]
+    joins_slices: bool = False
 
 
 def held_of_state(states: OptimizerStates, master: Master, key: str, value: Any) -> Held | None:
@@ -74,8 +79,9 @@ def held_of_state(states: OptimizerStates, master: Master, key: str, value: Any)
     of_matrices = states.of_matrices(master).get(key)
     if of_matrices is not None:
         start, stop = of_matrices.at(part.start), of_matrices.at(part.stop)
-        whole = master.numel == prod(logical) and master.shape == torch.Size(logical)
-        return Held(of_matrices.shape, start, of_matrices.shape if whole else (stop - start,), of_matrices.at)
+        whole = stop - start == prod(of_matrices.shape) and master.shape == torch.Size(logical)
+        form = of_matrices.shape if whole else (stop - start,)
+        return Held(of_matrices.shape, start, form, of_matrices.at, of_matrices.of_slice)
     whole = master.numel == prod(logical) and needs_whole_tensors(inner)
     if not whole or not isinstance(value, torch.Tensor) or value.numel() == 1 or value.shape == master.shape:
         return None
@@ -93,7 +99,8 @@ def shaped_state(states: OptimizerStates, master: Master, key: str, value: Any, 
     first, last = max(part.start, master.slice.start), min(part.stop, master.slice.stop)
     start = held.at(first)
     stop = max(start, held.at(last)) if part.numel else start
-    return ShapedState(key, held.shape, start, value.detach().reshape(-1)[start - held.start : stop - held.start])
+    values = value.detach().reshape(-1)[start - held.start : stop - held.start]
+    return ShapedState(key, held.shape, start, values, held.joins_slices)
 
 
 def refuse_shaped(name: str, states: Iterable[Any], call: str) -> None:

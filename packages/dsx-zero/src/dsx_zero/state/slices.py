@@ -132,8 +132,8 @@ class Reader(Protocol):
         """Elements of one of these states, or the whole of one that is a single value."""
         ...
 
-    def shaped_state(self, key: str, name: str, start: int, stop: int) -> torch.Tensor | None:
-        """Elements of a state with a shape of its own, counted there, 1-D."""
+    def shaped_state(self, key: str, name: str, start: int, stop: int, shape: tuple[int, ...]) -> torch.Tensor | None:
+        """Elements of a state with a shape of its own, counted there, 1-D. The whole state has `shape`."""
         ...
 
 

@@ -120,14 +120,16 @@ def check_whole_tensors(optimizer: Any, plans: Sequence[UnitPlan], model: nn.Mod
     held = {
         names.get(id(p), "") for group in optimizer.param_groups if group.get("use_muon", True) for p in group["params"]
     }
-    sliced = [
+    slices = [
         name
         for plan in plans
         for group in plan.groups
         if group.key.trainable and group.key.ranks.tensor_groups
         for name in group.layout.names
-        if name in held and not (joins and cut_dimension(model.get_parameter(name)) is not None)
+        if name in held
     ]
+    _check_not_stepped(optimizer, {id(model.get_parameter(name)): name for name in slices})
+    sliced = [name for name in slices if not (joins and cut_dimension(model.get_parameter(name)) is not None)]
     if sliced:
         raise ZeroOptimizerError(
             f"{type(optimizer).__name__} needs whole tensors, and tensor parallelism gives each rank a slice of"
@@ -135,6 +137,23 @@ def check_whole_tensors(optimizer: Any, plans: Sequence[UnitPlan], model: nn.Mod
             " without tensor slices, use an element-wise optimizer (AdamW), put these parameters into groups with"
             " use_muon=False where the optimizer has such groups, or mark them with partition_dim where it is Muon,"
             " which joins slices"
+        )
+
+
+def _check_not_stepped(optimizer: Any, slices: Mapping[int, str]) -> None:
+    """Refuse states of matrices that the optimizer made of slices. `slices`: names by the `id` of the parameter."""
+    rule = matrix_rule(optimizer)
+    stepped = [
+        slices[id(p)]
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if id(p) in slices and optimizer.state.get(p) and matrix_states(rule, p.shape, group)
+    ]
+    if stepped:
+        raise ZeroOptimizerError(
+            f"{type(optimizer).__name__} has made steps with slices of {first_few(stepped)}, and has states of these"
+            " slices, which say nothing of the whole matrices; shard the model before the first step, or clear"
+            " optimizer.state"
         )
 
 

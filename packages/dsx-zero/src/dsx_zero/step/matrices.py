@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import dsx_comm
 import torch
 from dsx_comm import RankSet
 
@@ -57,11 +56,8 @@ class MatrixStep:
                 self._known.setdefault(number, (shape, self._facts(number, shape, group.key.device)))
                 settings = inner.param_groups[number]
                 if rule.matrices(shape, settings):
-                    own, cut = mine[id(parameter)], None
-                    if group.ranks.tensor_groups:
-                        self._check_joinable(name, shape, number)
-                        size = dsx_comm.get_world_size(group.ranks.tensor_groups[0])
-                        cut = Cut.of(name, runtime.model.get_parameter(name), shape, rule, settings, size)
+                    own = mine[id(parameter)]
+                    cut = Cut.of(name, group, rule, settings) if group.ranks.tensor_groups else None
                     tensor = TensorOfMatrices(name, group, number, own[0] if own else None, cut)
                     dtype = rule.message_dtype(settings, group.key.device)
                     found.setdefault((group.ranks, group.key.device, dtype), []).append(tensor)
@@ -104,14 +100,6 @@ class MatrixStep:
                     self._rule.element_wise(param, param.grad, settings)
         for exchange in self._exchanges:
             exchange.run()
-
-    def _check_joinable(self, name: str, shape: tuple[int, ...], number: int) -> None:
-        if matrix_states(self._rule, shape, self._inner.param_groups[number]):
-            raise ZeroOptimizerError(
-                f"{name}: tensor parallelism gives each rank a slice, and {type(self._inner).__name__} keeps states of"
-                " whole matrices, which are not joined over slices; use Muon, put it into a group with use_muon=False,"
-                " or train without tensor slices"
-            )
 
     def _facts(self, number: int, shape: tuple[int, ...], device: torch.device) -> Any:
         settings = self._inner.param_groups[number]

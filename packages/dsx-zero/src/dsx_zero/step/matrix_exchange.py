@@ -26,8 +26,8 @@ from ..plan.layout import FlatLayout
 from ..plan.matrices import Matrix, Piece, Round, rounds_of
 from ..torch_names import foreach_copy_
 from .masters import Master
-from .matrix_rules import MatrixRule, Settings, stateful
-from .sliced_matrices import Cut, compute_sliced
+from .matrix_rules import MatrixRule, Settings, StatefulRule, stateful
+from .sliced_matrices import Cut, Slice, compute_sliced
 
 __all__ = ["Exchange", "TensorOfMatrices"]
 
@@ -199,10 +199,16 @@ class Exchange:
 
     def _matrices(self, place: int, tensor: TensorOfMatrices) -> Iterator[Matrix]:
         settings, start, cut = self._inner.param_groups[tensor.number], 0, tensor.cut
-        for rows, columns in self._rule.matrices(tensor.shape, settings) if cut is None else cut.tiles:
-            work = self._rule.work((rows, columns), settings) if cut is None else cut.work
-            sizes = tuple(prod(shape) for shape in self._states((rows, columns), settings).values())
-            yield Matrix(place, start, rows, columns, work, sizes, self._results)
+        tiles = self._rule.matrices(tensor.shape, settings) if cut is None else cut.tiles
+        for tile, (rows, columns) in enumerate(tiles):
+            if cut is None:
+                work = self._rule.work((rows, columns), settings)
+                ranges = [(0, prod(shape)) for shape in self._states((rows, columns), settings).values()]
+            else:
+                work = cut.work
+                ranges = [cut.range_of(state, tile, cut.rank) for state in range(len(cut.states))]
+            sizes, before = tuple(stop - first for first, stop in ranges), tuple(first for first, _ in ranges)
+            yield Matrix(place, start, rows, columns, work, sizes, before, self._results)
             start += rows * columns
 
     def _states(self, matrix: tuple[int, int], settings: Settings) -> Mapping[str, tuple[int, ...]]:
@@ -249,12 +255,16 @@ class Exchange:
         if self._keeps is None:
             return []
         pieces, kept = [one.piece for one in plan.sent.get(place, ())], self._inner.state[master.tensor]
-        shapes = [self._states(plan.matrices[piece.matrix].shape, settings) for piece in pieces]
+        matrices, cut = [plan.matrices[piece.matrix] for piece in pieces], self._tensors[place].cut
+        shapes = [self._states(one.shape if cut is None else cut.matrix, settings) for one in matrices]
         for number, key in enumerate(shapes[0] if shapes else ()):
             if key not in kept:
                 kept[key] = torch.cat([
-                    self._keeps.initial_state(key, of[key], *piece.states[number], settings, master.tensor.device)
-                    for piece, of in zip(pieces, shapes)
+                    _initial(
+                        self._keeps, key, of[key], [one.before[number] + edge for edge in piece.states[number]],
+                        settings, master.tensor.device
+                    )
+                    for piece, one, of in zip(pieces, matrices, shapes)
                 ])  # fmt: skip
         return [kept[key] for key in (shapes[0] if shapes else ())]
 
@@ -269,7 +279,7 @@ class Exchange:
 
     def _compute(self, plan: _Plan, number: int, message: _Message) -> None:
         """Answer for the owned matrices."""
-        sliced: list[tuple[list[torch.Tensor], torch.Tensor, TensorOfMatrices]] = []
+        sliced: list[tuple[Slice, list[tuple[torch.Tensor, ...]], TensorOfMatrices]] = []
         for index, places in plan.received[number].items():
             matrix = plan.matrices[index]
             arrived = [place.sent(message.here) for place in places]
@@ -278,7 +288,11 @@ class Exchange:
             tensor = self._tensors[matrix.place]
             settings = self._inner.param_groups[tensor.number]
             if tensor.cut is not None:
-                sliced.append(([parts[0] for parts in answers], whole, tensor))
+                states_here = tuple(
+                    _joined([parts[place + 1] for parts in arrived]) for place in range(len(matrix.states))
+                )
+                tile = matrix.start // (matrix.rows * matrix.columns)
+                sliced.append((Slice(tensor.cut, tile, whole, states_here), answers, tensor))
             elif self._keeps is None:
                 _write([parts[0] for parts in answers], self._rule.of_matrix(whole, settings))
             else:
@@ -287,23 +301,37 @@ class Exchange:
                     key: _joined([parts[place + 1] for parts in arrived]).view(shape)
                     for place, (key, shape) in enumerate(shapes.items())
                 }
-                found = self._keeps.of_matrix(whole, settings, states)
-                results = (*(found if self._keeps.feeds_back else (found,)), *states.values())
-                for place, result in enumerate(results):
+                for place, result in enumerate((*self._results_of(whole, settings, states), *states.values())):
                     _write([parts[place] for parts in answers], result)
         self._compute_sliced(sliced)
 
-    def _compute_sliced(self, sliced: Sequence[tuple[list[torch.Tensor], torch.Tensor, TensorOfMatrices]]) -> None:
-        cuts = [tensor.cut for _, _, tensor in sliced if tensor.cut is not None]
+    def _results_of(
+        self, matrix: torch.Tensor, settings: Settings, states: Mapping[str, torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        if self._keeps is None:
+            return (self._rule.of_matrix(matrix, settings),)
+        found = self._keeps.of_matrix(matrix, settings, states)
+        return found if self._keeps.feeds_back else (found,)
 
-        def of_whole(place: int, whole: torch.Tensor) -> torch.Tensor:
-            settings, parts = self._inner.param_groups[sliced[place][2].number], whole.split(cuts[place].matrix[0])
-            return torch.cat([self._rule.of_matrix(part, settings) for part in parts])
+    def _compute_sliced(self, sliced: Sequence[tuple[Slice, list[tuple[torch.Tensor, ...]], TensorOfMatrices]]) -> None:
+        def of_whole(number: int, whole: torch.Tensor, states: list[torch.Tensor]) -> list[torch.Tensor]:
+            one, _, tensor = sliced[number]
+            settings = self._inner.param_groups[tensor.number]
+            shapes = self._states(one.cut.matrix, settings)
+            found = []
+            for place, part in enumerate(whole.split(one.cut.matrix[0])):
+                views = {
+                    key: state[place * prod(shape) : (place + 1) * prod(shape)].view(shape)
+                    for state, (key, shape) in zip(states, shapes.items())
+                }
+                found.append(self._results_of(part, settings, views))
+            return [torch.cat(list(results)) for results in zip(*found)]
 
-        slices = [one for _, one, _ in sliced]
-        updates = compute_sliced(slices, cuts, of_whole, self._ranks.tensor_groups[0]) if slices else []
-        for (pieces, _, _), update in zip(sliced, updates):
-            _write(pieces, update)
+        slices = [one for one, _, _ in sliced]
+        answered = compute_sliced(slices, of_whole, self._results, self._ranks.tensor_groups[0]) if slices else []
+        for (_, answers, _), results in zip(sliced, answered):
+            for place, result in enumerate(results):
+                _write([parts[place] for parts in answers], result)
 
     def _apply(self, plan: _Plan, messages: Sequence[_Message]) -> None:
         """Apply the updates to this rank's masters, and take their second results and their states."""
@@ -331,6 +359,16 @@ class Exchange:
             for number, state in enumerate(self._states_of(plan, place, master, settings)):
                 ranges = [part[self._results + number] for part in parts]
                 foreach_copy_(list(state.view(-1).split([part.numel() for part in ranges])), ranges)
+
+
+def _initial(
+    rule: StatefulRule, key: str, shape: tuple[int, ...], edges: Sequence[int], settings: Settings, device: torch.device
+) -> torch.Tensor:
+    """Elements of a state of alike matrices before the first step, one behind the other, 1-D."""
+    (first, last), each = edges, prod(shape)
+    numbers = range(first // each, max(first // each + 1, -(-last // each)))
+    parts = [(max(first - number * each, 0), min(last - number * each, each)) for number in numbers]
+    return torch.cat([rule.initial_state(key, shape, *part, settings, device) for part in parts])
 
 
 def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -24,7 +24,8 @@ from ..params.flat import label_of
 from ..params.memory import OrdinaryMemory
 from ..plan.matrices import MatrixState
 from .masters import Master
-from .matrix_rules import matrix_rule, matrix_states, stateful
+from .matrix_rules import matrix_rule, stateful
+from .sliced_matrices import states_of_tensor
 
 __all__ = ["OptimizerStates", "Visit", "without_lists"]
 
@@ -109,9 +110,8 @@ class OptimizerStates:
         """The states of the matrices that the master's parameter consists of, by name; of most optimizers none."""
         if self._rule is None:
             return {}
-        layout = master.group.layout
         settings = self.inner.param_groups[self._numbers[id(master.tensor)]]
-        return matrix_states(self._rule, layout.shapes[layout.index(master.name)], settings)
+        return states_of_tensor(self._rule, master.name, master.group, settings)
 
     def stored(self, master: Master) -> dict[str, Home]:
         """The homes of the master's states that are not in memory, 1-D, by name."""
