@@ -437,3 +437,31 @@ def messages(rank, world):
 
 def test_the_maxima_of_all_layers_are_one_message():
     assert run_ranks(messages, 2) == [[len(Model.KINDS) * HEADS]] * 2
+
+
+def compiled(rank, world, how):
+    """A layer in compiled code is not seen; its heads must not stay as they are without a word."""
+    import dsx_zero
+    from dsx_zero.errors import ZeroOptimizerError
+
+    model = Net(False)
+    if how == "wrapped":
+        model.layers[1] = torch.compile(model.layers[1], backend="eager")
+    model, optimizer = dsx_zero.shard(model, OPTIMIZERS["muon"], config={"stage": 2, **CONFIG})
+    if how == "in place":
+        model.layers[1].compile(backend="eager")
+    clip = QKClip(optimizer, threshold=3.0)
+    hidden = clip.layers[1]
+    model(rows(0, rank)).backward()
+    assert set(clip.largest()) == {"layers.0"}
+    with pytest.raises(ZeroOptimizerError, match=rf"of {hidden}, which are compiled.*observe"):
+        optimizer.step()
+    optimizer.zero_grad()
+    model(rows(0, rank)).backward()
+    clip.observe(hidden, torch.ones(4))
+    optimizer.step()
+
+
+@pytest.mark.parametrize("how", ["in place", "wrapped"])
+def test_compiled_attention_is_refused_by_name_until_it_is_observed(how):
+    run_ranks(compiled, 2, how, timeout=120)

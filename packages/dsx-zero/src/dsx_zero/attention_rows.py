@@ -7,18 +7,21 @@ latent attention (MLA). Of each row a clip of logits has to know the head, and t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import dsx_comm
 import torch
 from dsx_core.errors import first_few
+from dsx_core.together import Together
 from torch import nn
 
+from .compiling import CompiledForward
 from .errors import ZeroOptimizerError
 from .optimizer import ZeroOptimizer
 
-__all__ = ["AttentionLayer", "HeadRows", "columns_of", "found_layers", "trains"]
+__all__ = ["AttentionLayer", "HeadRows", "columns_of", "found_layers", "is_compiled", "layers_on_stages", "trains"]
 
 _PAIRS = (("q_proj", "k_proj"), ("wq", "wk"), ("query", "key"), ("to_q", "to_k"))
 _FUSED = ("qkv_proj", "Wqkv", "qkv")
@@ -52,7 +55,12 @@ class AttentionLayer:
 
 
 def found_layers(
-    optimizer: ZeroOptimizer, alpha: float, heads: int | None, names: Iterable[str] | None
+    optimizer: ZeroOptimizer,
+    alpha: float,
+    heads: int | None,
+    names: Iterable[str] | None,
+    *,
+    may_be_none: bool = False,
 ) -> Iterator[AttentionLayer]:
     """The attention modules with these names, or all of a model's. Raises ZeroOptimizerError: see `QKClip`."""
     modules = dict(optimizer.runtime.model.named_modules())
@@ -71,8 +79,68 @@ def found_layers(
             continue
         number += 1
         yield parts.layer(alpha, heads)
-    if not number:
-        raise ZeroOptimizerError(f"QKClip: found no attention in the model; {_EXPECTED}")
+    if not number and not may_be_none:
+        raise _no_attention()
+
+
+def _no_attention() -> ZeroOptimizerError:
+    """The error of a model without attention."""
+    return ZeroOptimizerError(f"QKClip: found no attention in the model; {_EXPECTED}")
+
+
+def layers_on_stages(
+    find: Callable[..., Iterator[AttentionLayer]],
+    optimizer: ZeroOptimizer,
+    layers: Iterable[str] | None,
+    stages: Any,
+) -> list[AttentionLayer]:
+    """The attention of this rank's stage (collective over `stages`).
+
+    Args:
+        find: `found_layers` with its first arguments.
+
+    Raises:
+        ZeroOptimizerError: on all stages alike, for what one of them refuses, and for names and attention that no stage
+            has.
+    """
+    size, found = dsx_comm.get_world_size(stages), list[AttentionLayer]()
+    wanted = None if layers is None else list(layers)
+
+    def gather(value: Any) -> list[Any]:
+        values: list[Any] = [None] * size
+        dsx_comm.all_gather_object(values, value, group=stages)
+        return values
+
+    def mine() -> tuple[list[str], int]:
+        here = dict(optimizer.runtime.model.named_modules())
+        known = [name for name in wanted or () if name in here]
+        if known or wanted is None:
+            found.extend(find(wanted if wanted is None else known, may_be_none=True))
+        return known, len(found)
+
+    told = Together(gather, dsx_comm.get_rank(stages), size, (ZeroOptimizerError,)).run("looking for attention", mine)
+    held = {name for known, _ in told for name in known}
+    if missing := [name for name in wanted or () if name not in held]:
+        raise ZeroOptimizerError(
+            f"layers: no stage has a module {first_few(missing)}; expected names of named_modules()"
+        )
+    if not any(count for _, count in told):
+        raise _no_attention()
+    return found
+
+
+def is_compiled(model: nn.Module, name: str) -> bool:
+    """Is a module, or one around it, called as compiled code?"""
+    module, around = model, [model]
+    for part in name.split(".") if name else ():
+        module = module.get_submodule(part)
+        around.append(module)
+    return any(
+        getattr(m, "_compiled_call_impl", None) is not None
+        or hasattr(m, "_orig_mod")
+        or isinstance(vars(m).get("forward"), CompiledForward)
+        for m in around
+    )
 
 
 _EXPECTED = (

@@ -21,9 +21,11 @@ a module may set `self.max_logits` in its forward, which is free where it has th
 *Where it happens.* As a hook behind the inner optimizer's step, on the slices of the fp32 masters that a rank owns,
 before they are published: nothing is gathered, and the bits do not depend on stage or ranks. The host does not wait.
 
-Left out: modules in compiled code are not seen (`observe` there); weights of which the rows are no heads (GPT-2's
-`Conv1D`, Megatron's interleaved `linear_qkv`); models that normalise queries and keys, whose logits do not depend on
-the size of the weights.
+*Pipelines.* Each stage clips the attention that it has; `stages` are the ranks of the other stages.
+
+Left out: modules in compiled code are not seen, and a step without their logits raises (`observe` there); weights of
+which the rows are no heads (GPT-2's `Conv1D`, Megatron's interleaved `linear_qkv`); models that normalise queries and
+keys, whose logits do not depend on the size of the weights.
 """
 
 from __future__ import annotations
@@ -41,7 +43,15 @@ from dsx_core.modules import ModuleHook
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from .attention_rows import AttentionLayer, HeadRows, columns_of, found_layers, trains
+from .attention_rows import (
+    AttentionLayer,
+    HeadRows,
+    columns_of,
+    found_layers,
+    is_compiled,
+    layers_on_stages,
+    trains,
+)
 from .errors import ZeroOptimizerError
 from .optimizer import ZeroOptimizer
 
@@ -105,6 +115,8 @@ class QKClip:
         heads: query heads of a layer, on this rank where tensor parallelism divides them; None: the modules say it
             (`num_heads` or `heads`, or `num_attention_heads` of their `config`).
         layers: names of the attention modules; None: every module with the projections of one.
+        stages: where the optimizer has one stage of a pipeline, the group of the ranks with all of its stages. The call
+            is then collective over them. A stage may have no attention.
 
     Raises:
         ZeroOptimizerError: a setting is out of its range; there is no such layer; a layer's heads are not known, or do
@@ -120,6 +132,7 @@ class QKClip:
         alpha: float = 0.5,
         heads: int | None = None,
         layers: Iterable[str] | None = None,
+        stages: Any = None,
     ) -> None:
         if not (isinstance(threshold, (int, float)) and 0 < threshold < math.inf):
             raise ZeroOptimizerError(f"threshold: got {threshold!r}, expected a number above 0, such as 100")
@@ -128,7 +141,9 @@ class QKClip:
         _check_optimizer(optimizer)
         self.threshold, self.alpha = float(threshold), float(alpha)
         self._optimizer = weakref.ref(optimizer)
-        self._layers = {layer.name: layer for layer in found_layers(optimizer, self.alpha, heads, layers)}
+        find = partial(found_layers, optimizer, self.alpha, heads)
+        found = list(find(layers)) if stages is None else layers_on_stages(find, optimizer, layers, stages)
+        self._layers = {layer.name: layer for layer in found}
         self._names = {id(layer.module): name for name, layer in self._layers.items()}
         self._largest: dict[str, torch.Tensor] = {}
         self._on: dict[torch.device, dict[str, HeadRows]] = {}
@@ -190,8 +205,15 @@ class QKClip:
     def _clip(self, *_: Any) -> None:
         """Multiply the rows of this rank's masters (collective)."""
         optimizer = self._optimizer()
-        if optimizer is None:
+        if optimizer is None or not self._layers:  # a stage without attention
             return
+        unseen = [name for name in self._layers if name not in self._largest]
+        if compiled := [name for name in unseen if is_compiled(optimizer.runtime.model, name)]:
+            raise ZeroOptimizerError(
+                f"QKClip: no logits were observed since the last update, of {first_few(compiled)}, which are compiled:"
+                " attention in compiled code is not seen. Call optimizer.qk_clip.observe(module, logits) outside of it,"
+                " leave these modules out of layers, or do not compile them"
+            )
         if not self._largest:
             raise ZeroOptimizerError(
                 f"QKClip: no logits were observed since the last update, of {first_few(self._layers)}. Compiled modules"

@@ -12,7 +12,6 @@ from dsx_comm import RankSets
 from dsx_zero.qk_clip import QKClip
 
 from .config import Config
-from .engine.errors import EngineArgumentError
 from .engine.request import Request
 from .extension import Extension, Watch, Watched
 from .pipelining import is_pipeline
@@ -33,14 +32,11 @@ class LogitClipping(Extension):
         section = config.use("optimizer")
         if section is not None and request.optimizer is None:
             self._asked = section.params.get("qk_clip")
-        if self._asked is not None and is_pipeline(request.model):
-            raise EngineArgumentError(
-                "optimizer.params.qk_clip: got a pipeline, some stages of which have no attention; expected a model in"
-                " one stage"
-            )
         return request
 
     def join(self, watch: Watch, to: Watched) -> None:
         """Find the attention, and clip from now on."""
         if self._asked is not None and to.trains:
-            watch.closing.callback(QKClip(to.optimizer, **self._asked).close)
+            module: Any = to.module
+            stages = module.pipe_group if is_pipeline(module) else None
+            watch.closing.callback(QKClip(to.optimizer, **self._asked, stages=stages).close)
