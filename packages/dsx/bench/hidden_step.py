@@ -110,7 +110,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=9, help="steps of each that are timed")
     parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--width", type=int, default=3072)
     parser.add_argument("--sleep-ms", type=float, default=15.0, help="of a layer's forward; backward takes twice that")
     parser.add_argument("--gbps", type=float, default=2.0, help="GB/s of the link")
     parser.add_argument("--clipped-every", type=int, default=0, metavar="N")
