@@ -14,7 +14,6 @@ from typing import Any
 import dsx_comm
 import torch
 from dsx_core.errors import first_few
-from dsx_core.together import Together
 from torch import nn
 
 from .compiling import CompiledForward
@@ -103,13 +102,8 @@ def layers_on_stages(
         ZeroOptimizerError: on all stages alike, for what one of them refuses, and for names and attention that no stage
             has.
     """
-    size, found = dsx_comm.get_world_size(stages), list[AttentionLayer]()
+    found = list[AttentionLayer]()
     wanted = None if layers is None else list(layers)
-
-    def gather(value: Any) -> list[Any]:
-        values: list[Any] = [None] * size
-        dsx_comm.all_gather_object(values, value, group=stages)
-        return values
 
     def mine() -> tuple[list[str], int]:
         here = dict(optimizer.runtime.model.named_modules())
@@ -118,7 +112,7 @@ def layers_on_stages(
             found.extend(find(wanted if wanted is None else known, may_be_none=True))
         return known, len(found)
 
-    told = Together(gather, dsx_comm.get_rank(stages), size, (ZeroOptimizerError,)).run("looking for attention", mine)
+    told = dsx_comm.together(stages, kinds=(ZeroOptimizerError,)).run("looking for attention", mine)
     held = {name for known, _ in told for name in known}
     if missing := [name for name in wanted or () if name not in held]:
         raise ZeroOptimizerError(
