@@ -14,7 +14,7 @@ from workspace import all_packages, closure, load, read_toml, requirement_name  
 PACKAGES = all_packages()
 LAYER = {
     **{"dsx-compat": 4, "dsx": 3, "dsx-zero": 2, "dsx-pipe": 2, "dsx-moe": 2, "dsx-data": 2},
-    **{"dsx-compress": 2, "dsx-comm": 1, "dsx-checkpoint": 2, "dsx-launch": 2.5, "dsx-plan": 2.75},
+    **{"dsx-compress": 2, "dsx-comm": 1, "dsx-checkpoint": 1.5, "dsx-launch": 2.5, "dsx-plan": 2.75},
     **{"dsx-activations": 2, "dsx-verify": 2, "dsx-core": -1},
 }
 PAGES = {".js", ".css", ".html"}

@@ -87,7 +87,7 @@ def loaded(rank, world, folder, how, stage, dtype, trains_first):
             model(torch.arange(4)).float().square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    report = dsx_zero.load(model, folder)
+    report = dsx_zero.load_weights(model, folder)
     assert set(report.loaded) == set(stored(source))
     assert report.missing == report.unexpected == report.initialised == ()
     if how != "sharded":
@@ -127,7 +127,7 @@ def test_offloaded_shards_are_filled_where_they_live(tmp_path):
     write(tmp_path, stored(Net()))
     settings = EXACT | {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     model, _ = dsx_zero.shard(Net(seed=9).bfloat16(), adamw, stage=3, config=settings)
-    dsx_zero.load(model, tmp_path)
+    dsx_zero.load_weights(model, tmp_path)
     assert torch.equal(model.blocks[0][0].weight.full_tensor(), Net().blocks[0][0].weight.bfloat16())
 
 
@@ -135,11 +135,11 @@ def test_one_file_and_a_folder_without_an_index_and_other_names(tmp_path):
     save_file({f"wrap.{n}": t for n, t in stored(Net()).items()}, tmp_path / "weights.safetensors")
     for path in (tmp_path, tmp_path / "weights.safetensors"):
         model = Net(seed=9)
-        dsx_zero.load(model, path, rename=lambda name: name.removeprefix("wrap."))
+        dsx_zero.load_weights(model, path, rename=lambda name: name.removeprefix("wrap."))
         assert torch.equal(model.blocks[2][0].bias, Net().blocks[2][0].bias)
     strided = Net(seed=9)
     strided.blocks[0][0].weight.data = torch.empty(8, 8).t()
-    dsx_zero.load(strided, tmp_path, rename=lambda name: name.removeprefix("wrap."))
+    dsx_zero.load_weights(strided, tmp_path, rename=lambda name: name.removeprefix("wrap."))
     assert torch.equal(strided.blocks[0][0].weight, Net().blocks[0][0].weight)
 
 
@@ -151,11 +151,11 @@ def test_what_does_not_fit_is_named_and_nothing_is_changed(tmp_path):
     model = Net(seed=9)
     before = stored(model)
     with pytest.raises(dsx_zero.ZeroLoadError, match=r"missing: blocks.0.0.bias; unexpected: lm_head.weight\. Give"):
-        dsx_zero.load(model, tmp_path)
+        dsx_zero.load_weights(model, tmp_path)
     tensors["blocks.1.0.weight"] = torch.ones(3)
     write(tmp_path, tensors)
     with pytest.raises(dsx_zero.ZeroLoadError, match=r"blocks.1.0.weight: got shape \(3,\), expected \(8, 8\)"):
-        dsx_zero.load(model, tmp_path, strict=False)
+        dsx_zero.load_weights(model, tmp_path, strict=False)
     assert all(torch.equal(a, b) for a, b in zip(before.values(), stored(model).values()))
 
 
@@ -167,8 +167,10 @@ def _renamed(rank, world_size, folder):
 
     model = Net(seed=9)
     before = stored(model)
-    with pytest.raises(dsx_zero.ZeroLoadError, match=r"dsx_zero.load: rank 1 failed: KeyError: 'blocks") as found:
-        dsx_zero.load(model, folder, rename=rename)
+    with pytest.raises(
+        dsx_zero.ZeroLoadError, match=r"dsx_zero.load_weights: rank 1 failed: KeyError: 'blocks"
+    ) as found:
+        dsx_zero.load_weights(model, folder, rename=rename)
     assert isinstance(found.value.__cause__, KeyError) == (rank == 1)
     assert all(torch.equal(a, b) for a, b in zip(before.values(), stored(model).values()))
 
@@ -187,7 +189,7 @@ def test_the_report_of_a_load_that_is_not_strict(tmp_path):
         model = Net()
     model.scale = torch.zeros(8)
     model.blocks[0][0].bias.data.fill_(7.0)  # somebody gave it values
-    report = dsx_zero.load(model, tmp_path, strict=False)
+    report = dsx_zero.load_weights(model, tmp_path, strict=False)
     assert report.missing == ("blocks.0.0.bias",)
     assert report.unexpected == ("lm_head.weight",)
     assert report.initialised == ("blocks.2.0.weight",)
@@ -211,12 +213,12 @@ def test_parameters_without_values_are_refused(tmp_path):
         plain = Net()
     write(tmp_path, stored(Net()))
     with pytest.raises(dsx_zero.ZeroLoadError, match=r"is on the meta device and has no memory; build the model under"):
-        dsx_zero.load(plain, tmp_path)
+        dsx_zero.load_weights(plain, tmp_path)
 
 
 def differing(rank, world, folders):
     with pytest.raises(dsx_zero.ZeroLoadError) as caught:
-        dsx_zero.load(Net(), folders[rank])
+        dsx_zero.load_weights(Net(), folders[rank])
     return str(caught.value)
 
 
@@ -254,7 +256,7 @@ def peak_of_loading(rank, world, folder, width):
     with torch.device("meta"), dsx_zero.Init(remote_device="cpu"):
         model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(12)))
     tracemalloc.start()
-    dsx_zero.load(model, folder)
+    dsx_zero.load_weights(model, folder)
     _, peak = tracemalloc.get_traced_memory()
     return peak, sum(p.source.shard.nbytes for p in model.parameters())
 

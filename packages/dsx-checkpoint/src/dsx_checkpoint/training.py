@@ -35,6 +35,7 @@ __all__ = ["load_training", "save_training"]
 
 _GROUPS = "param_groups"
 _CALLER = "state"
+_STEPS = "steps_done"
 
 
 def save_training(
@@ -60,7 +61,7 @@ def save_training(
         CheckpointError: any other failure; the same on all ranks.
     """
     held = _Held(model, optimizer)
-    saved = {_GROUPS: held.groups(), _CALLER: dict(state or {})}
+    saved = {_GROUPS: held.groups(), _CALLER: dict(state or {}), **held.steps_done()}
     return save(directory, tag, module=held.module, slices=held.slices(), state=saved, places=held.places, **options)
 
 
@@ -93,9 +94,10 @@ def load_training(
     loaded = load(directory, tag, module=held.module, optimizer=held, places=held.places, **options)
     if loaded is None:
         return None
-    own = set(loaded.state) == {_GROUPS, _CALLER}
+    own = {_GROUPS, _CALLER} <= set(loaded.state) <= {_GROUPS, _CALLER, _STEPS}
     if own and options.get("optimizer_states", True):
         held.set_groups(loaded.state[_GROUPS])
+        held.set_steps_done(loaded.state.get(_STEPS))
     state = loaded.state[_CALLER] if own else loaded.state  # a checkpoint of an engine has a state of another form
     return Loaded(loaded.path, state, loaded.missing, loaded.unexpected, loaded.rank_state, loaded.saved_by)
 
@@ -241,6 +243,14 @@ class _Held:
         if len(mine) == len(groups):
             for group, saved in zip(mine, groups):
                 group.update({key: value for key, value in saved.items() if key in group})
+
+    def steps_done(self) -> dict[str, int]:
+        """The count of an optimizer that keeps one, as that of dsx-zero does for its late updates."""
+        return {_STEPS: self.optimizer.steps_done} if self._describes_itself else {}
+
+    def set_steps_done(self, steps: int | None) -> None:
+        if self._describes_itself and steps is not None:
+            self.optimizer.steps_done = steps
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

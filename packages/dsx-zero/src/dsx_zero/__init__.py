@@ -8,9 +8,9 @@ optimizer.zero_grad()
 
 Where things are (each folder has a map of its own): `api` builds, `runtime` names the parts, `optimizer` steps them;
 `plan` who owns what, `params` flat buffers and parameters, `order` of the collectives, `grads` reduction, `gather` at
-stage 3 and after a step, `step` masters and norms, `state` slices by name, `full_state` all of it whole, `torch_state`
-and `torch_forms` the form of torch's checkpoints, `copies` an EMA or a reference, `access` single parameters of a
-sharded model. What `shard` refuses is in `checks`.
+stage 3 and after a step, `step` masters and norms, `state` slices by name, `full_state` all of it whole,
+`checkpoints` all of it in a folder, `torch_state` and `torch_forms` the form of torch's checkpoints, `copies` an EMA
+or a reference, `access` single parameters of a sharded model. What `shard` refuses is in `checks`.
 """
 
 from . import export as export
@@ -32,6 +32,7 @@ from .access import (
 )
 from .alike import RanksDifferError, agree, telling
 from .api import shard
+from .checkpoints import load, save
 from .compiling import compile_units, is_compiled
 from .errors import ZeroConfigError, ZeroError, ZeroLoadError, ZeroModelError, ZeroOptimizerError, ZeroStateError
 from .estimate import (
@@ -47,7 +48,6 @@ from .full_state import full_state_dict, load_full_state_dict
 from .gather.external import register_external_parameter, unit_index, unregister_external_parameter
 from .gathered import GatheredParameters, UnownedEditError
 from .generation import gather_hooks_paused, unwrap_model_for_generation
-from .grads.averaging import AveragesItself, averages_itself
 from .grads.reduction import Reduction
 from .inspection import Partition, partition_of
 from .optimizer import StepOutcome, ZeroOptimizer
@@ -71,12 +71,10 @@ from .state.moving import OffloadDeviceEnum, OffloadStateTypeEnum
 from .state.slices import ParamSlice, Reader, StoredValues
 from .tiled import TiledLinear, TiledLinearReturnBias
 from .uneven import uneven_forwards
-from .weights import LoadReport, load
+from .weights import LoadReport, load_weights
 
 __all__ = [
-    "AveragesItself",
     "agree",
-    "averages_itself",
     "compile_units",
     "is_compiled",
     "GatheredParameters",
@@ -84,6 +82,8 @@ __all__ = [
     "MiCS_Init",
     "LoadReport",
     "load",
+    "load_weights",
+    "save",
     "PartitionedParameter",
     "PartitionedParameterError",
     "ScheduleDivergence",

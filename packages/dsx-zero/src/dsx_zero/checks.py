@@ -115,7 +115,8 @@ def check_values(model: nn.Module) -> None:
     if empty:
         raise ZeroModelError(
             f"{first_few(empty)}: made on the meta device under dsx_zero.Init, and without values; fill the"
-            " model with dsx_zero.load(model, path) first, or write these parameters on every rank (p.data.normal_())"
+            " model with dsx_zero.load_weights(model, path) first, or write these parameters on every rank"
+            " (p.data.normal_())"
         )
 
 

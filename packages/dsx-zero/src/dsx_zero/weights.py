@@ -1,4 +1,4 @@
-"""`load`: fill a model from files of weights, each rank reading only what it keeps.
+"""`load_weights`: fill a model from files of weights, each rank reading only what it keeps.
 
 It works on an ordinary model, on one that `Init` has divided (on the meta device too), and on one that is sharded and
 is being trained. All ranks check together, before the first value changes, that the files exist and are complete and
@@ -33,7 +33,7 @@ from .state.weight_files import WeightFiles
 if TYPE_CHECKING:
     from .optimizer import ZeroOptimizer
 
-__all__ = ["LoadReport", "load"]
+__all__ = ["LoadReport", "load_weights"]
 
 _AT_ONCE = 1 << 22
 """Elements that are read at once."""
@@ -44,7 +44,7 @@ Put = Callable[[int, torch.Tensor], None]
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What `load` did, by names of the model (unexpected ones: of the files).
+    """What `load_weights` did, by names of the model (unexpected ones: of the files).
 
     Attributes:
         loaded: have the files' values.
@@ -82,7 +82,7 @@ class _Target:
         return isinstance(self.tensor, PartitionedParameter) or self.tensor.device.type != "meta"
 
 
-def load(
+def load_weights(
     model: nn.Module,
     path: str | Path,
     *,
@@ -113,16 +113,17 @@ def load(
         plans.append(_plan(model, path, strict=strict, rename=rename))
         return plans[0].digest()
 
-    if len(set(together.run("dsx_zero.load", make_plan))) > 1:
+    if len(set(together.run("dsx_zero.load_weights", make_plan))) > 1:
         raise ZeroLoadError(
-            "dsx_zero.load: the ranks read different files, or have different models; expected the same on all ranks"
+            "dsx_zero.load_weights: the ranks read different files, or have different models; expected the same on all"
+            " ranks"
         )
     (plan,) = plans
     with torch.no_grad():
         for module in plan.to_initialise:
             module.reset_parameters()  # type: ignore[operator]
         try:
-            together.run("dsx_zero.load", plan.carry_out)
+            together.run("dsx_zero.load_weights", plan.carry_out)
         except ZeroLoadError as error:
             raise ZeroLoadError(
                 f"{error} Some parameters have their new values already: load again before training"

@@ -7,8 +7,9 @@ exactly as without ``Init``: the same seed gives the same model. ``dsx_zero.shar
 units; below stage 3 it makes the parameters whole again. Between the two the model can be converted like any other
 (``model.to(torch.bfloat16)``).
 
-Parameters on the meta device have no values to divide. Each rank allocates memory for its part, and ``dsx_zero.load``,
-or a write to the parameter, gives it values. ``remote_device`` says where the parts live until the model is sharded.
+Parameters on the meta device have no values to divide. Each rank allocates memory for its part, and
+``dsx_zero.load_weights``, or a write to the parameter, gives it values. ``remote_device`` says where the parts live
+until the model is sharded.
 
 If a launcher started this process (also as the only rank) and no process group exists yet, ``Init`` makes the default
 one.
@@ -94,7 +95,7 @@ class InitParameter:
         if not self.has_values:
             raise PartitionedParameterError(
                 f"parameter '{self.name}' (shape {self.layout.shapes[0]}) was made on the meta device and has no values"
-                " yet; fill the model with dsx_zero.load(model, path), or write the parameter on every rank"
+                " yet; fill the model with dsx_zero.load_weights(model, path), or write the parameter on every rank"
                 " (p.data.normal_())"
             )
         return read_whole(self.layout, self.name, self.shard, self.ranks, device=self.device)
