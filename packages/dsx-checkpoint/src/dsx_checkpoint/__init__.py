@@ -25,6 +25,7 @@ Modules, in the order from data to actions:
     spans.py, node_part.py                      which bytes of a checkpoint one node has
     nodes/                                      where each node has a disk of its own
     whole.py                                    weights as a mapping
+    extra_state.py                              what modules keep beside parameters and buffers
     training.py                                 plain modules and optimizers, DDP, FSDP2
     looking.py, exporting.py, command.py        `dsx checkpoint`
     foreign/                                    checkpoints of other programs

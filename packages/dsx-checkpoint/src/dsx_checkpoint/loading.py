@@ -25,6 +25,7 @@ from torch import nn
 
 from .encode import decode
 from .errors import CheckpointCorruptError, CheckpointError
+from .extra_state import EXTRA_KEY, EXTRA_SHAPE, modules_with_extra_state
 from .folder import check_folder, check_one_folder, meant_as_latest, resolve_tag
 from .format import DTYPES, MODEL, TensorSpec
 from .ranks import Ranks, default_ranks
@@ -76,6 +77,7 @@ class Prepared:
     loaded: Loaded
     _buffers: list[tuple[torch.Tensor, torch.Tensor]]
     _slices: Any
+    _extra: list[tuple[nn.Module, Any]]
 
     def install(self) -> Loaded:
         """Write everything into the model and the optimizer. Collective. Can be called once."""
@@ -83,6 +85,8 @@ class Prepared:
             while self._buffers:
                 buffer, value = self._buffers.pop()
                 buffer.copy_(value)
+        for child, value in self._extra:
+            child.set_extra_state(value)
         self._slices.install()
         return self.loaded
 
@@ -275,17 +279,25 @@ class LoadRequest:
         found = _compare(reader, _wanted(self.module, self.optimizer, self.places))
         return dataclasses.replace(found, missing=found.missing[:_MOST_SHOWN]) if self.strict else found
 
-    def read(self, reader: Reader, ranks: Ranks) -> tuple[Any, Any, list[tuple[torch.Tensor, torch.Tensor]], Any]:
-        """State, the rank's own state, buffers with their new values, and what `optimizer.read_slices` returns."""
+    def read(self, reader: Reader, ranks: Ranks) -> tuple[Any, Any, dict[str, list[Any]], Any]:
+        """State, the rank's own state, buffers and modules with their new values, and what `optimizer.read_slices`
+        returns.
+        """
         index = reader.index
         mine = index.ranks[ranks.rank] if len(index.ranks) == ranks.world_size else None
         state, rank_state = decode(index.state, reader.client), decode(mine, reader.client)
+        saved = state.pop(EXTRA_KEY, {}) if isinstance(state, dict) else {}
+        extra = [
+            (child, saved[n])
+            for n, child in modules_with_extra_state(self.module)
+            if self.selection.wants(n) and n in saved
+        ]
         buffers = [
             (b, reader.buffer(n, tuple(b.shape)))
             for n, b in persistent_buffers(self.module)
             if self.selection.wants(n) and reader.has(n)
         ]
-        return state, rank_state, buffers, self.optimizer.read_slices(reader)
+        return state, rank_state, {"_buffers": buffers, "_extra": extra}, self.optimizer.read_slices(reader)
 
     def prepare(self, root: Path, name: str, ranks: Ranks, *, checks: bool, parts: bool) -> Prepared:
         """Read one checkpoint. Collective, with the same error on all ranks.
@@ -309,11 +321,12 @@ class LoadRequest:
 
         missing, unexpected = ranks.through_first(f"opening {root / name}", compare, merge)
         reader.verifies_later = True
-        state, rank_state, buffers, slices = ranks.keep(f"reading {root / name}", lambda: self.read(reader, ranks))
+        state, rank_state, of_module, slices = ranks.keep(f"reading {root / name}", lambda: self.read(reader, ranks))
         if reader.verification is not None:
             reader.verification.settle(ranks)
         saved_by = len(reader.index.ranks)
-        return Prepared(Loaded(reader.folder, state, missing, unexpected, rank_state, saved_by), buffers, slices)
+        loaded = Loaded(reader.folder, state, missing, unexpected, rank_state, saved_by)
+        return Prepared(loaded, _slices=slices, **of_module)
 
 
 def load(directory: str | os.PathLike[str], tag: str | None = None, **options: Any) -> Loaded | None:
@@ -335,6 +348,7 @@ def _wanted(
     """Name here -> shape of the whole tensor and dtype here, of every parameter and buffer."""
     found = {part.name: (tuple(part.shape), part.param.dtype) for part in optimizer.slices()}
     found |= {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in persistent_buffers(module)}
+    found |= {name: (EXTRA_SHAPE, torch.uint8) for name, _ in modules_with_extra_state(module)}
     return {name: (Place.of(name, shape, places).shape, dtype) for name, (shape, dtype) in found.items()}
 
 

@@ -18,6 +18,7 @@ from .announcing import Told, stored_name
 from .boxes import Box, Region
 from .crc import Chunks
 from .errors import CheckpointError, shown
+from .extra_state import refuse_elsewhere
 from .format import CLIENT, FAMILIES, MODEL, MOST_CHUNKS, OPTIMIZER, Placed, TensorSpec
 from .plan import FilePlan, bins, numbered_files, weight_map, worth_a_file
 from .striping import striped_files
@@ -94,6 +95,7 @@ class WritePlan:
         writers = Writers.of(told, model)
         specs = {MODEL: list(model.values()), OPTIMIZER: list(writers.states(model)), CLIENT: writers.client_specs}
         known = [known for catalogue in told.catalogues for known in catalogue.known.values()]
+        refuse_elsewhere((k.spec.name for k in known), told.catalogues[told.of_rank[0][0]].known)
         nbytes = sum(spec.nbytes for family in (MODEL, OPTIMIZER) for spec in specs[family])
         while nbytes > MOST_CHUNKS * chunk_bytes:  # all hashes go to rank 0, and every load reads them
             chunk_bytes *= 2

@@ -16,6 +16,7 @@ from .boxes import Box, Region
 from .crc import Sums
 from .encode import decode
 from .errors import CheckpointCorruptError, CheckpointError, nothing_committed, shown
+from .extra_state import EXTRA_KEY
 from .files import opened, read_text
 from .folder import check_folder, find_checkpoint, resolve_tag
 from .format import CLIENT, INDEX_NAME, LATEST_NAME, MASTER, MODEL, OPTIMIZER, Index, TensorSpec
@@ -146,7 +147,7 @@ class Reader:
 
     def state_of_caller(self) -> dict[str, Any]:
         """What `save` was given as `state`: under "engine" the training state, under "client" the caller's."""
-        return decode(self.index.state, self.client)
+        return {key: value for key, value in decode(self.index.state, self.client).items() if key != EXTRA_KEY}
 
     def buffer(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """This rank's part of a stored buffer, in the shape it has here."""

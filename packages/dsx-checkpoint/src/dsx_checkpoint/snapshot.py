@@ -23,6 +23,7 @@ from .announcing import MODEL_KEY, Catalogue, ClientTensor, Holding, HoldingBuil
 from .boxes import Box, Region
 from .encode import encode
 from .errors import CheckpointError, shown
+from .extra_state import EXTRA_KEY, EXTRA_SHAPE, extra_states
 from .format import CLIENT, MASTER, TensorSpec, dtype_name
 
 
@@ -114,9 +115,14 @@ class Snapshot:
             place = Place.of(name, buffer.shape, places)
             builder.know(place.name, Known(place.spec(dtype_name(buffer.dtype)), unlike=True))
             snapshot._add(builder, MODEL_KEY, place, 0, buffer.detach().reshape(-1))
+        extra = extra_states(module)
+        for name in extra:
+            place, nothing = Place.of(name, EXTRA_SHAPE, {}), torch.empty(EXTRA_SHAPE, dtype=torch.uint8, device="cpu")
+            builder.know(name, Known(place.spec(dtype_name(nothing.dtype)), unlike=True))
+            snapshot._add(builder, MODEL_KEY, place, 0, nothing)
         builder.finish()
         tensors: dict[str, torch.Tensor] = {}
-        snapshot.state = encode(state, "state", tensors)
+        snapshot.state = encode({**state, EXTRA_KEY: extra} if extra else state, "state", tensors)
         if rank != 0:
             tensors = {}  # rank 0's are kept
         if rank_state is not None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from .extra_state import is_extra_state
 from .format import MODEL
 from .reading import Reader, open_checkpoint
 
@@ -19,7 +20,8 @@ class WholeTensors(Mapping[str, torch.Tensor]):
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
         aliases = reader.index.aliases
-        self._names = [n for name in reader.index.tensors[MODEL] for n in (name, *aliases.get(name, ()))]
+        own = [name for name in reader.index.tensors[MODEL] if not is_extra_state(name)]
+        self._names = [n for name in own for n in (name, *aliases.get(name, ()))]
 
     @staticmethod
     def of(path: Path) -> WholeTensors:

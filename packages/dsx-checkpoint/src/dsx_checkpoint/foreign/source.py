@@ -18,6 +18,7 @@ from ..announcing import MODEL_KEY, ClientTensor, HoldingBuilder, Known, stored_
 from ..boxes import Region
 from ..encode import encode
 from ..errors import CheckpointCorruptError, CheckpointError, shown
+from ..extra_state import is_extra_state
 from ..folder import check_folder, check_tag, temporary_name
 from ..format import CHUNK_BYTES, CLIENT, DTYPES, MASTER, MODEL, OPTIMIZER, TensorSpec, dtype_name
 from ..keeping import Keeping
@@ -216,7 +217,7 @@ def of_reader(reader: Reader) -> Source:
     found = Source(
         kind=f"dsx, format version {index.version}",
         parameters={name: part(MODEL, name) for name in model if name in aliases},
-        buffers={name: part(MODEL, name) for name in model if name not in aliases},
+        buffers={name: part(MODEL, name) for name in model if name not in aliases and not is_extra_state(name)},
         aliases=aliases,
     )
     for stored in index.tensors[OPTIMIZER]:
