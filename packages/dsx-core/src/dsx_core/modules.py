@@ -28,6 +28,7 @@ __all__ = [
     "ModuleHook",
     "block_names",
     "is_compiled",
+    "runs_compiled",
 ]
 
 CALL = "_compiled_call_impl"
@@ -97,11 +98,15 @@ class CompiledCall:
 
 def is_compiled(module: nn.Module) -> bool:
     """Was a part of a model compiled: by `dsx_zero.compile_units`, `module.compile()` or `torch.compile(module)`?"""
-    return any(
-        isinstance(part.__dict__.get("forward"), CompiledCall)
-        or hasattr(part, "_orig_mod")
-        or _is_compiled_call(getattr(part, CALL, None))
-        for part in module.modules()
+    return any(runs_compiled(part) for part in module.modules())
+
+
+def runs_compiled(module: nn.Module) -> bool:
+    """Is this module itself, without what is in it, called as compiled code?"""
+    return (
+        isinstance(module.__dict__.get("forward"), CompiledCall)
+        or hasattr(module, "_orig_mod")
+        or _is_compiled_call(getattr(module, CALL, None))
     )
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import dsx_comm
 import torch
 from dsx_core.errors import first_few
+from dsx_core.modules import runs_compiled
 from torch import nn
 
-from .compiling import CompiledForward
 from .errors import ZeroOptimizerError
 from .optimizer import ZeroOptimizer
 
@@ -129,12 +129,7 @@ def is_compiled(model: nn.Module, name: str) -> bool:
     for part in name.split(".") if name else ():
         module = module.get_submodule(part)
         around.append(module)
-    return any(
-        getattr(m, "_compiled_call_impl", None) is not None
-        or hasattr(m, "_orig_mod")
-        or isinstance(vars(m).get("forward"), CompiledForward)
-        for m in around
-    )
+    return any(runs_compiled(m) for m in around)
 
 
 _EXPECTED = (
