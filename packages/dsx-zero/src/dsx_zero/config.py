@@ -285,7 +285,7 @@ class ZeroConfig(_Section):
     sub_group_size: Count = Field(
         1_000_000_000_000,
         description=(
-            "elements of this rank's masters that the optimizer updates at a time. With states on disk it is 16777216"
+            "elements of this rank's masters that the optimizer updates at a time. With states on disk it is 4194304"
             " if it is not set; a value of the size of the model has all states in host memory at once"
         ),
     )

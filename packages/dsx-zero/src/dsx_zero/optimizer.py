@@ -513,6 +513,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.moved.bring_back()
         self._abandon_step()
         self.released = True
+        self.states.blocks.drop()
         if self._before_forward is not None:
             self._before_forward.remove()
         self.runtime.gradients.remove_hooks()

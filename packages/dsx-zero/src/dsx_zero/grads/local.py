@@ -12,6 +12,7 @@ import dsx_comm
 import torch
 from dsx_comm.lanes import Ticket
 
+from ..homes.blocks import HostBlocks
 from ..homes.home import Home, block_norm
 from ..order.protocol import EditWatch, RowSum
 from ..params.flat import FlatGroup, Part, Unit
@@ -105,8 +106,11 @@ class LocalGradients:
                 refuse_sparse(parameter.grad, name)
         return None
 
-    def parts(self, group: FlatGroup, parts: Sequence[Part]) -> tuple[torch.Tensor, ...]:
-        """See `Gradients.parts`."""
+    def parts(
+        self, group: FlatGroup, parts: Sequence[Part], blocks: HostBlocks | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """See `Gradients.parts`. Where these gradients are used, nothing is offloaded."""
+        del blocks
         grads = [_grad(group.parameters[group.layout.index(part.name)]) for part in parts]
         if (master := group.master) is not None:
             grads = [grad.to(device=master.device, dtype=master.dtype) for grad in grads]

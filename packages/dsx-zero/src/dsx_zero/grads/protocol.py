@@ -11,6 +11,7 @@ import dsx_comm
 import torch
 from dsx_comm.lanes import Ticket
 
+from ..homes.blocks import HostBlocks
 from ..homes.home import Home
 from ..order.protocol import EditWatch, RowSum
 from ..params.flat import FlatGroup, Part
@@ -76,11 +77,14 @@ class Gradients(Protocol):
         """
         ...
 
-    def parts(self, group: FlatGroup, parts: Sequence[Part]) -> tuple[torch.Tensor, ...]:
+    def parts(
+        self, group: FlatGroup, parts: Sequence[Part], blocks: HostBlocks | None = None
+    ) -> tuple[torch.Tensor, ...]:
         """The gradients of these parts of the group's parameters, 1-D, in the dtype and on the device of the masters.
 
         Args:
             parts: in order of their offsets.
+            blocks: memory for gradients that are kept in host memory, in another dtype than the masters'.
         """
         ...
 

@@ -16,6 +16,7 @@ import dsx_comm
 import torch
 from dsx_comm.lanes import Lane, Pending, Ticket
 
+from ..homes.blocks import HostBlocks
 from ..homes.home import Home, block_norm, read, write
 from ..homes.ring import Ring
 from ..homes.tiers import Tier
@@ -225,7 +226,9 @@ class Reductions:
 
     # Values -----------------------------------------------------------------------------------------------------------
 
-    def parts(self, group: FlatGroup, parts: Sequence[Part]) -> tuple[torch.Tensor, ...]:
+    def parts(
+        self, group: FlatGroup, parts: Sequence[Part], blocks: HostBlocks | None = None
+    ) -> tuple[torch.Tensor, ...]:
         """See `Gradients.parts`."""
         if group in self.rows:
             return (self.rows[group].stepped(),) if parts else ()
@@ -233,7 +236,7 @@ class Reductions:
         for buffers in reversed(newest):  # when its copy has arrived on the host, the earlier ones have, too
             if isinstance(buffers, GroupGradients):
                 read(buffers.values(), 0, 0)
-        return cut_parts(self._of[group].values(), group, parts) if parts else ()
+        return cut_parts(self._of[group].values(), group, parts, blocks) if parts else ()
 
     def norms(self) -> Iterator[tuple[dsx_comm.RankSet, torch.Tensor]]:
         """See `Gradients.norms`: of the reduced buffers, and of the rows of sparse embeddings."""
@@ -390,15 +393,20 @@ class Reducer:
             out.copy_(result)
 
 
-def cut_parts(values: Home, group: FlatGroup, parts: Sequence[Part]) -> tuple[torch.Tensor, ...]:
+def cut_parts(
+    values: Home, group: FlatGroup, parts: Sequence[Part], blocks: HostBlocks | None = None
+) -> tuple[torch.Tensor, ...]:
     """Parts (at least one, in order of their offsets) of the reduced gradients of a group, 1-D, in the dtype and on the
-    device of its masters.
+    device of its masters; in another dtype than they are kept in memory of `blocks`, if given and on the host.
     """
     first, last = parts[0].slice.offset, parts[-1].slice.offset + parts[-1].slice.numel
     block = read(values, first, last)
     master = group.master
     if master is not None:
-        block = block.to(device=master.device, dtype=master.dtype)
+        if blocks is not None and block.device.type == master.device.type == "cpu":
+            block = blocks.converted(block, master.dtype)
+        else:
+            block = block.to(device=master.device, dtype=master.dtype)
     found = []
     for part in parts:  # a loop: no call per parameter
         found.append(block.narrow(0, part.slice.offset - first, part.slice.numel))

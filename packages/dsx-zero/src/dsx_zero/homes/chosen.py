@@ -31,8 +31,9 @@ __all__ = [
     "transfers_beside_step",
 ]
 
-_MOVING = 1 << 24
-"""Elements of a sub-group where states are fetched and stored and the configuration sets no size."""
+_MOVING = 1 << 22
+"""Elements of a sub-group where states are fetched and stored and the configuration sets no size. Transfers of 16 MiB
+are as fast as larger ones, and the memory of a few sub-groups stays from step to step."""
 
 _LEAST_MOVING = 1 << 20
 """Least elements of a sub-group, however little room there is in host memory: smaller transfers are slow."""

@@ -197,5 +197,6 @@ def count_bytes(runtime: Runtime, states: OptimizerStates) -> dict[str, dict[str
     if hasattr(states.inner, "communication_tensors"):  # buffers of an optimizer that communicates by itself
         for tensor in states.inner.communication_tensors():
             count.add(found["optimizer"], "device", tensor)
+    found["buffers"]["host"] = found["buffers"].get("host", 0) + states.blocks.idle_bytes
     found["buffers"]["device"] = found["buffers"].get("device", 0) + runtime.gradients.idle_bytes()
     return found

@@ -172,6 +172,7 @@ class MovedStates:
         for kind in kinds:
             if kind is OffloadStateTypeEnum.contiguous_grad_buffer:
                 self._runtime.gradients.drop_idle()
+                self._states.blocks.drop()
             elif kind not in self.stashes:
                 self.stashes[kind] = self._move(self._find(kind), pin=pin, non_blocking=non_blocking)
         if self.stashes and not self._guards:

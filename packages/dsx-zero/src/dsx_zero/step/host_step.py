@@ -105,6 +105,7 @@ class DuringBackward:
         self._runtime, self._runner, self._edits, self._channel, self._inner = runtime, runner, edits, channel, inner
         self._units, self._undoable, self._norm_on_host = frozenset(units), frozenset(undoable), norm_on_host
         self._sub_groups = {unit: runner.sub_groups_of(unit) for unit in {*units, *undoable}}
+        self._blocks = runner.blocks
         self._by_flat = hasattr(inner, "step_flat")
         """Whether the optimizer's kernels only read gradients and release Python's lock. Another optimizer may hold it
         while the user's code waits and goes on, so that its steps can always be undone.
@@ -191,7 +192,7 @@ class DuringBackward:
         of = {id(entry.group): entry.gradients for entry in groups}
 
         def gradients(group: FlatGroup, parts: Sequence[Part]) -> tuple[torch.Tensor, ...]:
-            found = cut_parts(of[id(group)], group, parts)
+            found = cut_parts(of[id(group)], group, parts, self._blocks)
             return (
                 found if self._by_flat else tuple(grad.clone() for grad in found)
             )  # such an optimizer may change them

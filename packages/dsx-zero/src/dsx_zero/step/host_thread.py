@@ -178,6 +178,7 @@ class ApartSteps:
         lane = HostLane()  # one of its own: the main thread's lane may be a stream of the device
         self._transfers = SubGroupTransfers(states, lane, behind=plan.pipeline.behind)
         self._waiting: dict[int, list[NewValues]] = {}
+        self._blocks = states.blocks
         self._old = OldValues(states)
         self.on_host_step: Callable[[int], AbstractContextManager[object]] = lambda sub_group: nullcontext()
         """Makes a context; each sub-group is stepped inside it."""
@@ -265,9 +266,15 @@ class ApartSteps:
         with _beside_parameters(masters):
             with self.on_host_step(number):
                 inner_step.step(masters, grads, factor, self._members[number], by_flat=self._by_flat)
-            waiting = [NewValues(m, _in_parameter_dtype(m)) for m in masters if new_values_wait(m.group)]
+            waiting = [NewValues(m, self._in_parameter_dtype(m)) for m in masters if new_values_wait(m.group)]
         if waiting:
             self._waiting[number] = waiting
+
+    def _in_parameter_dtype(self, master: Master) -> torch.Tensor:
+        """The master's values as the parameter will have them. In fp32 they are the master's own buffer, which nothing
+        else uses after its store.
+        """
+        return self._blocks.converted(master.tensor.detach().view(-1), master.group.key.dtype)
 
 
 @contextmanager
@@ -286,10 +293,3 @@ def _beside_parameters(masters: Sequence[Master]) -> Iterator[None]:
     finally:
         for tensor, values in shared:
             tensor.data = values
-
-
-def _in_parameter_dtype(master: Master) -> torch.Tensor:
-    """The master's values as the parameter will have them. In fp32 they are the master's own buffer, which nothing
-    else uses after its store.
-    """
-    return master.tensor.detach().view(-1).to(master.group.key.dtype)

@@ -96,6 +96,8 @@ class StepRunner:
         )
         """Steps sub-groups on another thread, before `run`."""
         self._moves = plan.moves or apart_plan.moves
+        self.blocks = states.blocks if self._moves else None
+        """Memory for what a step makes of gradients and masters that are not in memory; None: all are."""
         self._written: list[Ticket] = []
 
     def run(self, factor: float | torch.Tensor, stepped: Collection[int] = ()) -> None:
@@ -156,7 +158,10 @@ class StepRunner:
         *,
         by_flat: bool,
     ) -> None:
-        grads = self._frozen.stepped(masters, gradients_of(masters, self._runtime.gradients.parts))
+        read = self._runtime.gradients.parts
+        if self.blocks is not None:
+            read = partial(read, blocks=self.blocks)
+        grads = self._frozen.stepped(masters, gradients_of(masters, read))
         self.inner_step.step(masters, grads, factor, members, by_flat=by_flat)
 
     def _write(self, masters: Sequence[Master], *, copied: bool) -> None:
@@ -180,7 +185,10 @@ class StepRunner:
                 self._written.append(transfer(self._lane, job, f"to {group.stepped.tier}", source[elements].nbytes))
                 continue
             for master in masters[start:stop]:
-                values = master.tensor.detach().view(-1).to(group.key.dtype)
+                values = master.tensor.detach().view(-1)
+                if self.blocks is not None and values.device.type == "cpu":
+                    values = self.blocks.converted(values, group.key.dtype)
+                values = values.to(group.key.dtype)
                 lane = self._lane_to(group, values)
                 self._written.append(group.stepped.store(values, lane, start=master.slice.offset))
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from dsx_comm.lanes import Lane, Ticket
 
+from ..homes.blocks import HostBlocks
 from ..homes.home import DeviceHome, Home, discard, opened, read, write
 from ..homes.tiers import Tier
 from ..params.flat import label_of
@@ -84,6 +85,8 @@ class OptimizerStates:
         earlier: OptimizerStates | None = None,
     ) -> None:
         self.inner, self._masters, self._numbers = inner, tuple(masters), numbers
+        self.blocks = HostBlocks() if earlier is None else earlier.blocks
+        """Memory for what is in host memory only for its step."""
         self._rule = stateful(matrix_rule(inner))
         self._tier_of = {id(master.tensor): tier for master, tier in zip(masters, tiers, strict=True)}
         before = {} if earlier is None else earlier._homes
@@ -204,16 +207,20 @@ class OptimizerStates:
         """Start fetching a master and its states, as far as they are not in memory."""
         visit, home = Visit(master), master.group.master
         if home is not None and home.view() is None:
-            visit.values = torch.empty(master.numel, dtype=home.dtype, device=home.device)
+            visit.values = self._buffer(master.numel, home.dtype, home.device)
             visit.tickets.append(home.fetch(visit.values, lane, start=master.slice.offset))
         for key, place in self._homes[id(master.tensor)].items():
             view = place.view()
             if view is not None and view.device == master.tensor.device:
                 visit.states[key] = view
                 continue
-            visit.states[key] = torch.empty(place.numel, dtype=place.dtype, device=master.tensor.device)
+            visit.states[key] = self._buffer(place.numel, place.dtype, master.tensor.device)
             visit.tickets.append(place.fetch(visit.states[key], lane))
         return visit
+
+    def _buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        on_host = device.type == "cpu"
+        return self.blocks.empty(numel, dtype) if on_host else torch.empty(numel, dtype=dtype, device=device)
 
     def attach(self, visit: Visit) -> None:
         """Put what was fetched into `optimizer.state` and the master's tensor."""
