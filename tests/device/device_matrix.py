@@ -135,6 +135,19 @@ VARIANTS = [
         sample=(2,),
     ),
     variant(
+        "accumulation-on-host-stage-1",
+        {"stage": 1, "reduce_bucket_size": 20000, **OFFLOADS["optimizer-host"]},
+        rest={"gradient_accumulation_steps": 4},
+        sample=(1, 2),
+    ),
+    variant(
+        "accumulation-pageable-stage-1",
+        {"stage": 1, "reduce_bucket_size": 20000, **OFFLOADS["optimizer-pageable"]},
+        rest={"gradient_accumulation_steps": 8, **PRECISIONS["bf16"]},
+        tolerance=3e-2,
+        sample=(1, 2),
+    ),
+    variant(
         "accumulation-with-parameters-on-disk",
         {"stage": 3, **WHOLE, "offload_optimizer": PINNED, "offload_param": DISK_PARAMETERS},
         rest={"gradient_accumulation_steps": 4},

@@ -60,6 +60,8 @@ BUDGETS = [
     Budget("accumulation-pageable", 2, 2),
     Budget("accumulation-pageable-stage-2", 2, 2),
     Budget("accumulation-on-disk", 1, 2),
+    # At stage 1 micro-batches are added up on the device, and the sum leaves during the last backward.
+    *(Budget(f"accumulation-{way}-stage-1", world, 2) for way in ("on-host", "pageable") for world in (1, 2)),
     Budget("pushed-asleep", 2, 0),  # the last step, behind pushes and a wake that does not block
     Budget("activations-alone", 1, 0),
     Budget("activations-under-ddp", 2, 0),

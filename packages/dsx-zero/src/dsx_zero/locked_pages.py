@@ -49,7 +49,7 @@ def _states(
     yield parameters, key.dtype
     if not key.trainable:
         return
-    if stage >= 2:
+    if stage >= 1:
         yield placement.gradients, precision.gradient_dtype(key.dtype)
     wide_enough = key.dtype.itemsize >= precision.master.itemsize
     if not (wide_enough and placement.masters == parameters):  # else the parameter is its own master

@@ -5,9 +5,9 @@ States of a group within one optimizer step::
     empty ──arrival──► filling ──launch──► in flight ──finish──► reduced
     reduced ──arrival──► filling    (late, or the next micro-batch)
 
-Memory: stages 0-1 keep the whole buffer, which contains the reduced values. Stages 2-3 keep the shard, in its home, and
-a whole buffer only from the first arrival until the reduction is finished (`BufferPool` decides how much of its memory
-is kept). If the home is on the device, the reduction writes into it; else a lane copies the reduced values to it. A
+Memory: stages 0-1 keep the whole buffer, which contains the reduced values, unless at stage 1 they leave the device.
+Stages 2-3 keep the shard, in its home, and a whole buffer only from the first arrival until the reduction is finished
+(`BufferPool` decides how much of its memory is kept). If the home is on the device, the reduction writes into it; else a lane copies the reduced values to it. A
 parameter without an arrival counts as zeros.
 
 `.grad` of a parameter with a gradient refers to its *face*: at stage 0 a view of the averaged buffer, else a
@@ -49,7 +49,8 @@ class GroupGradients:
             `ShardedGradient`s.
         access: serves users who read or write these.
         label: name of the reductions in the explanation of a hang.
-        tier, lane, ring: from stage 2 on, where the reduced values live, and what moves them there (`Leaving`).
+        tier, lane, ring: from stage 1 on, where the reduced values live, and what moves them there (`Leaving`). At
+            stage 1 on a CPU they stay in the buffer.
     """
 
     def __init__(
@@ -76,7 +77,10 @@ class GroupGradients:
         self._filled = bytearray(len(group.parameters))
         self._faces: list[torch.Tensor | None] = [None] * len(group.parameters)
         self._stand_ins: list[ShardedGradient | None] = [None] * len(group.parameters)
-        self._tier = tier or DeviceTier()
+        stays = stage == 0 or (stage == 1 and group.key.device.type == "cpu")
+        self._tier = DeviceTier() if tier is None or stays else tier
+        self.leaves = not isinstance(self._tier, DeviceTier)
+        """Whether reduced values leave the device."""
         self._shard: Home | None = None
         self.result: Home | None = None
         self.pending: PendingReduction | None = None
@@ -238,7 +242,7 @@ class GroupGradients:
             self._filled = bytearray(len(self._filled))
             if self.stage == 0:
                 self.buffer, self._views = None, ()
-            else:
+            elif not self.leaves:
                 self.result = DeviceHome(read(self.result).clone())
         return self._whole() if self.buffer is None else self.buffer
 
@@ -290,10 +294,10 @@ class GroupGradients:
         return buffer, staging, False
 
     def _target(self, buffer: torch.Tensor) -> Home:
-        """The home of reduced values if there are none yet; at stages 0-1 it is in the whole buffer."""
+        """The home of reduced values if there are none yet; at stages 0-1 it is in the whole buffer, unless they leave."""
         if self.stage == 0:
             return DeviceHome(buffer)
-        if self.stage == 1:
+        if self.stage == 1 and not self.leaves:
             return DeviceHome(self.group.shard_of(buffer))
         if self._shard is None:
             layout, memory = self.group.layout, OrdinaryMemory()

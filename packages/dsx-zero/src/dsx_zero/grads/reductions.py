@@ -34,7 +34,8 @@ __all__ = ["Reducer", "ReductionWatch", "Reductions", "cut_parts"]
 
 IN_FLIGHT = 2
 """From stage 2 on, the number of units whose reductions may be in flight: while one is sent, the next one is filled.
-With more, more whole buffers would be in memory. Stages 0-1 keep all of theirs, so there backward never waits.
+With more, more whole buffers would be in memory. Stages 0-1 keep all of theirs, so there backward never waits, unless
+reduced values leave the device.
 """
 
 
@@ -99,8 +100,6 @@ class Reductions:
                     continue
                 kind = (group.layout.numel, precision.gradient_dtype(group.key.dtype), group.key.device)
                 kinds.setdefault(group.ranks, []).append(kind)
-        # Stages 0-1 keep their buffers for good, so there backward never waits for one.
-        self._limit = IN_FLIGHT if stage >= 2 else len(units)
         self._pools = {
             ranks: memory(ranks).pool(found, idle=IN_FLIGHT if stage >= 2 else len(found))
             for ranks, found in kinds.items()
@@ -142,6 +141,10 @@ class Reductions:
         """The gradients of all trainable groups."""
         self.showing_reduced = tuple(buffers for buffers in self.groups if buffers.shows_reduced)
         """The gradients of the groups whose `.grad` shows the reduced values."""
+        # Stages 0-1 keep their buffers for good, so there backward never waits for one. What leaves for another tier has
+        # memory on the device meanwhile.
+        leaves = any(buffers.leaves for buffers in self._of.values())
+        self._limit = IN_FLIGHT if stage >= 2 or leaves else len(units)
         self._in_flight: list[int] = []
         self._leaving: list[int] = []
         self._newest: list[GroupGradients | RowGradients] = []  # what left last, until somebody has waited for it
