@@ -76,3 +76,89 @@ assert asked <= most <= 1.02 * asked, (most / asked, most, tiers)
 def test_as_many_bytes_are_locked_as_state_is_on_the_host(stage, low):
     done = run_code(PROGRAM.replace("sys.argv[1]", str(stage)).replace("sys.argv[2]", repr(low)))
     assert (done.returncode, done.stderr) == (0, "")
+
+
+READ_AHEAD = """
+import tempfile, weakref
+import torch
+from torch import nn
+
+PAGE = 4096
+locked, most, asked, most_asked = {}, 0, {}, 0
+runtime = type(torch.cuda.cudart())
+register, unregister = runtime.cudaHostRegister, runtime.cudaHostUnregister
+
+
+def counted_register(self, address, nbytes, flags):
+    global most
+    locked[address] = -(-nbytes // PAGE) * PAGE
+    most = max(most, sum(locked.values()))
+    return register(self, address, nbytes, flags)
+
+
+def counted_unregister(self, address):
+    locked.pop(address)
+    return unregister(self, address)
+
+
+runtime.cudaHostRegister, runtime.cudaHostUnregister = counted_register, counted_unregister
+
+import dsx_nvme, dsx_simcuda, dsx_zero
+from dsx_zero.homes.blocks import HostBlocks
+
+empty = HostBlocks.empty
+
+
+def counted_empty(self, numel, dtype, *, pin=False):
+    global most_asked
+    made = empty(self, numel, dtype, pin=pin)
+    if pin:
+        key = made.untyped_storage().data_ptr()
+        asked[key] = made.nbytes
+        most_asked = max(most_asked, sum(asked.values()))
+        weakref.finalize(made.untyped_storage(), asked.pop, key, None)
+    return made
+
+
+HostBlocks.empty = counted_empty
+
+place = {"device": "nvme", "pin_memory": True, "max_in_cpu": 0, "buffer_count": 3, "buffer_size": 3 << 20}
+config = {"stage": 3, "offload_param": place, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+config["stage3_max_live_parameters"] = 1 << 20
+widths = [487, 613, 301, 755, 699, 613, 301, 487]
+torch.manual_seed(0)
+plain = nn.Sequential(*(nn.Linear(a, b) for a, b in zip(widths, widths[1:])))
+x = torch.ones(3, 487)
+
+
+def trained(model, optimizer, x):
+    for _ in range(4):
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield model(x).detach().cpu()
+
+
+import copy
+
+sgd = lambda p: torch.optim.SGD(p, lr=0.1)
+reference = copy.deepcopy(plain)
+expected = list(trained(reference, sgd(reference.parameters()), x))
+with tempfile.TemporaryDirectory() as folder:
+    store = dsx_nvme.TensorStore(folder, keep=False)
+    model, optimizer = dsx_zero.shard(plain.to("cuda"), sgd, config=config, store=store)
+    for got, wanted in zip(trained(model, optimizer, x.to("cuda")), expected, strict=True):
+        torch.testing.assert_close(got, wanted)
+    optimizer.release()
+    store.close()
+assert most_asked > 2_000_000, most_asked
+assert 0 < most <= 1.02 * most_asked, (most / most_asked, most, most_asked)
+assert not dsx_simcuda.reports(), dsx_simcuda.reports()
+"""
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mode", ["random", "lazy"])
+def test_buffers_that_are_read_ahead_are_locked_in_their_size_and_not_used_again_under_a_copy(mode):
+    done = run_code(READ_AHEAD, mode=mode)
+    assert (done.returncode, done.stderr) == (0, "")

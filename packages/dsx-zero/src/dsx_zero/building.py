@@ -493,7 +493,7 @@ def assemble(builder: Builder, planned: Planned, runtime: Runtime, inner: Any, k
     unit_of = {id(group): unit.index for unit in runtime.units for group in unit.groups}
     tiers = [planned.placed(unit_of[id(m.group)]).states for m in stepped]
     groups = StepGroups(inner, shown)
-    states = OptimizerStates(inner, stepped, tiers, groups.numbers(), earlier=kept.earlier)
+    states = OptimizerStates(inner, stepped, tiers, groups.numbers(), kept.earlier, recipe.placement.blocks)
     at_once = makes_states_at_once(recipe.settings)
     if at_once and not states.make_now() and recipe.data.rank == 0 and kept.earlier is None:
         _log.warning(

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from dsx_core.host_memory import free_host_memory
 
 from ..errors import ZeroConfigError
+from .blocks import HostBlocks
 from .stored import OneCallerAtATime, TensorStore
 from .tiers import DeviceTier, DiskTier, HostRoom, HostTier, Placement, Tier, UnitPlacement
 
@@ -94,11 +95,12 @@ def placement_of(settings: Section, store: TensorStore | None) -> Placement:
         store = OneCallerAtATime(store)
     size = sub_group_size(settings, moves=True) or _MOVING
     piece = min(_MOVING, max(_ALIGNMENT, -(-size // _ALIGNMENT) * _ALIGNMENT))
-    masters = _tier("offload_optimizer", settings.offload_optimizer, store, piece)
+    blocks = HostBlocks()
+    masters = _tier("offload_optimizer", settings.offload_optimizer, store, piece, blocks)
     host = HostTier(pin=True if states == "none" else bool(settings.offload_optimizer.pin_memory))
     gradients: Tier = DeviceTier() if states == "none" else host
     return Placement(
-        parameters=_tier("offload_param", settings.offload_param, store, piece),
+        parameters=_tier("offload_param", settings.offload_param, store, piece, blocks),
         masters=masters,
         gradients=masters if states == parameters == "nvme" else gradients,
         states=(host if settings.save_muon_momentum_buffer_in_memory else masters) if states == "nvme" else None,
@@ -136,7 +138,7 @@ def _device(section: Any) -> str:
     return "none" if section is None else section.device
 
 
-def _tier(key: str, section: Any, store: TensorStore | None, piece: int) -> Tier:
+def _tier(key: str, section: Any, store: TensorStore | None, piece: int, blocks: HostBlocks) -> Tier:
     device = _device(section)
     if device == "none":
         return DeviceTier()
@@ -149,7 +151,7 @@ def _tier(key: str, section: Any, store: TensorStore | None, piece: int) -> Tier
             " folder for each rank (the package dsx-nvme)",
         )
     if key == "offload_optimizer":
-        return DiskTier(store, piece=piece)
+        return DiskTier(store, piece=piece, blocks=blocks)
     return DiskTier(
         store,
         piece=piece,
@@ -157,6 +159,7 @@ def _tier(key: str, section: Any, store: TensorStore | None, piece: int) -> Tier
         ahead=section.buffer_count * section.buffer_size,
         ahead_count=section.buffer_count,
         pin=bool(section.pin_memory),
+        blocks=blocks,
     )
 
 

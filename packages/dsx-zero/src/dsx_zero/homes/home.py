@@ -107,6 +107,12 @@ class ReadsAhead(Protocol):
         """
         ...
 
+    def free_after_copy(self, values: torch.Tensor, device: torch.device) -> None:
+        """A copy of the elements of `take` was enqueued on the current stream of `device`, and their memory is free
+        behind it.
+        """
+        ...
+
     def forget_ahead(self) -> None:
         """Drop the elements that were read ahead."""
         ...
@@ -243,11 +249,14 @@ class HostHome(_InMemory):
         torch.autograd.graph.increment_version(self._tensor)
         self._arriving = (*(earlier for earlier in self._arriving if not earlier.is_completed()), ticket)
 
-    @contextmanager
-    def filling(self, *, add: bool) -> Iterator[torch.Tensor]:
+    def to_fill(self, *, add: bool) -> tuple[torch.Tensor, None]:
         """See `ring.FilledByThread`. What is written is not counted as a write again."""
         del add
-        yield self._tensor.data
+        return self._tensor.data, None
+
+    def filled(self, values: torch.Tensor) -> None:
+        """See `ring.FilledByThread`: the elements are where they belong."""
+        del values
 
     def add(self, values: torch.Tensor, lane: Lane, *, seen: Callable[[torch.Tensor], object] | None = None) -> Ticket:
         """Add `values`, which are on a device, to all elements, as a job of `lane`. The device adds them: the elements
@@ -336,7 +345,11 @@ def fetching(home: Home, device: torch.device, lane: Lane) -> Callable[[], torch
 
         def arrived() -> torch.Tensor:
             arriving.wait()
-            return values if values.device == device else _copied(values, device)
+            if values.device == device:
+                return values
+            copied = _copied(values, device)
+            home.free_after_copy(values, device)
+            return copied
 
         return arrived
     return lambda: _fetched_in_job(home, device)

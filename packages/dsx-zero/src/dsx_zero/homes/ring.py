@@ -4,7 +4,8 @@ disk.
 A copy from a device into such a place makes the thread wait that asks for it. In the middle of backward that would
 empty the device's queue, once per unit. Here a thread of its own waits. Values travel in pieces through two small
 page-locked buffers: while the device fills one, the thread copies or adds the other one. So a sum over micro-batches
-crosses the link once, and the host adds it.
+crosses the link once, and the host adds it. Where sums are on a disk, the next one is read and the last one is written
+while the thread adds one.
 
 The device keeps values until they have arrived. Training waits for the oldest ones only if more than two, with more
 than `_MOST_WAITING` bytes, are under way: the link or the host's addition is slower than backward then.
@@ -17,12 +18,12 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
-from dsx_comm.lanes import Lane, Ticket, told
+from dsx_comm.lanes import Lane, Pending, Ticket, is_done, told
 from dsx_core.device import Device
 
 from ..worker import Worker
@@ -54,10 +55,14 @@ class FilledByThread(Protocol):
         """A thread is going to fill it. From now on that counts as a write, and readers wait for the ticket."""
         ...
 
-    def filling(self, *, add: bool) -> AbstractContextManager[torch.Tensor]:
-        """For that thread: all elements in host memory, to be written inside the context; with `add` they have their
-        values.
+    def to_fill(self, *, add: bool) -> tuple[torch.Tensor, Pending | None]:
+        """All elements in host memory, to be written; with `add` they have their values once the second part was waited
+        for.
         """
+        ...
+
+    def filled(self, values: torch.Tensor) -> Pending | None:
+        """The elements of `to_fill` are written. Returns what to wait for until the home has them."""
         ...
 
 
@@ -65,21 +70,34 @@ class Moved:
     """The ticket of a move. Whoever waits for it waits on the host."""
 
     def __init__(self) -> None:
-        self._ended = threading.Event()
+        self._ended, self._one = threading.Event(), threading.Lock()
+        self._rest: Pending | None = None
         self.failure: BaseException | None = None
 
-    def end(self, failure: BaseException | None) -> None:
-        """The move is over. A failure is raised in each thread that waits."""
-        self.failure = failure
+    def end(self, failure: BaseException | None, rest: Pending | None = None) -> None:
+        """The thread has done its part. A failure, of `rest` too, is raised in each thread that waits.
+
+        Args:
+            rest: what is under way still (the write to a disk).
+        """
+        self.failure, self._rest = failure, rest
         self._ended.set()
 
     def is_completed(self) -> bool:
         """See `Ticket`."""
-        return self._ended.is_set()
+        rest = self._rest
+        return self._ended.is_set() and (rest is None or is_done(rest))
 
     def wait(self) -> None:
         """See `Ticket`."""
         self._ended.wait()
+        with self._one:
+            if self._rest is not None:
+                try:
+                    self._rest.wait()
+                except BaseException as error:  # noqa: BLE001 (raised below, in each thread that waits)
+                    self.failure = error
+                self._rest = None
         if self.failure is not None:
             raise self.failure
 
@@ -127,7 +145,11 @@ class Ring:
             self._under_way.popleft()[0].wait()
         moved = Moved()
         home.expect(moved)
-        fill = partial(self._fill, values, home, self._device.event(), add=add, after=after, seen=seen)
+        given = None
+        if add and (after is None or after.is_completed()):
+            with suppress(OSError):  # of the move before: the thread will be told, too
+                given = home.to_fill(add=True)  # read from a disk while the thread adds the sum before
+        fill = partial(self._fill, values, home, self._device.event(), given, add=add, after=after, seen=seen)
         self._worker.submit(partial(_run, moved, told(lane, fill, "to host", values.nbytes)))
         self._under_way.append((moved, values.nbytes))
         return moved
@@ -137,17 +159,21 @@ class Ring:
         values: torch.Tensor,
         home: FilledByThread,
         ready: Any,
+        given: tuple[torch.Tensor, Pending | None] | None,
         *,
         add: bool,
         after: Ticket | None,
         seen: Callable[[torch.Tensor], object] | None,
-    ) -> None:
+    ) -> Pending | None:
         """Runs in the thread."""
         if add and after is not None:
             after.wait()
         stream, size = self._prepared(), _PIECE // values.dtype.itemsize
         arriving: deque[tuple[int, torch.Tensor, Any]] = deque()
-        with self._device.on(stream), home.filling(add=add) as total:
+        total, read = home.to_fill(add=add) if given is None else given
+        if read is not None:
+            read.wait()
+        with self._device.on(stream):
             self._device.wait_for(ready)
             for number, start in enumerate(range(0, values.numel(), size)):
                 if len(arriving) == _PIECES:
@@ -160,6 +186,7 @@ class Ring:
                 _land(total, *arriving.popleft(), add=add)
             if seen is not None:
                 seen(total)
+        return home.filled(total)
 
     def _prepared(self) -> Any:
         """The thread's stream. The buffers are made with it; where no page may be locked they are ordinary memory, and
@@ -186,10 +213,8 @@ def _land(total: torch.Tensor, start: int, buffer: torch.Tensor, arrived: Any, *
         place.copy_(buffer)
 
 
-def _run(moved: Moved, job: Callable[[], object]) -> None:
-    failure = None
+def _run(moved: Moved, job: Callable[[], Pending | None]) -> None:
     try:
-        job()
+        moved.end(None, job())
     except BaseException as error:  # noqa: BLE001 (raised in the threads that wait)
-        failure = error
-    moved.end(failure)
+        moved.end(error)

@@ -14,12 +14,14 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from typing import Protocol
 
 import torch
-from dsx_comm.lanes import Lane, Pending, Ticket
+from dsx_comm.lanes import Lane, Pending, Ticket, is_done
+from dsx_core.device import Device
+
+from .blocks import HostBlocks
 
 __all__ = ["OneCallerAtATime", "StoredHome", "TensorStore"]
 
@@ -83,15 +85,22 @@ class _Moves:
         self._waiting = threading.Lock()
 
     def add(self, pending: Pending, target: torch.Tensor | None = None, source: torch.Tensor | None = None) -> None:
+        """`source` is kept until `wait`, and copied to `target`, if there is one."""
         self._steps.append((pending, target, source))
+
+    def done(self) -> bool:
+        """Have all transfers ended, so that `wait` has only copies to make?"""
+        return all(is_done(pending) for pending, _, _ in self._steps)
 
     def wait(self) -> None:
         with self._waiting:  # no thread returns while another one still waits
-            steps, self._steps = self._steps, []
-            for pending, target, source in steps:
-                pending.wait()
-                if target is not None and source is not None:
-                    target.copy_(source)
+            try:
+                for pending, target, source in self._steps:
+                    pending.wait()
+                    if target is not None and source is not None:
+                        target.copy_(source)
+            finally:
+                self._steps = []  # only now: until then `done` is not true for another thread
 
 
 class StoredHome:
@@ -102,17 +111,27 @@ class StoredHome:
         name: the beginning of its pieces' names; no other home in the store has it.
         piece: the most elements of a piece.
         pin: elements that are read ahead go into page-locked memory.
+        blocks: memory for elements that are in host memory for a while; None: blocks of its own.
     """
 
     tier = "disk"
     device = torch.device("cpu")
 
     def __init__(
-        self, store: TensorStore, name: str, numel: int, dtype: torch.dtype, *, piece: int, pin: bool = False
+        self,
+        store: TensorStore,
+        name: str,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        piece: int,
+        pin: bool = False,
+        blocks: HostBlocks | None = None,
     ) -> None:
         if piece < 1:
             raise ValueError(f"piece: got {piece}, expected at least one element")
         self._store, self._name, self._piece, self._pin = store, name, piece, pin
+        self._blocks = HostBlocks() if blocks is None else blocks
         self._direct = bool(getattr(store, "reaches_device", False))
         """Whether the store reads into device memory and writes from it without a copy in host memory."""
         self.numel, self.dtype = numel, dtype
@@ -160,14 +179,14 @@ class StoredHome:
         self.forget_ahead()
         self.writes += 1
 
-    @contextmanager
-    def filling(self, *, add: bool) -> Iterator[torch.Tensor]:
-        """See `ring.FilledByThread`. The elements are read and stored inside of it."""
-        values = torch.empty(self.numel, dtype=self.dtype, device="cpu")
-        if add:
-            self._read(values, 0).wait()
-        yield values
-        self._write(values, 0).wait()
+    def to_fill(self, *, add: bool) -> tuple[torch.Tensor, Pending | None]:
+        """See `ring.FilledByThread`."""
+        values = self._blocks.empty(self.numel, self.dtype)
+        return values, self._read(values, 0) if add else None
+
+    def filled(self, values: torch.Tensor) -> Pending:
+        """See `ring.FilledByThread`: start to store the elements."""
+        return self._write(values, 0)
 
     # Reading ahead ----------------------------------------------------------------------------------------------------
 
@@ -179,7 +198,7 @@ class StoredHome:
             self._ahead = self._start_reading()
 
     def _start_reading(self) -> tuple[torch.Tensor, _Moves]:
-        out = torch.empty(self.numel, dtype=self.dtype, device="cpu", pin_memory=self._pin)
+        out = self._blocks.empty(self.numel, self.dtype, pin=self._pin)
         return out, self._read(out, 0)
 
     @property
@@ -196,6 +215,10 @@ class StoredHome:
         """All elements in host memory, and what to wait for: those that were read ahead, or reading starts now."""
         ahead, self._ahead = self._ahead or self._start_reading(), None
         return ahead
+
+    def free_after_copy(self, values: torch.Tensor, device: torch.device) -> None:
+        """See `ReadsAhead`."""
+        self._blocks.keep_until(Device.of(device).event(), values)
 
     def forget_ahead(self) -> None:
         """Drop the elements that were read ahead: they are stale, or not wanted."""
@@ -264,7 +287,7 @@ class StoredHome:
             elif (first, last) == (begin, end) and self._fits(out):
                 moves.add(self._store.get(key, target))
             else:
-                piece = torch.empty(end - begin, dtype=self.dtype, device="cpu")
+                piece = self._blocks.empty(end - begin, self.dtype)
                 moves.add(self._store.get(key, piece), target, piece[first - begin : last - begin])
         return moves
 
@@ -281,13 +304,13 @@ class StoredHome:
             first, last = max(begin, start), min(end, stop)
             source = values[first - start : last - start]
             if (first, last) == (begin, end):
-                moves.add(self._store.put(key, source))
+                moves.add(self._store.put(key, source), None, source)
                 continue
             piece = torch.zeros(end - begin, dtype=self.dtype, device="cpu")
             if earlier in self._store:
                 self._store.get(earlier, piece).wait()
             piece[first - begin : last - begin].copy_(source)
-            moves.add(self._store.put(key, piece))
+            moves.add(self._store.put(key, piece), None, piece)
         return moves
 
     def _fits(self, tensor: torch.Tensor) -> bool:

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from .blocks import HostBlocks
 from .freed_memory import keep_heap_small
 from .home import DeviceHome, Home, HostHome
 from .stored import StoredHome, TensorStore
@@ -93,6 +94,7 @@ class DiskTier:
         ahead: elements that may be read ahead of their use.
         ahead_count: homes that may be read ahead of their use.
         pin: host memory is page-locked if the device is a CUDA device.
+        blocks: host memory for what is on its way to and from the disk.
     """
 
     store: TensorStore
@@ -102,13 +104,15 @@ class DiskTier:
     ahead: int = field(default=500_000_000, compare=False)
     ahead_count: int = field(default=5, compare=False)
     pin: bool = field(default=False, compare=False)
+    blocks: HostBlocks = field(default_factory=HostBlocks, compare=False, repr=False)
 
     def home(self, name: str, numel: int, dtype: torch.dtype, device: torch.device, memory: MakesMemory) -> Home:
         """See `Tier.home`."""
         keep_heap_small()
         if self.host is not None and self.host.take(numel):
             return HostHome(numel, dtype, device, pin=self.pin)
-        return StoredHome(self.store, name, numel, dtype, piece=self.piece, pin=self.pin and device.type == "cuda")
+        pin = self.pin and device.type == "cuda"
+        return StoredHome(self.store, name, numel, dtype, piece=self.piece, pin=pin, blocks=self.blocks)
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,11 @@ class Placement:
         """The tiers of all classes of state."""
         tiers = (self.parameters, self.masters, self.gradients, self.states)
         return tuple(tier for tier in tiers if tier is not None)
+
+    @property
+    def blocks(self) -> HostBlocks:
+        """Memory for what is on its way to and from disks; that of the first one, if there are several."""
+        return next((tier.blocks for tier in self.tiers if isinstance(tier, DiskTier)), None) or HostBlocks()
 
     @property
     def on_device(self) -> bool:

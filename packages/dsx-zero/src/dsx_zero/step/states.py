@@ -74,6 +74,7 @@ class OptimizerStates:
         tiers: for each master, the tier of its states per element; None: they stay where the optimizer makes them.
         numbers: the parameter group of each master, by the `id` of its tensor.
         earlier: the states of the previous layout; masters that stay keep theirs.
+        blocks: memory for what is in host memory only for its step.
     """
 
     def __init__(
@@ -83,10 +84,10 @@ class OptimizerStates:
         tiers: Sequence[Tier | None],
         numbers: Mapping[int, int],
         earlier: OptimizerStates | None = None,
+        blocks: HostBlocks | None = None,
     ) -> None:
         self.inner, self._masters, self._numbers = inner, tuple(masters), numbers
-        self.blocks = HostBlocks() if earlier is None else earlier.blocks
-        """Memory for what is in host memory only for its step."""
+        self.blocks = blocks or HostBlocks()
         self._rule = stateful(matrix_rule(inner))
         self._tier_of = {id(master.tensor): tier for master, tier in zip(masters, tiers, strict=True)}
         before = {} if earlier is None else earlier._homes
