@@ -332,3 +332,24 @@ def test_after_a_clipped_step_the_norm_is_waited_for():
         assert (counted.announced, counted.undone) == (2, 1)
 
     run_ranks(clipped, 1)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_no_update_of_sgd_follows_bit_by_bit_from_that_of_another_factor(momentum):
+    """Why a wrong guess is undone and not rescaled (decision 0065): even p - lr g, without any state, rounds."""
+    torch.manual_seed(0)
+    values, grad, lr, clipped = torch.randn(1000), torch.randn(1000), 0.1, 0.37
+
+    def stepped(factor):
+        parameter = torch.nn.Parameter(values.clone())
+        parameter.grad = grad * factor
+        torch.optim.SGD([parameter], lr=lr, momentum=momentum).step()
+        return parameter.detach()
+
+    speculated, right = stepped(1.0), stepped(clipped)
+    rescaled = values + (speculated - values) * clipped  # from the finished update and the old value
+    without_old = speculated + lr * grad * (1.0 - clipped)  # from the finished update and the gradient
+    for found in (rescaled, without_old):
+        torch.testing.assert_close(found, right)
+        assert not torch.equal(found, right)
+    assert not torch.equal(speculated + lr * grad, values)  # nor does the inverse give the old value

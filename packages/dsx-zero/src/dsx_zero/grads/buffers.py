@@ -7,8 +7,8 @@ States of a group within one optimizer step::
 
 Memory: stages 0-1 keep the whole buffer, which contains the reduced values, unless at stage 1 they leave the device.
 Stages 2-3 keep the shard, in its home, and a whole buffer only from the first arrival until the reduction is finished
-(`BufferPool` decides how much of its memory is kept). If the home is on the device, the reduction writes into it; else a
-lane copies the reduced values to it. A parameter without an arrival counts as zeros.
+(`BufferPool` decides how much of its memory is kept). If the home is on the device, the reduction writes into it; else
+a lane copies the reduced values to it. A parameter without an arrival counts as zeros.
 
 `.grad` of a parameter with a gradient refers to its *face*: at stage 0 a view of the averaged buffer, else a
 `ShardedGradient`. If `.grad` is another object, the user has set another gradient, or removed it (`notice`).

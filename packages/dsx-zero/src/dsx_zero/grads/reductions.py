@@ -141,8 +141,8 @@ class Reductions:
         """The gradients of all trainable groups."""
         self.showing_reduced = tuple(buffers for buffers in self.groups if buffers.shows_reduced)
         """The gradients of the groups whose `.grad` shows the reduced values."""
-        # Stages 0-1 keep their buffers for good, so there backward never waits for one. What leaves the device has other
-        # memory there meanwhile.
+        # Stages 0-1 keep their buffers for good, so there backward never waits for one. What leaves the device has
+        # other memory there meanwhile.
         leaves = any(buffers.leaves for buffers in self._of.values())
         self._limit = IN_FLIGHT if stage >= 2 or leaves else len(units)
         self._in_flight: list[int] = []
