@@ -125,6 +125,7 @@ def test_values_under_way_are_bounded():
     done = run_code(BOUNDED)
     assert (done.returncode, done.stderr) == (0, "")
 
+
 BYTES = """
 from collections import Counter
 from contextlib import nullcontext

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from dsx_launch import ResourceError
-from dsx_launch.binding import parse_core_list, split_cores
+from dsx_launch.binding import cores_for, node_cores, parse_core_list, share_nodes, split_cores
 from dsx_launch.devices import devices_for, visible_tokens
 from dsx_launch.environment import exported, parse_env_file, read_env_files
 from dsx_launch.host_rank import host_rank_from
@@ -125,6 +125,41 @@ def test_cores():
             parse_core_list(bad)
     with pytest.raises(ResourceError, match="only 1 core"):
         split_cores((5,), 2)
+
+
+def system_of(folder, *lists):
+    """A stand-in for the kernel's folder of NUMA nodes."""
+    for number, cores in enumerate(lists):
+        (folder / f"node{number}").mkdir()
+        (folder / f"node{number}" / "cpulist").write_text(f"{cores}\n")
+    (folder / "possible").write_text("0-1\n")
+    return folder
+
+
+def test_a_rank_gets_cores_of_one_node(tmp_path):
+    """Numbers of cores alternate between the nodes on some machines; on others hyperthreads come behind all cores."""
+    alternating = system_of(tmp_path, "0,2,4,6", "1,3,5,7", "")  # the last node has memory only
+    assert node_cores(range(8), alternating) == [(0, 2, 4, 6), (1, 3, 5, 7)]
+    assert share_nodes(node_cores(range(8), alternating), 2) == ((0, 2, 4, 6), (1, 3, 5, 7))
+    assert share_nodes(node_cores(range(8), alternating), 4) == ((0, 2), (4, 6), (1, 3), (5, 7))
+    # of unequal parts of the nodes each rank gets as many cores, and none of two nodes
+    assert share_nodes(node_cores([0, 1, 2, 3, 4, 5], alternating), 2) == ((0, 2, 4), (1, 3, 5))
+    assert share_nodes(node_cores([0, 2, 4, 6, 1], alternating), 2) == ((0,), (1,))
+    # ranks that are no multiple of the nodes are given the cores node by node
+    assert share_nodes(node_cores(range(8), alternating), 3) == ((0, 2), (4, 6), (1, 3))
+    with pytest.raises(ResourceError, match="only 2 core"):
+        share_nodes(node_cores([0, 1], alternating), 3)
+
+
+def test_cores_on_nodes_that_nobody_lists(tmp_path):
+    assert node_cores([3, 1], tmp_path / "nothing") == [(1, 3)]  # no NUMA in the kernel
+    assert node_cores([0, 1, 9], system_of(tmp_path, "0-3", "4-7")) == [(0, 1), (9,)]
+
+
+def test_a_list_of_cores_keeps_its_order(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    assert cores_for(2, bind=True, core_list="3,1,0,2") == ((3, 1), (0, 2))
+    assert cores_for(2, bind=False, core_list="") == ()
 
 
 def test_exports_never_replace_what_the_command_says(caplog):

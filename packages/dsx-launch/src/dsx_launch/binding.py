@@ -1,14 +1,21 @@
 """The CPU cores that each local rank is pinned to (``--bind_cores_to_rank``, ``--bind_core_list``). The worker process
 does the pinning.
+
+Ranks are kept on one NUMA node where the shares allow it: threads of a rank inherit its cores, and Linux puts a page on
+the node of the thread that touches it first. So memory for offload, locked or not, and the threads that step it lie on
+one node. Left out: which node a GPU is nearest to; there ``--bind_core_list`` says the order of the cores.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from .errors import ResourceError
 from .resources import MOST_SLOTS
+
+NODES = Path("/sys/devices/system/node")
 
 
 def parse_core_list(text: str) -> tuple[int, ...]:
@@ -53,6 +60,30 @@ def split_cores(cores: Sequence[int], processes: int) -> tuple[tuple[int, ...], 
     return tuple(tuple(cores[rank * share : (rank + 1) * share]) for rank in range(processes))
 
 
+def node_cores(cores: Iterable[int], folder: Path = NODES) -> list[tuple[int, ...]]:
+    """``cores`` by NUMA node, each node in ascending order; one node where the system does not say."""
+    left, found = set(cores), list[tuple[int, ...]]()
+    for path in sorted(folder.glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name[4:])):
+        listed = path.read_text().strip()
+        here = tuple(sorted(left.intersection(parse_core_list(listed)))) if listed else ()
+        left.difference_update(here)
+        found += [here] if here else []
+    return [*found, tuple(sorted(left))] if left or not found else found
+
+
+def share_nodes(nodes: Sequence[Sequence[int]], processes: int) -> tuple[tuple[int, ...], ...]:
+    """Equal shares of the nodes' cores for ``processes`` local ranks, in order. No share lies on two nodes, if that
+    costs no rank its core: with a multiple of the nodes each gets as many ranks, else the cores are cut node by node.
+
+    Raises `ResourceError` if there are fewer cores than processes.
+    """
+    each, rest = divmod(processes, len(nodes))
+    share = min(len(node) for node in nodes) // each if each and not rest else 0
+    if not share:
+        return split_cores([core for node in nodes for core in node], processes)
+    return tuple(tuple(node[rank * share : (rank + 1) * share]) for node in nodes for rank in range(each))
+
+
 def cores_for(procs: int, *, bind: bool, core_list: str) -> tuple[tuple[int, ...], ...]:
     """The cores of each local rank on this host; empty if ranks are not bound."""
     if not bind and not core_list:
@@ -62,7 +93,9 @@ def cores_for(procs: int, *, bind: bool, core_list: str) -> tuple[tuple[int, ...
             "--bind_cores_to_rank needs an operating system that can pin processes to cores (Linux); leave it out"
         )
     here = os.sched_getaffinity(0)
-    cores = parse_core_list(core_list) if core_list else tuple(sorted(here))
+    if not core_list:
+        return share_nodes(node_cores(here), procs)
+    cores = parse_core_list(core_list)
     missing = [core for core in cores if core not in here]
     if missing:
         raise ResourceError(
