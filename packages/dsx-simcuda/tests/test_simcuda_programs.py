@@ -26,6 +26,12 @@ def test_a_right_program_ends_as_ever(run_program):
     assert (done.returncode, done.stdout, done.stderr) == (0, "3.0\n", "")
 
 
+def test_a_program_may_look_for_torch_before_it_imports_it(run_program):
+    code = "import importlib.util as i; found = i.find_spec('torch'), i.find_spec('torch'); import torch"
+    done = run_program("-c", f"{code}; print(torch.ones(3, device='cuda').sum().item())")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "3.0\n", "")
+
+
 def test_a_race_is_printed_with_both_lines_and_changes_the_exit_status(run_program, tmp_path):
     script = tmp_path / "race.py"
     script.write_text(RACE)

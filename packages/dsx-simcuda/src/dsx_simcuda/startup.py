@@ -25,25 +25,37 @@ REPORTS_FOUND = 86  # the exit status of a program that is right but for its rep
 
 
 class _BeforeTorch(importlib.abc.MetaPathFinder):
-    """At the first import of torch: loads the native library before it, and installs the rest behind it."""
+    """At the first import of torch: loads the native library before it, and installs the rest behind it.
+
+    A program may look for torch without importing it (transformers does), so the finder stays until torch has run.
+    """
 
     def find_spec(
         self, name: str, path: object = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if name != "torch":
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec("torch")
+        place = sys.meta_path.index(self)
+        del sys.meta_path[place]
+        try:
+            spec = importlib.util.find_spec("torch")
+        finally:
+            sys.meta_path.insert(place, self)
         if spec is not None and spec.loader is not None:
-            _or_end(installing.load, devices=_devices())
             loader = spec.loader
-            run = loader.exec_module
+            create, run = loader.create_module, loader.exec_module
+
+            def create_module(spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+                _or_end(installing.load, devices=_devices())
+                return create(spec)
 
             def exec_module(module: ModuleType) -> None:
                 run(module)
+                sys.meta_path.remove(self)
                 _or_end(installing.take_over)
                 atexit.register(_finish, os.getpid())
 
+            loader.create_module = create_module  # type: ignore[method-assign]
             loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
