@@ -195,13 +195,23 @@ def states_moved_out(settings: dict[str, Any]) -> list[float]:
 
 def pushed_asleep(settings: dict[str, Any]) -> list[float]:
     """Weights leave in buckets while states sleep, a forward needs the parameters only, and training goes on."""
+    from dsx_monitor.phases import PhaseMemory
+
     made = make_engine(settings)
     losses = trained(made, 2)
-    mark = made.weights.mark()
+    mark, bucket_bytes = made.weights.mark(), 1 << 14
     for asleep in (None, ["optim_states", "hp_params", "lp_grads"]):
-        made.offload_states(asleep, non_blocking=True)
+        phases = PhaseMemory(made.optimizer.state_bytes_by_tier)
+        with phases("sleep"):
+            made.offload_states(asleep, non_blocking=True)
+        with phases("push"):
+            assert sum(len(bucket) for bucket in made.weights.buckets(bucket_bytes=bucket_bytes)) > 5
+        if SIMULATED:
+            check_phases(*phases.phases, bucket_bytes, all_away=asleep is None)
         sums = [
-            value.double().sum() for bucket in made.weights.buckets(bucket_bytes=1 << 14) for value in bucket.values()
+            value.double().sum()
+            for bucket in made.weights.buckets(bucket_bytes=bucket_bytes)
+            for value in bucket.values()
         ]
         total = torch.stack([one.to(DEVICE) for one in sums]).sum()
         losses.append(total / 1000)  # of 10,000 elements, whose last digits the device's Adam rounds otherwise
@@ -214,6 +224,14 @@ def pushed_asleep(settings: dict[str, Any]) -> list[float]:
     assert mark.pack().numel() > 100
     made.destroy()
     return numbers(losses)
+
+
+def check_phases(sleep: Any, push: Any, bucket_bytes: int, *, all_away: bool) -> None:
+    """Sleep takes what it says off the device, and a push needs one bucket, as the device's allocator counts."""
+    extra = push.peak - push.before
+    assert sleep.after < sleep.before and push.after == push.before
+    assert extra <= bucket_bytes, f"a push took {extra} bytes"
+    assert not all_away or (extra > bucket_bytes // 2 and sum(sleep.classes.values()) < 1024), sleep
 
 
 def evaluated_between(settings: dict[str, Any]) -> list[float]:

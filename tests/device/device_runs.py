@@ -35,11 +35,17 @@ def need_compiler() -> None:
     dsx_simcuda.build()
 
 
-def run_code(code: str, *, mode: str = "random") -> subprocess.CompletedProcess[str]:
-    """Run a program on two simulated devices, in a process of its own."""
+def run_code(code: str, *, mode: str = "random", world: int = 1) -> subprocess.CompletedProcess[str]:
+    """Run a program on two simulated devices, in a process of its own, or in one for each of `world` ranks."""
     need_compiler()
-    command = [sys.executable, "-m", "dsx_simcuda", "--devices", "2", "--mode", mode, "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    start = ["-c", code]
+    with tempfile.TemporaryDirectory() as folder:
+        if world > 1:
+            script = Path(folder, "program.py")
+            script.write_text(code)
+            start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", str(script)]
+        command = [sys.executable, "-m", "dsx_simcuda", "--devices", "2", "--mode", mode, *start]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 def free_port() -> int:
