@@ -96,7 +96,41 @@ def long_sequences() -> str:
     return memory_picture(found)
 
 
-PICTURES = {"step-stage3.svg": stage_3_step, "long-sequences.svg": long_sequences}
+def memory_by_phase() -> str:
+    """Memory of the device in the phases of post-training: a small Llama at stage 3 beside a generator on two ranks."""
+    import transformers
+    from dsx.planning import plan
+    from dsx_monitor.picture import Bar, step_picture
+    from dsx_plan.phases import Generator
+
+    def llama() -> Any:
+        return transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                vocab_size=32768, hidden_size=2048, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=4,
+                intermediate_size=5632, use_cache=False, attn_implementation="sdpa",
+            )
+        )  # fmt: skip
+
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-6}},
+        "zero_optimization": {"stage": 3},
+    }
+    found = plan(
+        llama, config, world_size=8, machine="H100-SXM", sequence=1024, changes=False,
+        generator=Generator(tokens=1 << 17, ranks=2),
+    )  # fmt: skip
+    bars = [
+        Bar(name, {{"masters": "master"}.get(kind, kind): nbytes for kind, nbytes in found.phases[name].items()})
+        for name in ("train", "sleep", "push", "generate")
+    ]
+    return step_picture("Planned memory of a device by phase: 0.5 B parameters, stage 3 on eight H100", bars, [])
+
+
+PICTURES = {
+    "step-stage3.svg": stage_3_step, "long-sequences.svg": long_sequences, "memory-by-phase.svg": memory_by_phase,
+}  # fmt: skip
 
 
 def followed_pages() -> list[Path]:

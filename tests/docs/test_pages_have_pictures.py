@@ -45,7 +45,6 @@ REASONS = {
     "guides/migration.md": "it is code before and after",
     "guides/one-bit.md": LATER,
     "guides/ops.md": TABLE,
-    "guides/post-training.md": LATER,
     "guides/scale-groups.md": TABLE,
     "guides/scale.md": TABLE,
     "guides/sparse-attention.md": "`dsx sparse show` draws the layout that the reader has",

@@ -32,8 +32,16 @@ def test_bars_share_a_scale_and_lanes_an_axis():
     assert step[1] - forward[1] == pytest.approx(3 * forward[2], rel=1e-2) and forward[3] == "forward, 1000.000 ms"
 
 
+def test_a_generator_has_colours_of_its_own_in_pictures_that_have_one():
+    picture = step_picture("t", [Bar("push", {"params": 1, "generator": 2, "keys and values": 3})], [])
+    assert [one[0] for one in shapes(picture)] == ["forward", "generator", "cache"]
+    assert picture.count(".generator{fill:") == picture.count(".cache{fill:") == 2  # light and dark
+    assert ".generator" not in step_picture("t", [Bar("train", {"params": 1})], [])
+
+
 def test_everything_stays_inside_the_picture():
-    bars = [Bar("wide", dict.fromkeys(("params", "master", "grads", "optimizer", "activations", "x", "buffers"), 1e9))]
+    kinds = ("params", "master", "grads", "optimizer", "activations", "x", "buffers", "generator", "keys and values")
+    bars = [Bar("wide", dict.fromkeys(kinds, 1e9))]
     lanes = [Lane("compute", [("forward", "f", 0.0, 1e-9), ("backward", "b", 1.0, 2.0)])]
     root = ElementTree.fromstring(step_picture("t", bars, lanes))
     width, height = map(float, root.get("viewBox").split()[2:])

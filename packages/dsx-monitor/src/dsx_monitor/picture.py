@@ -35,14 +35,18 @@ class Lane(NamedTuple):
 
 
 WIDTH, LEFT, RIGHT, ROW = 880, 150, 20, 34
+_KEYS = 7  # beside each other
 _PALETTE = {
     "forward": ("#2a78d6", "#62a4f0"), "backward": ("#1a9a6c", "#4cc795"), "step": ("#b36b00", "#e5a64a"),
     "gather": ("#8256c9", "#b493ec"), "reduce": ("#c2456b", "#ee8aa8"), "other": ("#0a7ea4", "#4fc3e8"),
     "waiting": ("#6b7280", "#a3aab5"),
 }  # fmt: skip
+_GENERATION = {"generator": ("#8a5a44", "#c99a80"), "cache": ("#5b7f1e", "#a5cf5a")}
+"""In pictures with a generator only."""
 _CLASSES = {
     "parameters": "forward", "master": "other", "gradients": "reduce", "states": "step", "buffers": "waiting",
     "activations": "backward", "workspace": "gather",
+    "generator": "generator", "keys and values": "cache",
 }  # fmt: skip
 _SAME = {"params": "parameters", "grads": "gradients", "optimizer": "states", "model buffers": "buffers",
          "inputs": "buffers"}  # fmt: skip
@@ -72,7 +76,9 @@ def step_picture(title: str, bars: Sequence[Bar], lanes: Sequence[Lane]) -> str:
         y = _draw_bars(body, bars, y)
     if lanes:
         y = _draw_lanes(body, lanes, y)
-    light, dark = ("\n".join(f".{k}{{fill:{colours[i]}}}" for k, colours in _PALETTE.items()) for i in (0, 1))
+    used = {_CLASSES[name] for bar in bars for name in bar.parts}
+    palette = {**_PALETTE, **{name: colours for name, colours in _GENERATION.items() if name in used}}
+    light, dark = ("\n".join(f".{k}{{fill:{colours[i]}}}" for k, colours in palette.items()) for i in (0, 1))
     head = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y}" role="img" aria-label="{escape(title)}">',
         _STYLE.format(light=light, dark=dark),
@@ -92,7 +98,9 @@ def _merged(bar: Bar) -> Bar:
 
 def _draw_bars(body: list[str], bars: Sequence[Bar], y: int) -> int:
     used = [name for name in _CLASSES if any(name in bar.parts for bar in bars)]
-    _key(body, [(_CLASSES[name], name) for name in used], y)
+    for first in range(0, len(used), _KEYS):
+        y = y + 20 if first else y
+        _key(body, [(_CLASSES[name], name) for name in used[first : first + _KEYS]], y)
     most = max(sum(bar.parts.values()) for bar in bars)
     scale = (WIDTH - LEFT - RIGHT - 90) / most
     y += 22
