@@ -25,7 +25,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "reference" / "compatibility.json"
 PAGE = RESULTS.with_suffix(".md")
-CLIENTS = ("accelerate", "transformers", "peft", "trl", "lightning", "datasets", "torch")
+CLIENTS = ("accelerate", "transformers", "peft", "trl", "openrlhf", "lightning", "datasets", "torch")
 STAGES = "0123"
 
 # Test: client, feature, and the stage where it is no parameter of the test.
@@ -42,12 +42,15 @@ TESTS = {
         "transformers Trainer", "`from_pretrained`, vocabulary resized", "3"),
     "test_trl_and_peft": ("trl and peft", "{}", None),
     "test_trl_generates_with_its_own_loop": ("trl and peft", "GRPO, generation in the loop", None),
+    "test_openrlhf_scores_trains_sleeps_and_pushes": (
+        "OpenRLHF", "actor and reference: PPO's loss, sleep, push, saved model", None),
     "test_lightning_trains_and_resumes": ("Lightning", "{}: train, save, resume", None),
 }  # fmt: skip
 CHECKS_OF_THE_CHECK = {
     "test_accelerate_notices_a_resume_that_loads_nothing",
     "test_trainer_notices_a_resume_that_loads_nothing",
     "test_a_curve_of_trl_shows_an_update_that_was_left_out",
+    "test_a_curve_of_openrlhf_shows_an_update_that_was_left_out",
 }
 VARIANTS = {
     "sft-lora": "supervised fine-tuning, LoRA", "sft-adalora": "supervised fine-tuning, AdaLoRA",
@@ -57,6 +60,7 @@ NOT_RUN = {
     "Accelerate": "training has one at every stage; other features have one at a low and a high stage, or at one",
     "transformers Trainer": "stages 0 and 1 have none; the Trainer's loop is Accelerate's, which has",
     "trl and peft": "stages 0 and 1 have none; the loop is the Trainer's",
+    "OpenRLHF": "its users train at stages 2 and 3; its trainer wants vLLM and Ray actors on GPUs",
     "Lightning": "stages 0 and 1 have none",
 }
 MARKS = {"not run": "not run", "passed": "✅", "timed out": "timed out"}

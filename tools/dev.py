@@ -182,8 +182,12 @@ CLIENT_TESTS = (
 def clients(arguments: list[str]) -> int:
     """Programs of other projects with dsx and dsx-compat, in an environment of their own, from the package index."""
     folder = all_packages()["dsx-compat"].path / "tests_clients"
-    wanted = [line for line in (folder / "requirements.txt").read_text().splitlines() if line[:1] not in ("", "#")]
+    wanted, alone = (
+        [line for line in (folder / name).read_text().splitlines() if line[:1] not in ("", "#")]
+        for name in ("requirements.txt", "alone.txt")
+    )
     environment = ensure(".venvs/clients", extra=wanted)
+    environment.pip("--no-deps", *alone)
     report = ROOT / "build" / "clients.xml"
     command = ["-m", "pytest", "-q", str(folder), *CLIENT_TESTS, f"--junit-xml={report}", *arguments]
     code = environment.run(*command, env=TEST_ENV, check=False)

@@ -22,6 +22,7 @@ NEEDS = {
     "trainer": ("accelerate", "transformers"),
     "trl_loop": ("accelerate", "transformers", "peft", "trl", "datasets"),
     "lightning_loop": ("lightning",),
+    "openrlhf_loop": ("openrlhf", "peft", "pylatexenc", "torchdata"),
 }
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -119,14 +120,15 @@ def test_trainer_notices_a_resume_that_loads_nothing(tmp_path):
 
 @pytest.fixture(scope="module")
 def without_engine(tmp_path_factory):
-    """What a program of trl does in two plain processes; each kind is run once."""
+    """What a program of trl or OpenRLHF does in two plain processes; each kind is run once."""
     known: dict[tuple, list[dict]] = {}
 
-    def reference(*words: str) -> dict:
-        if words not in known:
+    def reference(*words: str, program: str = "trl_loop") -> dict:
+        wanted = (program, *words)
+        if wanted not in known:
             folder = tmp_path_factory.mktemp("plain")
-            known[words] = run("trl_loop", "--stage", -1, "--folder", folder / "run", *words, results=folder)
-        return known[words][0]
+            known[wanted] = run(program, "--stage", -1, "--folder", folder / "run", *words, results=folder)
+        return known[wanted][0]
 
     return reference
 
@@ -160,6 +162,21 @@ def test_a_curve_of_trl_shows_an_update_that_was_left_out(tmp_path, without_engi
     found = run("trl_loop", "--stage", 2, "--folder", tmp_path / "run", *words, "--gap", results=tmp_path)[0]
     with pytest.raises(AssertionError):
         close(found["curve"], without_engine(*words)["curve"])
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_openrlhf_scores_trains_sleeps_and_pushes(stage, tmp_path, without_engine):
+    expected = without_engine(program="openrlhf_loop")
+    found = run("openrlhf_loop", "--stage", stage, "--folder", tmp_path / "run", results=tmp_path)[0]
+    close(found["curve"], expected["curve"], absolute=1e-7)
+    close(found["norms"], expected["norms"])
+    assert found["sent"] == pytest.approx(expected["sent"], rel=1e-4)
+
+
+def test_a_curve_of_openrlhf_shows_an_update_that_was_left_out(tmp_path, without_engine):
+    found = run("openrlhf_loop", "--stage", 2, "--folder", tmp_path / "run", "--gap", results=tmp_path)[0]
+    with pytest.raises(AssertionError):
+        close(found["curve"], without_engine(program="openrlhf_loop")["curve"], absolute=1e-7)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
