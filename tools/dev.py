@@ -173,6 +173,7 @@ def bench(arguments: list[str]) -> int:
 
 CLIENT_TESTS = (
     "packages/dsx/tests/test_lightning_strategy.py",
+    "packages/dsx/tests/test_ray_train.py",
     "packages/dsx-compat/tests/test_accelerate_sizes.py",
     "tests/integration/test_docs_code.py::test_python_runs_as_it_stands[trainers.md-0]",
 )

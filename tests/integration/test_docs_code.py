@@ -43,7 +43,7 @@ def test_lines_of_code_fit_beside_the_navigation(page):
 # (test_error_codes.py).
 ELSEWHERE = {ROOT / "docs" / "start" / "first-run.md", ROOT / "docs" / "reference" / "errors.md"}
 ELSEWHERE |= {*ROOT.glob("docs/course/*.md"), *ROOT.glob("docs/end-to-end/*.md")}
-CLIENTS = ("lightning",)
+CLIENTS = ("lightning", "ray")
 PYTHON = [(page, number) for page in DOCS if page not in ELSEWHERE for number in range(len(blocks(page, "python")))]
 
 
