@@ -242,6 +242,59 @@ def one_byte(model):
     model[0].weight = nn.Parameter(OneByte(model[0].weight.detach()))
 
 
+class Codes(torch.Tensor):
+    """A frozen weight in 8 bits, with the protocol of torchao's."""
+
+    @staticmethod
+    def __new__(cls, codes, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype, device=codes.device)
+
+    def __init__(self, codes, scale):
+        self.codes, self.scale = codes, scale
+
+    def __tensor_flatten__(self):
+        return ["codes", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, size, stride):
+        return Codes(inner["codes"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func.name() == "aten::detach":
+            return cls(args[0].codes, args[0].scale)
+        return func(*(a.codes * a.scale if isinstance(a, cls) else a for a in args), **(kwargs or {}))
+
+
+def coded(t):
+    """A frozen layer in 8 bits behind one that trains: the losses are those of the plain model."""
+    import dsx_zero
+
+    t.train(1)
+    if not t.sharded:
+        return
+
+    def made():
+        torch.manual_seed(3)
+        found = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False))
+        codes = Codes(torch.randint(-127, 128, (8, 8)).to(torch.int8), torch.full((8, 1), 0.01))
+        found[1].weight = nn.Parameter(codes, requires_grad=False)
+        return found
+
+    plain, whole = made(), {"stage3_param_persistence_threshold": 0}
+    other = torch.optim.SGD(plain[0].parameters(), lr=0.1)
+    model, optimizer = dsx_zero.shard(made(), lambda p: torch.optim.SGD(p, lr=0.1), stage=t.stage, config=whole)
+    for step in range(3):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        losses = [net(x).square().mean() for net in (plain, model)]
+        torch.testing.assert_close(*losses)
+        for loss, stepped in zip(losses, (other, optimizer)):
+            loss.backward()
+            stepped.step()
+            stepped.zero_grad()
+    optimizer.release()
+
+
 def deep_copy(t):
     t.train(1)
     copy.deepcopy(t.model)
@@ -269,6 +322,7 @@ ROWS = [
         dict.fromkeys(range(4), "hold different parts")),
     Row("a model of `fully_shard`, given to `shard`", given(fully_sharded),
         dict.fromkeys(range(4), "remove the lines")),
+    Row("frozen weights in 8 or 4 bits (torchao, bitsandbytes' NF4)", coded),
     Row("weights with `fsdp_pre_all_gather` (torchao's float8)", given(one_byte),
         dict.fromkeys(range(4), "enable_fsdp_float8_all_gather=False")),
 ]  # fmt: skip

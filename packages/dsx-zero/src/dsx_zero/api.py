@@ -19,6 +19,7 @@ from .alike import agree, model_facts, optimizer_facts, telling
 from .building import Builder, Recipe, assemble, plan_facts
 from .checks import check_given, check_marked_in_time, check_model, check_not_wrapped, check_values
 from .errors import HAS_NO_EFFECT, ZeroConfigError, ZeroOptimizerError
+from .from_codes import check_codes, codes_of, is_taken_apart
 from .from_dtensors import TensorRanks, parts_of
 from .grads.reduction import Reduction
 from .groups import AuxiliaryGroups
@@ -177,6 +178,7 @@ def shard(
     with telling(data.group):
         check_marked_in_time(model, holders)
         check_values(model)
+        check_codes(model)
 
     def choose(settings: ZeroConfig) -> RanksOf:
         return SecondaryRanks(
@@ -189,7 +191,7 @@ def shard(
 
     if settings.stage < 3:
         restore_model(model)
-    with parts_of(model, parallel):
+    with parts_of(model, parallel), codes_of(model):
         with telling(data.group):
             inner: Any = _NoOptimizer() if optimizer is None else _inner(model, optimizer, stage=settings.stage)
             held = frozenset(id(p) for group in inner.param_groups for p in group["params"])
@@ -411,6 +413,8 @@ def _inner(model: nn.Module, optimizer: Any, *, stage: int) -> torch.optim.Optim
     check_optimizer(made, stage=stage)
     known = {id(p) for p in model.parameters()}
     replace_parameters(made, lambda p: p if id(p) in known else current_parameter(p))
+    for group in made.param_groups:  # frozen weights in 8 or 4 bits, which no step would change
+        group["params"] = [p for p in group["params"] if not is_taken_apart(p)]
     for index, group in enumerate(made.param_groups):
         for place, parameter in enumerate(group["params"]):
             if id(parameter) not in known:

@@ -16,7 +16,6 @@ Left out: meshes of several dimensions for one tensor, uneven and strided parts 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,15 +25,15 @@ import dsx_comm
 import torch
 from dsx_comm import RankSets
 from dsx_comm.registry import AxisGroup
-from dsx_core.modules import ModuleHook
 from torch import nn
 
-from .errors import ZeroModelError, ZeroStateError
+from .errors import ZeroModelError
 from .gather.registry import stage3_of
 from .params.dtensors import GLOBAL, GlobalTensor, global_of, is_dtensor
 from .params.partitioned import PartitionedParameter
 from .params.restored import note_replaced
 from .params.shard_view import ShardView
+from .showing import ShowsHook, show_in_forwards, show_in_loads
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -168,6 +167,8 @@ class _Parts:
     unit that has it, else the model. Where it is not there, its place has a `PartitionedParameter`, which shows itself.
     """
 
+    what = "parts of DTensors"
+
     def __init__(self, root: nn.Module, name: str, places: Sequence[tuple[nn.Module, str, GlobalTensor]]) -> None:
         self._root, self._name, self._places = root, name, tuple(places)
         self._running: list[list[tuple[nn.Module, str, Any, DTensor]]] = []
@@ -222,49 +223,9 @@ class _Parts:
         return any(not user or self._name == user or self._name.startswith(f"{user}.") for user in users)
 
 
-class _PartsHook(ModuleHook):
-    """Base of hooks that call `_Parts`. Copies of the module get hooks of their own."""
-
-    def __init__(self, parts: _Parts) -> None:
-        self._parts = parts
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        memo[id(self)] = made = type(self)(copy.deepcopy(self._parts, memo))
-        return made
-
-    def __reduce__(self) -> Any:
-        raise ZeroStateError(
-            "a module whose parameters are parts of DTensors cannot be pickled: its copy would compute with this rank's"
-            " parts alone; save its state dict (torch's get_model_state_dict, or dsx_zero.full_state_dict)"
-        )
-
-
-class _BeforeForward(_PartsHook):
-    def __init__(self, parts: _Parts) -> None:
-        super().__init__(parts)
-        self._show = torch.compiler.disable(parts.show)  # here: it imports dynamo, which takes a second
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        self._show()
-
-
-class _AfterForward(_PartsHook):
-    def __init__(self, parts: _Parts) -> None:
-        super().__init__(parts)
-        self._withdraw = torch.compiler.disable(parts.withdraw)
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._withdraw()
-
-
-class _Saved(_PartsHook):
+class _Saved(ShowsHook):
     def __call__(self, module: nn.Module, values: dict[str, Any], prefix: str, metadata: Any) -> None:
-        self._parts.saved(values, prefix)
-
-
-class _ToLoad(_PartsHook):
-    def __call__(self, module: nn.Module, values: dict[str, Any], prefix: str, *rest: Any) -> None:
-        self._parts.to_load(values, prefix)
+        self._shows.saved(values, prefix)
 
 
 def rank_sets_of(model: nn.Module, mesh: DeviceMesh) -> RankSets:
@@ -334,9 +295,8 @@ def _hooked(
         if not below:
             continue
         parts = _Parts(model, name, below)
-        yield module.register_forward_pre_hook(_BeforeForward(parts))
-        yield module.register_forward_hook(_AfterForward(parts), always_call=True)
+        yield from show_in_forwards(module, parts)
         if module in of_module:
             own = _Parts(model, name, of_module[module])
             yield module.register_state_dict_post_hook(_Saved(own))
-            yield module.register_load_state_dict_pre_hook(_ToLoad(own))
+            yield show_in_loads(module, own)
