@@ -18,11 +18,13 @@ with `None` as its optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from dsx_core.errors import first_few
 from torch import nn
 
 from .alike import agree, hash_of, telling
@@ -32,6 +34,7 @@ from .params.dtensors import is_dtensor
 from .params.shard_view import Part, ShardView
 from .params.whole import joining
 from .plan.layout import LocalSlice
+from .state.slices import COPY, ParamSlice, Reader
 
 if TYPE_CHECKING:
     from .params.flat import FlatGroup
@@ -186,6 +189,66 @@ class ModelCopy:
             found[name] = ShardView(values, Part.of_range(shape, part.start, part.stop, of), whole=whole)
         return {**found, **self._buffers, _UPDATES: self.updates}
 
+    # In an engine's checkpoints: beside the optimizer's states, by ranges ---------------------------------------------
+
+    def slices(self, slices: Iterable[ParamSlice], name: str) -> Iterator[ParamSlice]:
+        """This rank's slices of the model (`ZeroOptimizer.slices`) with the copy's values in `ranges`.
+
+        Args:
+            name: of the copy; values have the key `copy.NAME@all`.
+        """
+        kept = {of: (part, self._values[of]) for of, _, part in self._checked_places()}
+        for found in slices:
+            part, values = kept.get(found.name, (LocalSlice(0, 0, 0), torch.empty(0, device="cpu")))
+            first, last = max(part.start, found.start), min(part.stop, found.stop)
+            if first < last:
+                own = (_key(name), first, values[first - part.start : last - part.start])
+                found = replace(found, ranges=(*found.ranges, own))
+            yield found
+
+    def read(self, reader: Reader, name: str) -> Callable[[], None] | None:
+        """Read the values of `slices`, of any number of ranks. Nothing is changed, and nothing is communicated.
+
+        Returns:
+            A function that puts them into the copy; None if the checkpoint has no copy of this name, or its states are
+            not read.
+
+        Raises:
+            ZeroStateError: the checkpoint's copy of this name has no values of a parameter.
+        """
+        key, places = _key(name), self._checked_places()
+        has = {of: key in reader.state_keys(of) for of in self._names}
+        if not any(has.values()):
+            return None
+        missing = [of for of, found in has.items() if not found and self._optimizer.group_of(of).trainable]
+        if missing:
+            raise ZeroStateError(
+                f"{first_few(missing)}: the copy {name!r} has values of it, and that of the checkpoint has none: it was"
+                " made by copy_of() of another part of the model; make this one of the same part"
+            )
+        found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for of, _, part in places:
+            values = reader.state(key, of, part.start, part.stop)
+            if isinstance(values, torch.Tensor):
+                found.append((self._values[of], values))
+
+        def install() -> None:
+            for mine, values in found:
+                mine.copy_(values.view_as(mine))
+
+        return install
+
+    def small_state(self) -> dict[str, Any]:
+        """What `slices` has no place for: buffers, and the number of updates. Equal on all ranks."""
+        return {"buffers": {n: b.clone() for n, b in self._buffers.items()}, _UPDATES: self.updates}
+
+    def load_small_state(self, state: Mapping[str, Any]) -> None:
+        """Load what `small_state` gave."""
+        for name, buffer in state["buffers"].items():
+            if name in self._buffers:
+                self._buffers[name].copy_(buffer)
+        self.updates = int(state[_UPDATES])
+
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` gave, or whole tensors by parameter name, the same on every rank.
@@ -212,6 +275,10 @@ class ModelCopy:
             elif name != _UPDATES:
                 value.copy_(state_dict[name])
         self.updates = int(state_dict.get(_UPDATES, self.updates))
+
+
+def _key(name: str) -> str:
+    return f"{COPY}{name}@all"
 
 
 def _chosen(optimizer: Copied, what: Any) -> tuple[tuple[str, ...], dict[str, torch.Tensor]]:

@@ -21,7 +21,7 @@ from ..step.masters import Master, write_parameters
 from ..step.states import OptimizerStates, without_lists
 from ..transports.errors import note_lost
 from .shapes import Held, held_of_state
-from .slices import Place, Reader, State, places_of
+from .slices import COPY, Place, Reader, State, places_of
 from .templates import StateTemplates, is_single
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def _read_states(
         return
     take = getattr(inner, "read_state_ranges", None)
     if take is not None:
-        ranges = [key for key in stored if "@" in key]
+        ranges = [key for key in stored if "@" in key and not key.startswith(COPY)]
         load.add(take(master.tensor, ranges, lambda k, a, b: reader.state(k, master.name, a, b)))
     kinds = states.of(master)
     if not kinds:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ..runtime import Runtime
 
 __all__ = [
+    "COPY",
     "ParamSlice",
     "Place",
     "Reader",
@@ -38,6 +39,9 @@ __all__ = [
     "places_of",
     "read_elements",
 ]
+
+COPY = "copy."
+"""Begins the keys of copies of the values (`ModelCopy`) in `ParamSlice.ranges`."""
 
 State = torch.Tensor | int | float | bool
 Where = Callable[[torch.Tensor], torch.Tensor]

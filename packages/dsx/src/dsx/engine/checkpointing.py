@@ -26,6 +26,7 @@ from dsx_core import with_code
 from ..utils.logging import logger
 from .errors import EngineArgumentError
 from .live_state import LiveState, Rest, Wanted
+from .registered import ShardsWithCopies
 from .stepper import StepGate
 from .training_state import Undo
 
@@ -182,7 +183,7 @@ class Checkpointer:
             save_dir,
             tag,
             module=self.module,
-            slices=map(self._to_write, self.shards.slices(lazily=True)),
+            slices=map(self._to_write, self._with_copies.slices(lazily=True)),
             state={"engine": self.live.take(rest).to_dict(), "client": client_state},
             rank_state={
                 "random": rest.random, "data": rest.rank_data, "objects": self.live.registered.states(per_rank=True)
@@ -194,6 +195,11 @@ class Checkpointer:
             keeping=Keeping(self.settings.keep_last, self.settings.keep_every),
             disks=self._disks,
         )  # fmt: skip
+
+    @property
+    def _with_copies(self) -> Any:
+        copies = self.live.registered.copies()
+        return ShardsWithCopies(self.shards, copies) if copies else self.shards
 
     def _to_write(self, part: Any) -> Any:
         """The part of a parameter that this rank writes: nothing if another rank's copy counts (weights that
@@ -244,11 +250,13 @@ class Checkpointer:
         from dsx_checkpoint.selecting import Selection
 
         self.wait()
+        for held in self.live.registered.copies():
+            held.was_read = False
         prepared = prepare_load(
             load_dir,
             None if tag is None else str(tag),
             module=self.module,
-            optimizer=self.shards,
+            optimizer=self._with_copies if wanted.only is None else self.shards,
             ranks=self._ranks,
             places=self.places,
             strict=wanted.strict,
