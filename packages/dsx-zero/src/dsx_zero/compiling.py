@@ -20,6 +20,7 @@ from torch import nn
 
 from .errors import ZeroModelError
 from .gather.registry import stage3_of
+from .showing import ShowsHook
 
 __all__ = ["compile_units", "is_compiled"]
 
@@ -59,7 +60,8 @@ def compile_units(module: nn.Module, **options: Any) -> tuple[str, ...]:
         Names of the modules that were compiled; the empty name is the model itself.
 
     Raises:
-        ZeroModelError: `torch.compile` knows no such backend.
+        ZeroModelError: `torch.compile` knows no such backend; a full graph is asked for of a block in which modules
+            get their weights from hooks (DTensors, weights in codes). Nothing was compiled then.
     """
     backend = options.get("backend")
     if isinstance(backend, str) and backend not in torch.compiler.list_backends(exclude_tags=()):
@@ -72,9 +74,22 @@ def compile_units(module: nn.Module, **options: Any) -> tuple[str, ...]:
     # Blocks whose parameters all stay whole are no unit that is gathered; a block with units inside is not compiled.
     names += [b for b in block_names(module) if not any(name == b or name.startswith(f"{b}.") for name in names)]
     chosen = tuple(dict.fromkeys(names)) or ("",)
+    if options.get("fullgraph"):
+        _check_no_hooks_inside(module, chosen)
     for name in chosen:
         found = module.get_submodule(name)
         if isinstance(found.__dict__.get("forward"), CompiledForward):
             del found.forward
         found.forward = CompiledForward(found, options)  # type: ignore[method-assign]
     return chosen
+
+
+def _check_no_hooks_inside(model: nn.Module, names: tuple[str, ...]) -> None:
+    """Refuse blocks in which a hook shows weights: it would be traced, and break the graph."""
+    for block in names:
+        for name, inner in model.get_submodule(block).named_modules(prefix=block):
+            if name != block and any(isinstance(hook, ShowsHook) for hook in inner._forward_pre_hooks.values()):
+                raise ZeroModelError(
+                    f"compile_units(fullgraph=True): {name} gets its weight from a hook before its forward (a DTensor,"
+                    " or codes in 8 or 4 bits), which is outside of every graph; leave out fullgraph=True"
+                )
