@@ -49,6 +49,7 @@ from .resharding import release_model
 from .step.inner import why_at_once
 from .step.masters import check_optimizer, replace_parameters
 from .step.sparse import check_dense_gradients
+from .step.trial import check_divisible
 from .torch_forms import TorchForms
 from .transports.chosen import PlainTransports, Transports, transports_of
 
@@ -193,7 +194,9 @@ def shard(
         restore_model(model)
     with parts_of(model, parallel), codes_of(model):
         with telling(data.group):
-            inner: Any = _NoOptimizer() if optimizer is None else _inner(model, optimizer, stage=settings.stage)
+            inner: Any = _NoOptimizer()
+            if optimizer is not None:
+                inner = _inner(model, optimizer, stage=settings.stage, ranks=data.size)
             held = frozenset(id(p) for group in inner.param_groups for p in group["params"])
             infos = find_parameters(model, held)
             check_model(model, infos)
@@ -404,7 +407,7 @@ def _leaves(model: nn.Module, settings: ZeroConfig) -> frozenset[str]:
     return named | fine_modules(model, settings.stage3_module_granularity_threshold)
 
 
-def _inner(model: nn.Module, optimizer: Any, *, stage: int) -> torch.optim.Optimizer:
+def _inner(model: nn.Module, optimizer: Any, *, stage: int, ranks: int) -> torch.optim.Optimizer:
     made: Any = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(_trainable(model))
     if not hasattr(made, "param_groups") or not hasattr(made, "step"):
         raise ZeroOptimizerError(
@@ -422,6 +425,7 @@ def _inner(model: nn.Module, optimizer: Any, *, stage: int) -> torch.optim.Optim
                     f"param_groups[{index}]['params'][{place}] (shape {tuple(parameter.shape)}) is not a parameter of"
                     " the model; build the optimizer over model.parameters() after all changes to the model"
                 )
+    check_divisible(made, ranks=ranks if stage else 1)
     return made
 
 

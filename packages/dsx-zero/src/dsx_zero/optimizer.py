@@ -47,6 +47,7 @@ from .step.norm import StepNorm, clip_factor
 from .step.plan import StepPlan
 from .step.runner import StepRunner
 from .step.segments import connect_norms
+from .step.trial import check_divisible
 from .torch_names import current_graph_task_id
 
 __all__ = ["OnSpan", "StepOutcome", "ZeroOptimizer"]
@@ -385,6 +386,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     " model before dsx_zero.shard (or shard the model again, with a new optimizer)"
                 )
         self.inner.add_param_group(group)
+        check_divisible(self.inner, ranks=self.runtime.ranks.size if self.runtime.stage else 1)
 
     @torch.no_grad()
     def _change_layout(self, change: Callable[[], None]) -> None:

@@ -18,7 +18,7 @@ from ..errors import ZeroStateError
 from ..homes.home import Home, write
 from ..plan.layout import LocalSlice
 from ..step.masters import Master, write_parameters
-from ..step.states import OptimizerStates, without_lists
+from ..step.states import OptimizerStates, without_containers
 from ..transports.errors import note_lost
 from .shapes import Held, held_of_state
 from .slices import COPY, Place, Reader, State, places_of
@@ -165,9 +165,9 @@ def _read_states(
         ranges = [key for key in stored if "@" in key and not key.startswith(COPY)]
         load.add(take(master.tensor, ranges, lambda k, a, b: reader.state(k, master.name, a, b)))
     kinds = states.of(master)
-    if not kinds:
-        kinds, lists = without_lists(templates.of(master)), templates.lists_of(master)
-        load.add(lambda: states.make_lists(master, lists))
+    if not any(isinstance(kind, torch.Tensor) for kind in kinds.values()):  # at most numbers of a constructor, no step
+        kinds, containers = without_containers(templates.of(master)), templates.containers_of(master)
+        load.add(lambda: states.make_containers(master, containers))
     held_of = {key: held_of_state(states, master, key, kinds.get(key)) for key in {*kinds, *keys}}
     # Of a small state some tensor slices have nothing, and where slices are saved alone, they have not saved it.
     nothing = {key for key, held in held_of.items() if held is not None and not prod(held.form)}

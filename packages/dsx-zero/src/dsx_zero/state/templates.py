@@ -8,8 +8,6 @@ parameter of one element the shape of a state does not tell them apart: a `step`
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict, defaultdict
 from typing import Any
 
 import torch
@@ -17,6 +15,8 @@ import torch
 from ..step.masters import Master, needs_whole_tensors
 from ..step.matrix_rules import matrix_rule, stateful
 from ..step.sparse import needs_rows
+from ..step.states import is_container
+from ..step.trial import probe_of, step_of
 
 __all__ = ["StateTemplates", "is_single"]
 
@@ -47,22 +47,24 @@ class StateTemplates:
                 matrices = rule is not None and bool(rule.matrices(logical, group))
                 key = (number, master.tensor.dtype, master.tensor.device, whole, matrices)
                 if key not in self._known:
-                    self._known[key] = self._learn(group, master.tensor, whole, logical if matrices else None)
+                    self._known[key] = self._learn(number, master.tensor, whole, logical if matrices else None)
                 return self._known[key]
         return {}
 
-    def lists_of(self, master: Master) -> dict[str, list[Any]]:
-        """The states that are lists, with their elements: what is no tensor in them has to be there before a load."""
-        return {key: value for key, value in self.of(master).items() if isinstance(value, list)}
+    def containers_of(self, master: Master) -> dict[str, Any]:
+        """The states that are lists or objects: what is no tensor in them has to be there before a load."""
+        return {key: value for key, value in self.of(master).items() if is_container(value)}
 
     def _learn(
         self,
-        group: dict[str, Any],
+        number: int,
         like: torch.Tensor,
         whole: tuple[int, ...] | None,
         matrices: tuple[int, ...] | None,
     ) -> dict[str, Any]:
-        """`matrices`: the shape of a parameter that consists of matrices, for a rule that goes by them."""
+        """`number`: of the parameter group; `matrices`: the shape of a parameter that consists of matrices, for a rule
+        that goes by them.
+        """
         # An optimizer that needs whole tensors keeps states that depend on their shape.
         shape = (_SAMPLE,) if whole is None else whole
         if needs_rows(self._inner):
@@ -70,39 +72,24 @@ class StateTemplates:
         sample = torch.nn.Parameter(torch.zeros(shape, dtype=like.dtype, device=like.device))
         if hasattr(self._inner, "state_template"):  # such an optimizer communicates in its step, so none is done
             return self._inner.state_template(sample)  # type: ignore[attr-defined]
-        probe = _copy_without_groups(self._inner)
+        probe = probe_of(self._inner, number, [sample])
         sample.grad = torch.zeros_like(sample)
         if needs_rows(self._inner):
             sample.grad = torch.sparse_coo_tensor(
                 torch.arange(_SAMPLE, device="cpu")[None], torch.zeros_like(sample), shape
             )
-        options = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "param_names"}
-        probe.param_groups = [{**options, "params": [sample]}]
-        probe.state = defaultdict(dict)
-        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-            setattr(probe, hooks, OrderedDict())
-        if hasattr(probe, "norm_reducer"):
-            probe.norm_reducer = None  # type: ignore[attr-defined]
-        rule = matrix_rule(probe)
+        rule, options = matrix_rule(probe), probe.param_groups[number]
         with torch.no_grad():  # as the step of an optimizer does itself
             if rule is None:
-                type(probe).step(probe)
+                step_of(probe)(probe)
             elif matrices is not None:
                 rule.direction(sample, sample.grad, options)
             else:
                 rule.element_wise(sample, sample.grad, options)
         kept = None if matrices is None else stateful(rule)
         if kept is not None:  # their shapes are those of the parameter's matrices, and asked for by name
-            of_matrices = {key: torch.zeros(_SAMPLE, device="cpu") for key in kept.state_shapes(matrices or (), group)}
+            of_matrices = {
+                key: torch.zeros(_SAMPLE, device="cpu") for key in kept.state_shapes(matrices or (), options)
+            }
             return {**probe.state[sample], **of_matrices}
         return {key: value for key, value in probe.state[sample].items() if value is not None}
-
-
-def _copy_without_groups(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """A copy that shares no parameter groups: torch's `__setstate__` adds missing options to the groups it is given."""
-    groups = optimizer.param_groups
-    optimizer.param_groups = []
-    try:
-        return copy.copy(optimizer)
-    finally:
-        optimizer.param_groups = groups

@@ -22,7 +22,7 @@ from ..params.flat import FlatGroup, Unit
 from ..plan.layout import LocalSlice, pieces
 from ..plan.matrices import MatrixState
 from ..plan.units import UnitPlan
-from .matrix_rules import matrix_rule, matrix_states
+from .matrix_rules import has_step_of, matrix_rule, matrix_states
 from .plan import cut
 from .sliced_matrices import cut_dimension
 
@@ -33,6 +33,7 @@ __all__ = [
     "check_optimizer",
     "check_whole_tensors",
     "copy_targets",
+    "is_known",
     "make_masters",
     "needs_whole_tensors",
     "place_masters",
@@ -56,9 +57,14 @@ _WHOLE = frozenset(
         "GaLoreAdamW",
         "AdaFactor",
         "CAME",
+        "Apollo",
+        "ApolloDQN",
+        "SWATS",
     }
 )
-"""Optimizers that need whole tensors: they orthogonalise or precondition matrices, or keep states by row and column."""
+"""Optimizers that need whole tensors: they orthogonalise or precondition matrices, keep states by row and column, or
+look at norms of a tensor only after many steps (the last three), which a trial would not see.
+"""
 
 
 @dataclass(frozen=True)
@@ -96,13 +102,26 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *, stage: int) -> None:
 
 def needs_whole_tensors(optimizer: Any) -> bool:
     """Must one rank own all elements of a parameter? True for the known optimizers of this kind, and where the
-    attribute `optimizer.needs_whole_tensors` is true; not where only a function of its rule takes whole matrices.
+    attribute `optimizer.needs_whole_tensors` is true, which a trial may have set (`trial.py`); not where only a
+    function of its rule takes whole matrices.
     """
     if matrix_rule(optimizer) is not None:
         return False
     said = getattr(optimizer, "needs_whole_tensors", None)
-    if said is not None:
-        return bool(said)
+    return _named_whole(optimizer) if said is None else bool(said)
+
+
+def is_known(optimizer: Any) -> bool:
+    """Is it known whether the optimizer needs whole tensors? It says so, or has a known name, or the step of a class
+    of torch.
+    """
+    if getattr(optimizer, "needs_whole_tensors", None) is not None or matrix_rule(optimizer) is not None:
+        return True
+    torchs = (kind for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim."))
+    return _named_whole(optimizer) or has_step_of(optimizer, next(torchs, None))
+
+
+def _named_whole(optimizer: Any) -> bool:
     return any(kind.__name__ in _WHOLE for kind in type(optimizer).__mro__)
 
 

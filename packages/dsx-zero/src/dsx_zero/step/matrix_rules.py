@@ -22,7 +22,7 @@ import torch
 from ..plan.matrices import MatrixState
 from ..torch_names import adjust_lr_of_muon, newton_schulz_of_muon
 
-__all__ = ["MatrixRule", "StatefulRule", "matrix_rule", "matrix_states", "stateful"]
+__all__ = ["MatrixRule", "StatefulRule", "has_step_of", "matrix_rule", "matrix_states", "stateful"]
 
 Settings = Mapping[str, Any]
 
@@ -106,13 +106,13 @@ def matrix_rule(optimizer: Any) -> MatrixRule | None:
     """The rule of an optimizer that can be stepped so; None for others, such as a subclass with a `step` of its own."""
     kinds = type(optimizer).__mro__
     if (base := next((kind for kind in kinds if "of_matrix" in vars(kind)), None)) is not None:
-        return optimizer if _same_step(optimizer, base) else None
-    if isinstance(optimizer, torch.optim.Muon) and _same_step(optimizer, torch.optim.Muon):
+        return optimizer if has_step_of(optimizer, base) else None
+    if isinstance(optimizer, torch.optim.Muon) and has_step_of(optimizer, torch.optim.Muon):
         return _TorchsMuon(optimizer)
     return None
 
 
-def _same_step(optimizer: Any, base: Any) -> bool:
+def has_step_of(optimizer: Any, base: Any) -> bool:
     """Is `step` that of this class? Torch wraps it for hooks, in a subclass again."""
     return inspect.unwrap(type(optimizer).step) is inspect.unwrap(base.step)
 

@@ -4,15 +4,19 @@ Where no tier is given, they are the tensors that the optimizer made, in its own
 have one value per element live in homes between steps: for the step of their sub-group they are fetched into buffers
 and put into `optimizer.state`, and stored afterwards. Single values (`step`) always stay in `optimizer.state`.
 
-A state may be a list of tensors (SOAP's, one for each side of a matrix). Its tensors are states of their own here, with
-the list's name and their place: "GG.0", "GG.1". What is no tensor in a list is left alone.
+A state may be a container: a list of tensors (SOAP's, one for each side of a matrix), or an object with tensors and
+numbers (GaLore's projector). What it holds are states of their own here, with the container's name and their place:
+"GG.0", "GG.1", "projector.ortho_matrix". What is neither tensor nor number in it is left alone.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,7 +32,7 @@ from .masters import Master
 from .matrix_rules import matrix_rule, stateful
 from .sliced_matrices import states_of_tensor
 
-__all__ = ["OptimizerStates", "Visit", "without_lists"]
+__all__ = ["OptimizerStates", "Visit", "is_container", "without_containers"]
 
 
 def _there(home: Home) -> torch.Tensor:
@@ -38,15 +42,54 @@ def _there(home: Home) -> torch.Tensor:
     return home.memory if isinstance(home, DeviceHome) else read(home)
 
 
-def without_lists(state: Mapping[str, Any]) -> dict[str, Any]:
-    """States with the tensors of lists as states of their own, and without those that are None."""
+def without_containers(state: Mapping[str, Any]) -> dict[str, Any]:
+    """States with what containers hold as states of their own, and without those that are None."""
     found: dict[str, Any] = {}
     for key, value in state.items():
-        if isinstance(value, list):
-            found |= {f"{key}.{place}": one for place, one in enumerate(value) if isinstance(one, torch.Tensor)}
+        if is_container(value):
+            found |= dict(_held_by(key, value, ()))
         elif value is not None:
             found[key] = value
     return found
+
+
+def is_container(value: Any) -> bool:
+    """Is a state a list, a tuple, a dictionary, or an object with attributes of its own?"""
+    if isinstance(value, (torch.Tensor, type, Enum, ModuleType)) or callable(value):
+        return False
+    return isinstance(value, (list, tuple, dict)) or hasattr(value, "__dict__")
+
+
+def _members(value: Any) -> dict[str, Any]:
+    if isinstance(value, (list, tuple)):
+        return {str(place): one for place, one in enumerate(value)}
+    return {str(name): one for name, one in (value if isinstance(value, dict) else vars(value)).items()}
+
+
+def _held_by(key: str, value: Any, around: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
+    for name, one in _members(value).items():
+        number = isinstance(one, (int, float)) and not isinstance(one, bool) and not isinstance(value, (list, tuple))
+        if isinstance(one, torch.Tensor) or number:
+            yield f"{key}.{name}", one
+        elif is_container(one) and id(one) not in around:
+            yield from _held_by(f"{key}.{name}", one, (*around, id(value), id(one)))
+
+
+def _with(container: Any, path: Sequence[str], value: Any) -> Any:
+    """The container with a value at a place in it: the same object, but for tuples."""
+    name, rest = path[0], path[1:]
+    if rest:
+        value = _with(_members(container)[name], rest, value)
+    if isinstance(container, tuple):
+        items = [*container[: int(name)], value, *container[int(name) + 1 :]]
+        return type(container)(*items) if hasattr(container, "_fields") else tuple(items)
+    if isinstance(container, list):
+        container[int(name)] = value
+    elif isinstance(container, dict):
+        container[next(key for key in container if str(key) == name)] = value
+    else:
+        setattr(container, name, value)
+    return container
 
 
 @dataclass
@@ -105,7 +148,7 @@ class OptimizerStates:
         """All states of a master, for reading; states per element have its shape. `stored`: include states that are not
         in memory.
         """
-        found = without_lists(self.inner.state.get(master.tensor, {}))
+        found = without_containers(self.inner.state.get(master.tensor, {}))
         left_out = () if stored else self.stored(master)
         homes = {key: home for key, home in self._homes[id(master.tensor)].items() if key not in left_out}
         return found | {key: _there(home).view(master.shape) for key, home in homes.items()}
@@ -127,19 +170,19 @@ class OptimizerStates:
         return sorted({*self.inner.state.get(master.tensor, {}), *self._homes[id(master.tensor)]})
 
     def set(self, master: Master, key: str, value: Any) -> None:
-        """Set a state of a master, new or existing; a tensor of a list only where the list is there."""
-        name, _, place = key.rpartition(".")
-        if isinstance(held := self.inner.state[master.tensor].get(name), list):
-            held[int(place)] = value
+        """Set a state of a master, new or existing; what a container holds only where the container is there."""
+        name, _, path = key.partition(".")
+        if path and is_container(held := self.inner.state[master.tensor].get(name)):
+            self.inner.state[master.tensor][name] = _with(held, path.split("."), value)
             return
         self._homes[id(master.tensor)].pop(key, None)
         self.inner.state[master.tensor][key] = value
         self._move_out(master)
 
-    def make_lists(self, master: Master, lists: Mapping[str, list[Any]]) -> None:
-        """Give a master these states that are lists, where it has none of the name."""
-        for key, value in lists.items():
-            self.inner.state[master.tensor].setdefault(key, list(value))
+    def make_containers(self, master: Master, containers: Mapping[str, Any]) -> None:
+        """Give a master copies of these containers, where it has none of the name."""
+        for key, value in containers.items():
+            self.inner.state[master.tensor].setdefault(key, copy.deepcopy(value))
 
     @contextmanager
     def opened(self, master: Master, key: str) -> Iterator[torch.Tensor]:
@@ -156,7 +199,7 @@ class OptimizerStates:
         return [
             (self._tiers.get(id(key), "device"), value)
             for key, state in self.inner.state.items()
-            for value in without_lists(state).values()
+            for value in without_containers(state).values()
             if isinstance(value, torch.Tensor)
         ]
 
