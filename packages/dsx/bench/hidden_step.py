@@ -6,7 +6,7 @@ Layers compute nothing much and sleep on the device, copies between device and h
 (on a simulated device), and the host steps for real. One engine with the default configuration (clipping to 1.0) and
 the optimizer on the host is compared with two others: one that steps after backward, and one whose optimizer does
 nothing, also after backward: it keeps no old values. The share that is hidden is (after - default) / (after - nothing),
-of the times of one round; the median of the rounds counts. With `--clipped-every N` the gradients of every Nth step are
+both the medians of differences within one round. With `--clipped-every N` the gradients of every Nth step are
 clipped, so that its update is undone and made again. The three take turns, in another order in each round. A simulated
 device computes on the machine's cores, as the host's step does: run it alone, on at least three cores, or the step has
 no core to hide on.
@@ -106,11 +106,13 @@ def measure(args: argparse.Namespace) -> None:
             if norm is None or bool(clipped) != (norm > 1.0):
                 raise SystemExit(f"step {step} of {kind}: got a norm of {norm}, expected {'>' if clipped else '<='} 1")
     nothing, default, after = (statistics.median(ms[kind]) for kind in KINDS)
-    rounds = zip(*(ms[kind] for kind in KINDS), strict=True)
-    hidden = statistics.median((late - usual) / (late - least) for least, usual, late in rounds)
+    rounds = list(zip(*(ms[kind] for kind in KINDS), strict=True))
+    gained = statistics.median(late - usual for _, usual, late in rounds)
+    exposed = statistics.median(late - least for least, _, late in rounds)
+    hidden = gained / exposed
     columns = {"ms without a step": "{:.0f}", "default": "{:.0f}", "step after backward": "{:.0f}"}
     table = Table({**columns, "ms of the host step": "{:.0f}", "hidden": "{:.1%}"}, "hidden-step")
-    table.add(nothing, default, after, after - nothing, hidden)
+    table.add(nothing, default, after, exposed, hidden)
     if not args.clipped_every:
         noise = hidden > 1.05  # less than no step at all: other work on the machine was longer than the step
         text = "nothing, the machine was busy" if noise else f"{hidden:.1%}"
