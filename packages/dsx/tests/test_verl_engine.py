@@ -50,6 +50,23 @@ class Batch(dict):
         return self
 
 
+class EngineConfig:
+    """verl's is a dataclass; the engine's own, which inherits, is one here, too."""
+
+    param_offload = optimizer_offload = forward_only = False
+
+    def __post_init__(self):
+        assert self.strategy
+
+
+class FSDPEngineConfig(EngineConfig):
+    mixed_precision = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        assert self.strategy in ["fsdp", "fsdp2", "fsdp_turbo"]
+
+
 @dataclass
 class ShardSpec:
     full_shape: tuple
@@ -90,7 +107,7 @@ class BaseEngineCtx:
             self.engine.to(device=device, model=model, optimizer=optimizer, grad=model)
 
     def __enter__(self):
-        self._switch("cpu", leaving=False)  # get_device_name() of a machine without a device
+        self._switch("cuda", leaving=False)  # verl's get_device_name() of a machine without a device, too
         self.engine.mode = self.mode
 
     def __exit__(self, kind, value, trace):
@@ -113,7 +130,13 @@ class EngineRegistry:
 
 
 class FSDPEngineWithLMHead(BaseEngine):
-    """What the engine inherits: how a batch is computed, and how model and schedule are built."""
+    """What the engine inherits: what it keeps, how a batch is computed, and how model and schedule are built."""
+
+    def __init__(self, model_config, engine_config, optimizer_config, checkpoint_config):
+        self.model_config, self.engine_config = model_config, engine_config
+        self.optimizer_config, self.checkpoint_config = optimizer_config, checkpoint_config
+        self.mode, self.rank, self._is_lora = None, dist.get_rank(), model_config.lora_rank > 0
+        self._init_device_mesh()
 
     def _build_module(self):
         return Policy()
@@ -145,6 +168,9 @@ def stand_in():
     """`verl`'s modules, as far as the engine imports them."""
     made = {
         "verl": {},
+        "verl.utils.device": {"get_device_name": lambda: "cuda"},
+        "verl.utils.torch_dtypes": {"PrecisionType": SimpleNamespace(to_dtype={"bf16": torch.bfloat16}.get)},
+        "verl.workers.config.engine": {"EngineConfig": EngineConfig, "FSDPEngineConfig": FSDPEngineConfig},
         "verl.utils": {"tensordict_utils": SimpleNamespace(assign_non_tensor=lambda data, **more: data.update(more))},
         "verl.workers": {},
         "verl.workers.config": {},
@@ -192,13 +218,10 @@ def played(rank, world, stage, offload, folder):
 
 def play(kind, rank, world, stage, offload, folder):
     def made():
-        engine = kind(
-            SimpleNamespace(lora_rank=0),
-            SimpleNamespace(param_offload=offload, optimizer_offload=offload, forward_only=False,
-                            dsx={"stage": stage, "stage3_param_persistence_threshold": 0}),
-            SimpleNamespace(lr=1e-2, clip_grad=0.5),
-            None,
-        )  # fmt: skip
+        make_config = sys.modules[kind.__module__].DSXEngineConfig
+        config = make_config(dsx={"stage": stage, "stage3_param_persistence_threshold": 0})
+        config.param_offload = config.optimizer_offload = offload
+        engine = kind(SimpleNamespace(lora_rank=0), config, SimpleNamespace(lr=1e-2, clip_grad=0.5), None)
         engine.initialize()
         return engine
 
@@ -229,7 +252,7 @@ def play(kind, rank, world, stage, offload, folder):
     assert all(torch.equal(weights[name], value) for name, value in again.items())
     assert other.lr_scheduler.get_last_lr() == engine.lr_scheduler.get_last_lr()
     with pytest.raises(ValueError, match="expected 'cpu'"):
-        engine.to("cuda")
+        engine.to("xpu")
     return found, weights
 
 

@@ -1,4 +1,4 @@
-"""An engine of dsx for verl, registered from outside: `external_lib: dsx.integrations.verl`, `strategy: dsx`.
+"""An engine of dsx for verl, registered from outside: `external_lib: dsx.integrations.verl`, and `DSXEngineConfig`.
 
 verl calls an engine's methods (`BaseEngine`); this file gives them over a model that `dsx_zero` shards. Weights leave
 as whole tensors in buckets, as flat ranges with their offsets (verl's `ShardSpec.place`), or as what has changed since
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import dsx_zero
@@ -22,6 +23,8 @@ import torch
 import torch.distributed as dist
 from dsx_core.device import Device
 from verl.utils import tensordict_utils  # pyright: ignore[reportMissingImports]
+from verl.utils.device import get_device_name  # pyright: ignore[reportMissingImports]
+from verl.workers.config.engine import EngineConfig, FSDPEngineConfig  # pyright: ignore[reportMissingImports]
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry  # pyright: ignore[reportMissingImports]
 from verl.workers.engine.fsdp.transformer_impl import (  # pyright: ignore[reportMissingImports]
     FSDPEngineWithLMHead,
@@ -33,34 +36,66 @@ from verl.workers.engine.utils import (  # pyright: ignore[reportMissingImports]
     prepare_micro_batches,
 )
 
-__all__ = ["DSXEngine", "DSXEngineWithLMHead", "DSXEngineWithValueHead"]
+__all__ = ["DSXEngine", "DSXEngineConfig", "DSXEngineWithLMHead", "DSXEngineWithValueHead"]
 
 _MODEL = ("lp_params",)
 _OPTIMIZER = ("optim_states", "hp_params")
 _GRADIENTS = ("lp_grads", "contiguous_grad_buffer")
 
 
+class _WholeOnEachRank:
+    """In the place of FSDP's mesh, which verl asks what ranks load weights: all do, and keep their shards."""
+
+    def get_coordinate(self) -> tuple[int, ...]:
+        """The place of a rank that loads."""
+        return (0,)
+
+
+def _compute_dtype(config: Any) -> torch.dtype:
+    """In which verl's forward computes, as with FSDP: bf16 without a word in `mixed_precision`."""
+    from verl.utils.torch_dtypes import PrecisionType  # pyright: ignore[reportMissingImports]
+
+    return PrecisionType.to_dtype((config.mixed_precision or {}).get("param_dtype", "bf16"))
+
+
+@dataclass
+class DSXEngineConfig(FSDPEngineConfig):
+    """verl's configuration of an FSDP engine for this one (`_target_: dsx.integrations.verl.DSXEngineConfig`).
+
+    Attributes:
+        dsx: a section `zero_optimization`; empty: stage 3.
+    """
+
+    strategy: str = "dsx"
+    dsx: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check what all engines share. FSDP's own check knows its own strategies only."""
+        EngineConfig.__post_init__(self)
+        if self.strategy != "dsx":
+            raise ValueError(f"strategy: got {self.strategy!r}, expected 'dsx'")
+
+
 class DSXEngine(BaseEngine):
     """verl's engine over `dsx_zero.shard`. The base of the two below, which know what a batch is.
 
     Args:
-        model_config, engine_config, optimizer_config, checkpoint_config: verl's. `engine_config.dsx`, if there is one,
-            is a section `zero_optimization`; default: stage 3.
+        model_config, optimizer_config, checkpoint_config: verl's.
+        engine_config: `DSXEngineConfig`.
     """
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
-        self.model_config, self.engine_config = model_config, engine_config
-        self.optimizer_config, self.checkpoint_config = optimizer_config, checkpoint_config
-        self.mode: str | None = None
-        self.rank = dist.get_rank()
-        self.ulysses_sequence_parallel_size = getattr(engine_config, "ulysses_sequence_parallel_size", 1)
-        self.use_ulysses_sp = self.ulysses_sequence_parallel_size > 1
-        self._is_lora = getattr(model_config, "lora_rank", 0) > 0
         self._mark: dsx_zero.export.WeightMark | None = None
-        self._make_groups()
+        # verl's FSDP engine keeps what its handling of batches reads, and calls `_init_device_mesh`.
+        super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
+        self._autocast_dtype = _compute_dtype(engine_config)
 
-    def _make_groups(self) -> None:
+    def _init_device_mesh(self) -> None:
         """Ranks with the same part of other sequences (data), and with other parts of the same ones (Ulysses)."""
+        self.device_mesh = _WholeOnEachRank()
+        self.ulysses_device_mesh = self.ulysses_parallel_group = None
+        self.ulysses_sequence_parallel_size = getattr(self.engine_config, "ulysses_sequence_parallel_size", 1)
+        self.use_ulysses_sp = self.ulysses_sequence_parallel_size > 1
         size, world = self.ulysses_sequence_parallel_size, dist.get_world_size()
         if world % size:
             raise ValueError(f"ulysses_sequence_parallel_size: got {size}, expected a divisor of {world} ranks")
@@ -68,6 +103,7 @@ class DSXEngine(BaseEngine):
         if size > 1:
             mesh = dist.init_device_mesh(self._device().type, (world // size, size), mesh_dim_names=("dp", "sp"))
             self._data_group, self.ulysses_device_mesh = mesh.get_group("dp"), mesh
+            self.ulysses_parallel_group = mesh.get_group("sp")
 
     @staticmethod
     def _device() -> torch.device:
@@ -146,7 +182,7 @@ class DSXEngine(BaseEngine):
         """
         kinds = [*(_MODEL if model else ()), *(_OPTIMIZER if optimizer else ()), *(_GRADIENTS if grad else ())]
         name, own = torch.device(device).type, self._device().type
-        if name not in ("cpu", own):
+        if name not in ("cpu", own, get_device_name()):  # verl says "cuda" on a machine without a device, too
             raise ValueError(f"to(device=...): got {device!r}, expected 'cpu' or {own!r}")
         if name == "cpu" and (own != "cpu" or not self._entering):
             self.shards.offload_states(kinds)
