@@ -236,9 +236,10 @@ def test_state_dicts_of_weights_and_of_codes_load(stage):
 
 
 def between_forwards(rank, world, stage):
-    model, optimizer = dsx_zero.shard(Net(), adamw, stage=stage, config=WHOLE)
+    model, optimizer = dsx_zero.shard(Net(), adamw, stage=stage, config=WHOLE, device=torch.device("cpu", 0))
     weight = model.layers[1].base.weight
     assert isinstance(weight, torch.Tensor) and weight.shape == (SIZE, SIZE) and weight.dtype == torch.bfloat16
+    assert weight.device == torch.device("cpu", 0)  # that of shard
     assert not weight.requires_grad and weight.grad is None and weight.numel() == SIZE * SIZE
     for action in (weight.zero_, lambda: weight.data.mul_(2), lambda: weight.requires_grad_(True)):
         with pytest.raises(Exception, match=r"weight_codes|frozen weight in the codes"):

@@ -192,7 +192,7 @@ def shard(
 
     if settings.stage < 3:
         restore_model(model)
-    with parts_of(model, parallel), codes_of(model):
+    with parts_of(model, parallel), codes_of(model, device):
         with telling(data.group):
             inner: Any = _NoOptimizer()
             if optimizer is not None:

@@ -200,9 +200,12 @@ def _found(model: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
 
 
 @contextmanager
-def codes_of(model: nn.Module) -> Iterator[None]:
+def codes_of(model: nn.Module, device: torch.device | None) -> Iterator[None]:
     """Replace a model's frozen weights of several inner tensors (`check_codes`) by these. An error inside the context
     puts them back.
+
+    Args:
+        device: where the inner tensors will be; None: where they are.
     """
     found = list(_found(model))
     before = {module: dict(module._parameters) for _, module, _ in found}
@@ -210,7 +213,7 @@ def codes_of(model: nn.Module) -> Iterator[None]:
     handles: list[Any] = []
     try:
         for path, module, weights in found:
-            handles += _replace(module, path, weights, made)
+            handles += _replace(module, path, weights, made, device)
         yield
     except BaseException:
         for handle in handles:
@@ -241,7 +244,11 @@ def _check(module: nn.Module, name: str, attribute: str, weight: Any) -> None:
 
 
 def _replace(
-    module: nn.Module, path: str, weights: dict[str, Any], made: dict[int, tuple[Form, list[nn.Parameter]]]
+    module: nn.Module,
+    path: str,
+    weights: dict[str, Any],
+    made: dict[int, tuple[Form, list[nn.Parameter]]],
+    device: torch.device | None,
 ) -> Iterator[Any]:
     """Replace a module's own weights. Yields the handles that remove its hooks."""
     parameters: dict[str, Any] = {}
@@ -258,7 +265,7 @@ def _replace(
         form, inner = made[id(weight)]
         parameters.update(zip(form.names(attribute), inner, strict=True))
         source = _Inner(f"{path}.{attribute}" if path else attribute, module, attribute, form)
-        stand_ins[attribute] = _stand_in(source, dtype=weight.dtype, device=weight.device)
+        stand_ins[attribute] = _stand_in(source, dtype=weight.dtype, device=device or weight.device)
     module._parameters.clear()
     module._parameters.update(parameters)
     module.__dict__.update(stand_ins)
