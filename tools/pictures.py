@@ -107,7 +107,8 @@ def memory_by_phase() -> str:
         return transformers.LlamaForCausalLM(
             transformers.LlamaConfig(
                 vocab_size=32768, hidden_size=2048, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=4,
-                intermediate_size=5632, use_cache=False, attn_implementation="sdpa",
+                intermediate_size=5632, use_cache=False,
+                attn_implementation="sdpa",  # pyright: ignore[reportCallIssue]
             )
         )  # fmt: skip
 
