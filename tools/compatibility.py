@@ -66,7 +66,7 @@ NOT_RUN = {
 MARKS = {"not run": "not run", "passed": "✅", "timed out": "timed out"}
 NEVER_RUN = (
     ("any client on a GPU, bf16 or fp16 kernels", "no part of dsx has run on a GPU yet"),
-    ("QLoRA, 8-bit optimizers of bitsandbytes", "they need a GPU"),
+    ("8-bit optimizers of bitsandbytes", "they need a GPU; `Adam8bit` of dsx-ops has the same states"),
     ("vLLM generation in trl", "it needs a GPU; generation by the model itself is run"),
     ("offload to disk through a client", "the engine's own tests run it; no client's program does yet"),
     ("Ulysses and chunked attention under DeepSpeed's names", "`sequence_parallel_size` of the engine is the way"),

@@ -175,6 +175,7 @@ CLIENT_TESTS = (
     "packages/dsx/tests/test_lightning_strategy.py",
     "packages/dsx/tests/test_ray_train.py",
     "packages/dsx-compat/tests/test_accelerate_sizes.py",
+    "tests/docs/test_qlora_page.py",
     "tests/integration/test_docs_code.py::test_python_runs_as_it_stands[trainers.md-0]",
 )
 """Tests that are skipped where a client is not installed, beside those of `tests_clients`."""

@@ -24,6 +24,7 @@ REASONS = {
     "end-to-end/fine-tune.md": "its result is numbers; the course draws what happens at stage 3",
     "end-to-end/index.md": "its drawing of the way is text",
     "end-to-end/preferences.md": "its result is numbers; the course draws what happens at stage 3",
+    "end-to-end/qlora.md": "its result is numbers; the course draws what happens at stage 3",
     "end-to-end/serve.md": "it is about files",
     "figures.md": MEASURED,
     **{f"figures/{name}.md": MEASURED for name in (
