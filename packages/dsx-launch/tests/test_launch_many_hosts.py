@@ -23,7 +23,7 @@ from dsx_launch.options import parse
 from dsx_launch.plan import HostsPlan, make_plan
 from dsx_launch.resources import decode_world, encode_world
 from dsx_launch.runners import BUILDERS, PROGRAMS, Command
-from dsx_launch.runners.base import MOST_ARGUMENT
+from dsx_launch.runners.base import HOSTS_FILE, MOST_ARGUMENT
 from dsx_launch.runners.ssh import WINDOW
 
 HOSTS = 1250
@@ -92,10 +92,43 @@ def test_damaged_compressed_text_is_refused():
             decode_world(base64.urlsafe_b64encode(bad).decode())
 
 
+@pytest.mark.parametrize(
+    ("launcher", "option", "line"),
+    [
+        ("pdsh", "-w", "{}"),
+        ("openmpi", "--hostfile", "{} slots=1"),
+        ("mpich", "-f", "{}"),
+        ("slurm", "--nodelist", "{}"),
+    ],
+)
+def test_a_list_of_hosts_that_is_too_long_for_an_argument_is_a_file(launcher, option, line, tmp_path, monkeypatch):
+    known = names(2500)
+    (command,) = plan_for(tmp_path, known, launcher).commands
+    assert f"{HOSTS_FILE} has 2500 hosts" in command.shell_text()
+    # The client reads the file that the option names, as pdsh, mpirun and srun do.
+    path = tmp_path / PROGRAMS[launcher]
+    path.write_text(
+        f"#!{sys.executable}\nimport sys\nname = sys.argv[sys.argv.index({option!r}) + 1].lstrip('^')\n"
+        f"assert '/' in name and sys.argv.count(name) < 2\nopen('{tmp_path}/seen', 'w').write(open(name).read())\n"
+    )
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    given = Command((*command.argv, HOSTS_FILE), env=command.env, hosts_file=command.hosts_file)  # a word of the user's
+    before = set(os.listdir("/proc/self/fd"))
+    assert start_client(given, dict(os.environ)).wait(30) == 0
+    assert (tmp_path / "seen").read_text() == "".join(line.format(host) + "\n" for host in known)
+    assert set(os.listdir("/proc/self/fd")) <= before
+
+
+def test_short_lists_of_hosts_are_arguments(tmp_path):
+    (command,) = plan_for(tmp_path, ["a", "b"], "slurm").commands
+    assert command.argv[command.argv.index("--nodelist") + 1] == "a,b" and not command.hosts_file
+
+
 @pytest.mark.parametrize("launcher", ["pdsh", "openmpi", "mpich", "slurm"])
-def test_a_list_of_hosts_that_linux_does_not_start_is_refused_before(launcher, tmp_path):
-    with pytest.raises(ResourceError, match=rf"{launcher}, 2500 hosts: one argument .* 131072; .*--no_ssh"):
-        plan_for(tmp_path, names(2500), launcher)
+def test_what_linux_does_not_start_is_refused_before(launcher, tmp_path):
+    with pytest.raises(ResourceError, match=rf"{launcher}, 3000 hosts: one argument .* 131072; .*--no_ssh"):
+        plan_for(tmp_path, names(3000), launcher)
     argument = "x" * (MOST_ARGUMENT - 1)  # the longest that there can be
     assert subprocess.run(("true", argument), check=False).returncode == 0
     with pytest.raises(OSError, match="too long"):

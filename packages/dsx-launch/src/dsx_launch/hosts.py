@@ -16,8 +16,8 @@ import sys
 import termios
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from dsx_core.open_files import HOW_TO_RAISE, allow_many, open_now
@@ -28,7 +28,7 @@ from .failures import shell_code, signal_name
 from .plan import HostsPlan
 from .processes import adopt_orphans, dying_with_parent, kill_descendants
 from .runners import Command
-from .runners.base import statements
+from .runners.base import HOSTS_FILE, statements
 from .runners.ssh import WINDOW
 
 log = logging.getLogger("dsx.launcher")
@@ -174,20 +174,46 @@ def allow_pipes(hosts: int) -> None:
 
 def start_client(command: Command, environ: Mapping[str, str], stdout: int | None = None) -> subprocess.Popen[bytes]:
     """Start the local client process of a host, or of all hosts."""
-    process = subprocess.Popen(
-        command.argv,
-        env={**environ, **command.env},
-        stdin=subprocess.PIPE if command.lifeline else subprocess.DEVNULL,
-        stdout=stdout,
-        start_new_session=True,  # so Ctrl-C reaches only the launcher, which ends the job in order
-        preexec_fn=dying_with_parent(signal.SIGTERM),
-    )
+    with _hosts_file(command.hosts_file) as (path, files):
+        process = subprocess.Popen(
+            _with_path(command.argv, path) if path else command.argv,
+            env={**environ, **command.env},
+            stdin=subprocess.PIPE if command.lifeline else subprocess.DEVNULL,
+            stdout=stdout,
+            start_new_session=True,  # so Ctrl-C reaches only the launcher, which ends the job in order
+            preexec_fn=dying_with_parent(signal.SIGTERM),
+            pass_fds=files,
+        )
     if process.stdin is not None:
         with suppress(OSError):  # it has ended already, which is noticed
             # Without variables one byte, which the agent ignores: that it is read says that there is a connection.
             process.stdin.write(os.fsencode(statements(command.exports)) or b"\n")
             process.stdin.flush()
     return process
+
+
+@contextmanager
+def _hosts_file(text: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The path of a file with this text, for a process that gets these file descriptors; "" and none without a text.
+
+    The file is memory that the process inherits: it ends with it, and nobody has to remove it.
+    """
+    if not text:
+        yield "", ()
+        return
+    file = os.memfd_create("hosts")
+    try:
+        with os.fdopen(file, "w", closefd=False) as stream:
+            stream.write(text)
+        yield f"/proc/self/fd/{file}", (file,)
+    finally:
+        os.close(file)
+
+
+def _with_path(argv: Sequence[str], path: str) -> list[str]:
+    """The words with the path in the place of the first `HOSTS_FILE`; the user's words stand behind it."""
+    place = next(at for at, word in enumerate(argv) if word.lstrip("^") == HOSTS_FILE)
+    return [*argv[:place], argv[place].replace(HOSTS_FILE, path), *argv[place + 1 :]]
 
 
 def _explain(command: Command, returncode: int) -> None:

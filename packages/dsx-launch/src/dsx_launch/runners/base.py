@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..environment import shown
@@ -12,6 +12,9 @@ from ..errors import ResourceError
 
 MOST_ARGUMENT = 131_072
 """The bytes that Linux allows in one argument or variable of a process, with the zero byte at its end."""
+
+HOSTS_FILE = "HOSTS_FILE"
+"""Stands in a command for the path of the file with `Command.hosts_file`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +40,7 @@ class Command:
 
     ``lifeline``: the remote agent watches its standard input and stops when it ends (see `dsx_launch.node`).
     ``exports``: variables that are written to its standard input at the start, as `statements` has them.
+    ``hosts_file``: text of a file that exists as long as the process; `HOSTS_FILE` in a word of ``argv`` is its path.
     """
 
     argv: tuple[str, ...]
@@ -44,11 +48,14 @@ class Command:
     host: str = ""
     lifeline: bool = False
     exports: Mapping[str, str] = field(default_factory=dict)
+    hosts_file: str = ""
 
     def shell_text(self) -> str:
         """The command as a person would type it, without secrets."""
         settings = [f"{name}={shlex.quote(shown(name, value))}" for name, value in self.env.items()]
         text = " ".join([*settings, shlex.join(self.argv)])
+        if self.hosts_file:
+            text += f"  # {HOSTS_FILE} has {len(self.hosts_file.splitlines())} hosts"
         told = {name: shown(name, value) for name, value in self.exports.items()}
         return f"{text}  # standard input: {statements(told)}" if told else text
 
@@ -62,6 +69,22 @@ def agent_argv(remote: Remote, *extra: str) -> tuple[str, ...]:
         return (remote.python, *arguments)
     script = f". {shlex.quote(remote.venv_script)} && exec python {shlex.join(arguments)}"
     return ("bash", "-c", script)
+
+
+def naming_hosts(
+    hosts: Sequence[str], option: str, file_option: str, *, of_one: str = "", in_file: str = ""
+) -> tuple[tuple[str, ...], str]:
+    """The words that name the hosts to a client, and the text of its `HOSTS_FILE`: none, unless the names are too long
+    for one argument.
+
+    Args:
+        option: takes the names with commas between them; ``file_option`` takes `HOSTS_FILE`, after a space or within.
+        of_one, in_file: what stands behind each name in an argument, and in a line of the file.
+    """
+    names = ",".join(host + of_one for host in hosts)
+    if len(os.fsencode(names)) < MOST_ARGUMENT:
+        return (option, names), ""
+    return tuple(file_option.split()), "".join(f"{host}{in_file}\n" for host in hosts)
 
 
 def check_arguments(command: Command, launcher: str, hosts: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .base import Command, Remote, agent_argv
+from .base import HOSTS_FILE, Command, Remote, agent_argv, naming_hosts
 
 
 def hydra(remote: Remote, settings: Mapping[str, str], *passing: str) -> Command:
@@ -14,10 +14,11 @@ def hydra(remote: Remote, settings: Mapping[str, str], *passing: str) -> Command
         passing: what makes this mpirun pass variables of its own environment on; used if there are any.
     """
     env = {**settings, **remote.exports}
-    placing = ("-n", str(len(remote.hosts)), "-ppn", "1", "-hosts", ",".join(remote.hosts))
+    hosts, file = naming_hosts(remote.hosts, "-hosts", f"-f {HOSTS_FILE}")
+    placing = ("-n", str(len(remote.hosts)), "-ppn", "1", *hosts)
     words = passing if env else ()
     argv = ("mpirun", *placing, *words, *remote.launcher_args, *agent_argv(remote, "--rank_from=mpi"))
-    return Command(argv, env=env)
+    return Command(argv, env=env, hosts_file=file)
 
 
 def commands(remote: Remote, environ: Mapping[str, str]) -> list[Command]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .base import Command, Remote, agent_argv
+from .base import HOSTS_FILE, Command, Remote, agent_argv, naming_hosts
 
 
 def commands(remote: Remote, environ: Mapping[str, str]) -> list[Command]:
@@ -14,8 +14,8 @@ def commands(remote: Remote, environ: Mapping[str, str]) -> list[Command]:
     the whole host, and an MPI rank would be bound to one core.
     """
     del environ
-    hosts = ",".join(f"{host}:1" for host in remote.hosts)
+    hosts, file = naming_hosts(remote.hosts, "--host", f"--hostfile {HOSTS_FILE}", of_one=":1", in_file=" slots=1")
     exports = [word for name in remote.exports for word in ("-x", name)]
-    placing = ("-n", str(len(remote.hosts)), "--host", hosts, "--map-by", "ppr:1:node", "--bind-to", "none")
+    placing = ("-n", str(len(remote.hosts)), *hosts, "--map-by", "ppr:1:node", "--bind-to", "none")
     argv = ("mpirun", *placing, *exports, *remote.launcher_args, *agent_argv(remote, "--rank_from=mpi"))
-    return [Command(argv, env=dict(remote.exports))]
+    return [Command(argv, env=dict(remote.exports), hosts_file=file)]

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from ..environment import is_secret
 from ..errors import ResourceError
-from .base import Command, Remote, shell_script
+from .base import HOSTS_FILE, Command, Remote, naming_hosts, shell_script
 
 
 def commands(remote: Remote, environ: Mapping[str, str]) -> list[Command]:
@@ -37,5 +37,6 @@ def commands(remote: Remote, environ: Mapping[str, str]) -> list[Command]:
     script = shell_script(remote, f"--node_rank={marker}", "--watch_stdin", from_stdin=False)
     script = script.replace("%", "%%").replace(marker, "%n")
     # -f: start all hosts at the same time; a job that waits for a host that pdsh starts later would never begin
-    options = ("-S", "-b", "-f", str(len(remote.hosts)), "-w", ",".join(remote.hosts))
-    return [Command(("pdsh", *options, *remote.launcher_args, script), env=env)]
+    hosts, file = naming_hosts(remote.hosts, "-w", f"-w ^{HOSTS_FILE}")
+    options = ("-S", "-b", "-f", str(len(remote.hosts)), *hosts)
+    return [Command(("pdsh", *options, *remote.launcher_args, script), env=env, hosts_file=file)]

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 
 from ..errors import ResourceError
-from .base import Command, Remote, agent_argv
+from .base import HOSTS_FILE, Command, Remote, agent_argv, naming_hosts
 
 _GROUP = re.compile(r"^(?P<prefix>[^\[\]]*)\[(?P<ranges>[^\[\]]+)\](?P<rest>.*)$")
 
@@ -16,7 +16,8 @@ _GROUP = re.compile(r"^(?P<prefix>[^\[\]]*)\[(?P<ranges>[^\[\]]+)\](?P<rest>.*)$
 def commands(remote: Remote, environ: Mapping[str, str]) -> list[Command]:
     """One srun. Each task gets all allocated cores of its host; by default srun would give it one core."""
     count = str(len(remote.hosts))
-    tasks = ["--nodes", count, "--ntasks", count, "--ntasks-per-node", "1", "--nodelist", ",".join(remote.hosts)]
+    hosts, file = naming_hosts(remote.hosts, "--nodelist", f"--nodelist {HOSTS_FILE}")  # a word with "/" is a file
+    tasks = ["--nodes", count, "--ntasks", count, "--ntasks-per-node", "1", *hosts]
     cores = environ.get("SLURM_CPUS_ON_NODE", "")
     if cores.isdecimal():
         tasks += ["--cpus-per-task", cores]
@@ -25,6 +26,7 @@ def commands(remote: Remote, environ: Mapping[str, str]) -> list[Command]:
         Command(
             ("srun", *options, *remote.launcher_args, *agent_argv(remote, "--rank_from=slurm")),
             env=dict(remote.exports),
+            hosts_file=file,
         )
     ]
 
