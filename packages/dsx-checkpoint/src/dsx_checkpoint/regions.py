@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 from dsx_core.host_memory import tell_read
@@ -19,10 +19,12 @@ from .format import CHUNK_BYTES, DTYPES, Placed, TensorSpec
 
 
 def raw_bytes(flat: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous 1-D CPU tensor, without a copy."""
+    """The bytes of a contiguous 1-D CPU tensor, without a copy. `Tensor.numpy` would need numpy to be installed."""
     if not flat.numel():
         return memoryview(b"")
-    return memoryview(cast(Any, flat.view(torch.uint8).numpy())).cast("B")
+    memory = (ctypes.c_ubyte * (flat.numel() * flat.element_size())).from_address(flat.data_ptr())
+    memory.tensor = flat  # type: ignore[attr-defined]  # keeps it as long as the view
+    return memoryview(memory).cast("B")
 
 
 def write_region(file: FileWriter, placed: Placed, region: Region, values: torch.Tensor, sums: Sums) -> None:

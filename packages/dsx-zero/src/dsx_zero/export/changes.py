@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 import torch
+from dsx_comm.object_tree import host_bytes
 
 from ..errors import ZeroStateError
 from ..optimizer import ZeroOptimizer, check_readable
@@ -176,7 +177,7 @@ def unpack_changes(packet: torch.Tensor) -> Iterator[WeightChange]:
     packet = packet.detach().to("cpu").contiguous().view(torch.uint8)
     try:
         length = int(packet[:8].clone().view(torch.int64))
-        entries = json.loads(bytes(packet[8 : 8 + length].numpy()))
+        entries = json.loads(host_bytes(packet[8 : 8 + length]))
         at = 8 + length
         for name, kind, shape, offset, size, start, stop, count, code, bits, nbytes in entries:
             dtype = getattr(torch, kind)
