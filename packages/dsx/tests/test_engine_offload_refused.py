@@ -81,7 +81,7 @@ def untouched(model, parameters):
 
 PINNED = {"device": "cpu", "pin_memory": True}
 PLACES = {
-    "states at stage 1": (1, {"offload_optimizer": PINNED}, 4 * NUMEL),
+    "states at stage 1": (1, {"offload_optimizer": PINNED}, (4 + 2) * NUMEL),
     "states at stage 2": (2, {"offload_optimizer": PINNED}, (4 + 2) * NUMEL),
     "states at stage 3": (3, {"offload_optimizer": PINNED}, (4 + 2) * NUMEL),
     "all at stage 3": (3, {"offload_optimizer": PINNED, "offload_param": PINNED}, (4 + 2 + 2) * NUMEL),
