@@ -218,6 +218,13 @@ VARIANTS = [
     variant("apollo", {"stage": 2}, rest=APOLLO, sample=(2,)),
     variant("muon-on-host", ON_HOST, rest=MUON, sample=(2,)),
     variant("muon-on-disk", {"stage": 3, **WHOLE, **OFFLOADS["disk"]}, rest=MUON),
+    variant("muon-over-slices", {"stage": 2}, "slices_and_shards", rest=MUON, worlds=(2, 4)),
+    variant("dion-over-slices", {"stage": 3, **WHOLE}, "slices_and_shards", rest=DION, worlds=(2, 4), sample=(2,)),
+    variant("apollo-over-slices", {"stage": 2}, "slices_and_shards", rest=APOLLO, worlds=(2, 4)),
+    Case("staged-with-clipped-logits", "staged", CLIPPED_MUON, worlds=(2,), sample=(2,)),
+    Case("codes", "codes", {"stage": 3, **WHOLE}, sample=(2,)),
+    Case("codes-on-host", "codes", ON_HOST),
+    Case("codes-at-stage-2", "codes", {"stage": 2}),
     variant("muon-in-bf16", {"stage": 3, **WHOLE}, rest={**MUON, **PRECISIONS["bf16"]}, tolerance=3e-2),
     variant(
         "one-bit-adam",

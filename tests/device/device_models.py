@@ -129,6 +129,52 @@ class Sliced(nn.Module):
         return (x - self.down(F.gelu(self.up(self.first(x))))).square().mean()
 
 
+class Codes(torch.Tensor):
+    """A frozen weight in 8 bits with a scale for each row, as torchao has them: a tensor of two inner tensors."""
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> Codes:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype, device=codes.device)
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        self.codes, self.scale = codes, scale
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> Codes:
+        scale = weight.detach().abs().amax(1, keepdim=True) / 127
+        return cls((weight.detach() / scale).round().to(torch.int8), scale)
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: None, size: Any, stride: Any) -> Codes:
+        return Codes(inner["codes"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name() == "aten::detach":
+            return cls(args[0].codes, args[0].scale)
+        plain = [a.codes * a.scale if isinstance(a, cls) else a for a in args]
+        return func(*plain, **(kwargs or {}))
+
+
+class Adapted(nn.Module):
+    """Layers with frozen weights in codes, and small trained matrices beside them; forward returns the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bases = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(3))
+        self.adapters = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        for base in self.bases:
+            base.weight = nn.Parameter(Codes.of(base.weight), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for base, adapter in zip(self.bases, self.adapters):
+            x = x + torch.tanh(base(x) + adapter(x))
+        return x.square().mean()
+
+
 class SlicedLayers(nn.Module):
     """Three sliced feed-forward parts, each a unit of its own; forward returns the loss."""
 

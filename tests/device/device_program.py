@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from device_matrix import CASES, dealt
-from device_models import Block, Experts, Language, ManyExperts, Mixed, Sliced, SlicedLayers, Words, next_words
+from device_models import Adapted, Block, Experts, Language, ManyExperts, Mixed, Sliced, SlicedLayers, Words, next_words
 from device_streams import DEVICE, FOLDER, SIMULATED, STEPS, aside, compressed, let_go, numbers  # noqa: F401  bodies
 from planted_races import RACES, SWAPPED
 from torch import nn
@@ -536,6 +536,21 @@ def experts(settings: dict[str, Any]) -> list[float]:
             loss = made(inputs)
         made.backward(loss)
         made.step()
+        losses.append(loss.detach())
+    made.destroy()
+    return numbers(losses)
+
+
+def codes(settings: dict[str, Any]) -> list[float]:
+    """Frozen weights in 8 bits, which are gathered as codes, and trained ones beside them."""
+    made = make_engine({"zero_optimization": settings, "gradient_accumulation_steps": 1}, Adapted())
+    generator, losses = torch.Generator().manual_seed(dist.get_rank() if dist.is_initialized() else 0), []
+    rows = [torch.randn(2, 16, generator=generator).to(DEVICE) for _ in range(STEPS)]
+    for number, inputs in enumerate(rows):
+        with watched(number == STEPS - 1):
+            loss = made(inputs)
+            made.backward(loss)
+            made.step()
         losses.append(loss.detach())
     made.destroy()
     return numbers(losses)
