@@ -35,8 +35,10 @@ from devenv import DevError, Environment, all_packages, ensure, say  # noqa: E40
 QUIET = {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
 # Test ranks run one thread each, so that two of them share two cores without fighting.
 TEST_ENV = {**QUIET, "OMP_NUM_THREADS": "1"}
-# Packages whose tests take as long as all others' together: on two cores and more both parts run side by side.
-FIRST_HALF = ("dsx", "dsx-compat")
+# Parts of the suite that take long, the longest first; what is not named here runs behind them, by folder.
+LONG_PARTS = ("packages/dsx-zero", "tests/integration", "tests/device", "packages/dsx-checkpoint", "packages/dsx-comm")
+SHARES_OF_DSX = 4  # into which the tests of dsx are cut, which take as long as those of ten other packages
+AT_ONCE = 2  # parts; each starts processes of its own, and tests of time limits fail on a crowded machine
 TESTS_FAILED = 1  # pytest's exit code
 RELEASE_TOOLS = ("twine>=6", "cyclonedx-bom>=6")  # checks metadata and uploads; writes the bill of materials
 MOST_RUN_AGAIN = 5  # more failures than this have a cause in the code
@@ -50,20 +52,30 @@ def test(arguments: list[str]) -> int:
     if arguments:
         say("tests")
         return environment.run("-m", "pytest", "-q", *arguments, env=TEST_ENV, check=False)
-    first = [f"packages/{name}" for name in FIRST_HALF] + ["tests"]
-    rest = [f"packages/{p.path.name}" for p in all_packages().values() if p.path.name not in FIRST_HALF]
     if (os.cpu_count() or 1) < 2:
-        return _pytest(environment, [("", [*first, *rest])])
-    return _pytest(environment, [("1| ", first), ("2| ", rest)])
+        return _pytest(environment, [("", ["packages", "tests"])])
+    return _pytest(environment, [(f"{number:>2}| ", paths) for number, paths in enumerate(_parts(), 1)])
+
+
+def _parts() -> list[list[str]]:
+    """The suite in parts, each the arguments of one pytest. A free core takes the next one, so that the last ones
+    should be short.
+    """
+    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "packages/dsx/tests").glob("test_*.py"))
+    of_dsx = [files[share::SHARES_OF_DSX] for share in range(SHARES_OF_DSX)]
+    found = [path for root in ("packages", "tests") for path in sorted((ROOT / root).glob("[a-z]*"))]
+    named = {*LONG_PARTS, "packages/dsx"}
+    others = [name for path in found if path.is_dir() and (name := str(path.relative_to(ROOT))) not in named]
+    return [[LONG_PARTS[0]], *of_dsx, *([name] for name in (*LONG_PARTS[1:], *others))]
 
 
 def _pytest(environment: Environment, parts: list[tuple[str, list[str]]]) -> int:
-    """Run the parts side by side; each line that one prints begins with its mark. Returns a code that failed, or 0.
+    """Run the parts, two side by side; each line of one begins with its mark. Returns a code that failed, or 0.
 
     A few tests that failed are run once more when nothing else runs: two parts, and what else the machine does, can
     starve a test that waits for a process. What fails again is a failure; what passes is printed as unsteady.
     """
-    say("tests" if len(parts) == 1 else f"tests, in {len(parts)} parts side by side")
+    say("tests" if len(parts) == 1 else f"tests, in {len(parts)} parts, {AT_ONCE} side by side")
 
     def cache(mark: str) -> list[str]:
         return ["-o", f"cache_dir=.cache/pytest-{mark.strip(' |') or '0'}"]
@@ -78,7 +90,7 @@ def _pytest(environment: Environment, parts: list[tuple[str, list[str]]]) -> int
                 print(mark + last, end="", flush=True)
         return process.returncode, last
 
-    with ThreadPoolExecutor(len(parts)) as pool:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
         results = list(pool.map(lambda part: run(part, "--cache-clear"), parts))
     codes = [code for code, _ in results]
     failed = sum(_failures(last) for _, last in results)
