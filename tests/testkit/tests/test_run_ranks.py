@@ -1,3 +1,4 @@
+import importlib
 import os
 import signal
 import subprocess
@@ -141,6 +142,20 @@ def test_the_zygote_has_one_thread_and_is_reused():
     again = run_ranks(lambda r, w: (os.getppid(), len(os.listdir(f"/proc/{os.getppid()}/task"))), 2)
     assert {n for _, n in pids + again} == {1}
     assert len({pid for pid, _ in pids + again}) == 1
+
+
+def importing_late(rank, world_size):
+    was_there = "dsx_testkit.deepspeed_layout" in sys.modules
+    importlib.import_module("dsx_testkit.deepspeed_layout")
+    return was_there
+
+
+def test_what_a_rank_imports_is_loaded_once_for_all_later_ranks():
+    stop_zygote()
+    assert "dsx_testkit.deepspeed_layout" not in sys.modules, "this test needs a module that nothing here has loaded"
+    assert run_ranks(importing_late, 2, backend=None) == [False, False]
+    assert run_ranks(importing_late, 2, backend=None) == [True, True]
+    assert run_ranks(lambda r, w: len(os.listdir(f"/proc/{os.getppid()}/task")), 1) == [1]
 
 
 def test_a_stopped_zygote_is_replaced():

@@ -147,19 +147,12 @@ def run_ranks(
             "cwd": os.getcwd(),
             "path": list(sys.path),
             "environ": dict(os.environ),
-            "preload": _loaded_here(),
+            "preload": protocol.loaded_modules(),
         }
         reply = _ZYGOTE.ask(request, timeout + 60.0)
         return _collect(reply, folder, world_size, timeout)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _loaded_here() -> list[str]:
-    """The modules of dsx that this process has loaded, which the warm process loads too: otherwise each rank would
-    spend a second on them. Without compiled modules: their threads must begin in the rank.
-    """
-    return sorted(n for n in sys.modules if n.startswith("dsx") and n.rpartition(".")[2] not in ("_C", "__main__"))
 
 
 def _modules_of(fn: Any, caller: str) -> list[ModuleType]:

@@ -5,6 +5,9 @@ which a multi-threaded region has run must not be forked (the child waits for th
 process has run many. So this module runs as a process of its own (`main`): it imports torch
 and friends, never computes anything, and forks ranks on request. It is single-threaded and says so with every reply.
 
+Modules of dsx that a rank imported are imported here before the next fork: the names of `dsx` load when they are used,
+so that otherwise the ranks of every test would spend a second on the same imports.
+
 Requests and replies are pickled dicts with a length prefix on a Unix socket. Results, tracebacks, stacks and output of
 the ranks lie in the directory of the call (see `ranks.py`, the other end). Ends itself when the socket closes or its
 parent dies. Linux only for the death signal; elsewhere the closed socket has to do.
@@ -62,14 +65,24 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def loaded_modules() -> list[str]:
+    """The modules of dsx that this process has loaded. Without compiled ones: their threads must begin in the rank."""
+    return sorted(n for n in sys.modules if n.startswith("dsx") and n.rpartition(".")[2] not in ("_C", "__main__"))
+
+
 def serve(sock: socket.socket) -> None:
     """Answer requests until the socket closes."""
+    used: set[str] = set()  # modules that ranks imported
     while True:
         try:
             request = receive(sock)
         except (EOFError, ConnectionError):
             return
-        send(sock, _run(request))
+        request["preload"] = sorted(used.union(request["preload"]))
+        reply = _run(request)
+        for file in Path(request["folder"]).glob("rank*.modules"):
+            used.update(file.read_text().split())
+        send(sock, reply)
 
 
 def _run(request: dict[str, Any]) -> dict[str, Any]:
@@ -208,7 +221,10 @@ def _call(request: dict[str, Any], rank: int, listener: socket.socket, folder: P
     try:
         function, args = _prepare(request, rank, folder)
         _init_process_group(request, rank, listener)
+        before = set(loaded_modules())
         result = cloudpickle.dumps(function(rank, request["world_size"], *args))
+        if new := set(loaded_modules()) - before:
+            (folder / f"rank{rank}.modules").write_text("\n".join(new))
     except BaseException as error:
         pickled = b""
         # not pytest's outcomes: they would travel by value, as another class
