@@ -6,7 +6,16 @@ import subprocess
 import sys
 
 import torch
-from dsx_core.modules import CALL, LEAF_MODULES, AroundCall, CallingHook, CompiledCall, block_names, is_compiled
+from dsx_core.modules import (
+    CALL,
+    LEAF_MODULES,
+    AroundCall,
+    CallingHook,
+    CompiledCall,
+    block_names,
+    is_compiled,
+    outside_graphs,
+)
 from torch import nn
 
 
@@ -61,4 +70,50 @@ def test_blocks_are_children_of_outermost_lists_and_marked_modules():
 
 def test_the_import_of_modules_loads_no_torch():
     program = "import sys, dsx_core.modules; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def graphs_with(mark):
+    """The operators of each graph of a compiled model whose hooks compute, and how often the hooks ran traced."""
+    traced, graphs = [], []
+
+    def inside(output):
+        traced.append(torch.compiler.is_compiling())
+        return output.sin()
+
+    def hook(module, args, output):
+        inside(inside(output))
+
+    def backend(graph, inputs):
+        graphs.append([node.target.__name__ for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    marked = mark(hook)
+    for part in model:
+        part.register_forward_hook(marked)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend)
+    for _ in range(3):
+        torch.testing.assert_close(compiled(torch.ones(1, 2)), model(torch.ones(1, 2)))
+    torch._dynamo.reset()
+    return graphs, set(traced)
+
+
+def test_what_stays_outside_of_graphs_is_what_torch_would_leave_out():
+    expected = graphs_with(torch.compiler.disable)
+    assert graphs_with(outside_graphs) == expected == ([["linear"], ["linear"]], {False})
+    assert graphs_with(lambda hook: hook) != expected, "this model cannot tell a hook that is traced"
+
+
+def test_to_stay_outside_of_graphs_imports_no_compiler():
+    program = """
+import sys, torch
+from dsx_core.modules import CallingHook, outside_graphs
+assert outside_graphs(lambda x: x + 1)(1) == 2
+layer = torch.nn.Linear(2, 2)
+layer.register_forward_pre_hook(CallingHook(lambda *args: None))
+layer(torch.ones(1, 2)).sum().backward()
+assert "torch._dynamo" not in sys.modules
+"""
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -23,6 +23,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from dsx_core.modules import outside_graphs
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -95,7 +96,7 @@ def run_checkpoint(
         return torch_checkpoint.checkpoint(
             function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **contexts, **kwargs
         )
-    return _OUTSIDE_GRAPHS(function, args, kwargs, use_reentrant, preserve_rng_state, context_fn)
+    return _checkpoint(function, args, kwargs, use_reentrant, preserve_rng_state, context_fn)
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -103,6 +104,7 @@ def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs:
     return checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 
+@outside_graphs
 def _checkpoint(
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -138,21 +140,6 @@ def _checkpoint(
     return run.assembled(out) if reentrant else out
 
 
-class _OutsideGraphs:
-    """Calls `_checkpoint` outside of what `torch.compile` traces. `_checkpoint` is marked at the first call, not on
-    import, because marking a function imports the compiler.
-    """
-
-    def __init__(self) -> None:
-        self._function: Callable[..., Any] | None = None
-
-    def __call__(self, *args: Any) -> Any:
-        if self._function is None:
-            self._function = torch.compiler.disable(_checkpoint)
-        return self._function(*args)
-
-
-_OUTSIDE_GRAPHS = _OutsideGraphs()
 _TENSOR = object()
 """Stands for a tensor among the leaves of an output."""
 

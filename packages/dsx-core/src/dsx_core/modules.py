@@ -12,6 +12,7 @@ The import loads no torch: whoever has modules has torch.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -28,6 +29,7 @@ __all__ = [
     "ModuleHook",
     "block_names",
     "is_compiled",
+    "outside_graphs",
     "runs_compiled",
 ]
 
@@ -43,7 +45,7 @@ modules, so that copies have none.
 
 
 class ModuleHook:
-    """Base of hooks on modules. What a hook does is its class's `__call__`, under `torch.compiler.disable`."""
+    """Base of hooks on modules. What a hook does is its class's `__call__`, kept out of graphs by `outside_graphs`."""
 
     def __call__(self, *args: Any) -> Any:
         raise NotImplementedError
@@ -59,9 +61,7 @@ class CallingHook(ModuleHook):
     """A forward hook or a forward pre-hook that calls `function`."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        import torch  # lazy import: see the module's text
-
-        self._function = torch.compiler.disable(function)
+        self._function = outside_graphs(function)
 
     def __call__(self, *args: Any) -> Any:
         return self._function(*args)
@@ -94,6 +94,31 @@ class AroundCall:
 
 class CompiledCall:
     """Base of objects that replace a module's `forward` and run compiled code."""
+
+
+def outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which `torch.compile` does not trace, nor what it calls: as `torch.compiler.disable(function)`.
+
+    torch's own function imports the compiler, which takes 2 s at the start of each program, compiled or not. Here the
+    marks are set that the compiler looks for: on the function, for code that is traced and calls it, and on its code,
+    for frames that run while the compiler watches. A torch without these (private) names gets torch's own function.
+    """
+    import torch  # lazy import: see the module's text
+
+    frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    names = ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")
+    if not all(hasattr(frames, name) for name in names):
+        return torch.compiler.disable(function)
+
+    @functools.wraps(function)
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(outside.__code__, frames._FrameExecStrategy(skip, skip))
+    outside._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
+    outside._torchdynamo_disable_recursive = True  # pyright: ignore[reportFunctionMemberAccess]
+    return outside
 
 
 def is_compiled(module: nn.Module) -> bool:

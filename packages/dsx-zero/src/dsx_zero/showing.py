@@ -13,8 +13,7 @@ import copy
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-import torch
-from dsx_core.modules import ModuleHook
+from dsx_core.modules import ModuleHook, outside_graphs
 from torch import nn
 
 from .errors import ZeroStateError
@@ -61,7 +60,7 @@ class ShowsHook(ModuleHook):
 class _BeforeForward(ShowsHook):
     def __init__(self, shows: Shows) -> None:
         super().__init__(shows)
-        self._show = torch.compiler.disable(shows.show)  # here: it imports dynamo, which takes a second
+        self._show = outside_graphs(shows.show)
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         self._show()
@@ -70,7 +69,7 @@ class _BeforeForward(ShowsHook):
 class _AfterForward(ShowsHook):
     def __init__(self, shows: Shows) -> None:
         super().__init__(shows)
-        self._withdraw = torch.compiler.disable(shows.withdraw)
+        self._withdraw = outside_graphs(shows.withdraw)
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         self._withdraw()

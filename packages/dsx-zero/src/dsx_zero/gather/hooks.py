@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from dsx_core.modules import ModuleHook
+from dsx_core.modules import ModuleHook, outside_graphs
 from torch import nn
 
 from ..params.partitioned_unit import PartitionedUnit
@@ -83,7 +83,7 @@ class _BeforeForward(ModuleHook):
     def __init__(self, forwards: _Forwards) -> None:
         self._forwards = forwards
 
-    @torch.compiler.disable
+    @outside_graphs
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         forwards = self._forwards
         units = forwards.by_module.get(module)
@@ -97,7 +97,7 @@ class _AfterForward(ModuleHook):
     def __init__(self, forwards: _Forwards) -> None:
         self._forwards = forwards
 
-    @torch.compiler.disable
+    @outside_graphs
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         forwards = self._forwards
         units = forwards.by_module.get(module)

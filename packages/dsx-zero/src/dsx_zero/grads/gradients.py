@@ -24,7 +24,7 @@ from typing import Any
 import dsx_comm
 import torch
 from dsx_comm.lanes import Ticket
-from dsx_core.modules import ModuleHook
+from dsx_core.modules import ModuleHook, outside_graphs
 from torch import nn
 
 from ..errors import ZeroStateError
@@ -49,7 +49,7 @@ class _AfterForward(ModuleHook):
 
     def __init__(self, gradients: Callable[[], ReducedGradients | None]) -> None:
         self._gradients = gradients
-        self._uncompiled = torch.compiler.disable(self._run)  # here: it imports dynamo, which takes a second
+        self._uncompiled = outside_graphs(self._run)
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         self._uncompiled(output)
