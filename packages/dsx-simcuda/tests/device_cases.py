@@ -34,6 +34,53 @@ def randn(*shape, **kw):
     return torch.randn(*shape, device="cuda", **kw)
 
 
+# ---------------------------------------------------------------- shapes and dtypes of results
+@case
+def calls_that_look_alike():
+    """Each call twice, beside calls that differ from it in one thing that changes the result's shape or dtype."""
+    whole, half = torch.arange(6).view(2, 3), torch.arange(6, dtype=torch.float16).view(2, 3)
+    image = torch.arange(16.0).view(1, 1, 4, 4)
+    calls = {
+        "int + int": lambda to: to(whole) + 2,
+        "int + float": lambda to: to(whole) + 2.5,
+        "int + float tensor": lambda to: to(whole) + torch.tensor(2.5, dtype=torch.float64),
+        "half * number": lambda to: to(half) * 2.5,
+        "half * tensor without dimensions": lambda to: to(half) * torch.tensor(2.5),
+        "half * tensor with one": lambda to: to(half) * to(torch.tensor([2.5])),
+        "transposed": lambda to: to(half).t() * 2.5,
+        "where with a number": lambda to: torch.where(to(whole) > 2, to(whole), 2.5),
+        "where with a tensor": lambda to: torch.where(to(whole) > 2, to(whole), torch.tensor(2.5, dtype=torch.float64)),
+        "rows": lambda to: to(whole).index_select(0, to(torch.tensor([1]))),
+        "columns": lambda to: to(whole).index_select(1, to(torch.tensor([1]))),
+        "quotient": lambda to: to(whole) / 2,
+        "sum": lambda to: to(half).sum(),
+        "sum of rows": lambda to: to(half).sum(0),
+        "sum of columns": lambda to: to(half).sum(1),
+        "sum that keeps": lambda to: to(half).sum(1, keepdim=True),
+        "cat": lambda to: torch.cat([to(half), to(half)]),
+        "cat of three": lambda to: torch.cat([to(half)] * 3),
+        "cat beside": lambda to: torch.cat([to(half), to(half)], 1),
+        "arange": lambda to: torch.arange(0.0, 3.0, 0.5, device=to(half).device),
+        "longer arange": lambda to: torch.arange(0.0, 4.0, 0.5, device=to(half).device),
+        "image": lambda to: nn.functional.interpolate(to(image), scale_factor=2.0),
+        "larger image": lambda to: nn.functional.interpolate(to(image), scale_factor=2.5),
+        "topk": lambda to: to(half).topk(1).values,
+        "topk of two": lambda to: to(half).topk(2).values,
+        "out that fits": lambda to: torch.add(to(half), 1, out=to(torch.zeros(2, 3, dtype=torch.float16))),
+        "out that grows": lambda to: torch.add(to(half), 1, out=to(torch.zeros(0, dtype=torch.float16))),
+    }
+    wrong = []
+    for dtype in (torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        for name, call in [*calls.items()] * 2:
+            expected, got = call(lambda t: t), call(lambda t: t.cuda())
+            same = (got.shape, got.stride(), got.dtype) == (expected.shape, expected.stride(), expected.dtype)
+            if not same or not torch.equal(got.cpu(), expected):
+                wrong.append(f"{name}, {dtype}")
+    torch.set_default_dtype(torch.float32)
+    return wrong
+
+
 # ---------------------------------------------------------------- order between streams
 @case
 def read_before_write():

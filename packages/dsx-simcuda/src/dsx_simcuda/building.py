@@ -28,7 +28,12 @@ TESTED = ("2.13",)
 SOURCES = Path(__file__).resolve().parent / "csrc"
 DEVICE = "libdsx_simcuda.so"
 GROUP = "_dsx_simnccl.so"
-GROUP_SOURCES = ("group.cpp", "collectives.cpp")  # these need torch's Python library
+GROUP_SOURCES = ("collectives.cpp", "group.cpp")  # these need torch's Python library
+COMPILED_TOGETHER = (
+    GROUP_SOURCES,
+    ("cells.cpp", "copies.cpp", "device.cpp", "operators.cpp", "shapes.cpp", "tensors.cpp"),
+)
+"""Sources of one compilation each: torch's headers are two thirds of the time of a file that includes them."""
 
 
 def torch_folder() -> Path:
@@ -126,22 +131,31 @@ def _run(command: list[str]) -> None:
 
 def _build_into(folder: Path, command: list[str], root: Path) -> None:
     """Compiles the sources side by side and links the two libraries."""
-    objects = {path: folder / f"{path.stem}.o" for path in _sources() if path.suffix == ".cpp"}
-    compiles = [[*command, "-c", str(source), "-o", str(target)] for source, target in objects.items()]
-    compiles.sort(key=lambda words: -Path(words[-3]).stat().st_size)
+    names = [path.name for path in _sources() if path.suffix == ".cpp"]
+    together = {name for unit in COMPILED_TOGETHER for name in unit}
+    units = [*COMPILED_TOGETHER, *((name,) for name in names if name not in together)]
+    objects = {unit: folder / f"{Path(unit[0]).stem}.o" for unit in units}
+    largest_first = sorted(units, key=lambda unit: -sum((SOURCES / name).stat().st_size for name in unit))
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        list(pool.map(_run, compiles))
+        list(pool.map(lambda unit: _compile(command, unit, objects[unit]), largest_first))
     library = root / "lib"
     link = [*_compiler(), "-shared"]
     torch_found = [f"-L{library}", f"-Wl,-rpath,{library}"]
-    device = [str(target) for source, target in objects.items() if source.name not in GROUP_SOURCES]
-    group = [str(target) for source, target in objects.items() if source.name in GROUP_SOURCES]
+    device = [str(target) for unit, target in objects.items() if unit != GROUP_SOURCES]
     _run([*link, *device, "-o", str(folder / DEVICE), *torch_found, "-ltorch_cpu", "-lc10"])
     beside = ["-Wl,-rpath,$ORIGIN", f"-L{folder}", f"-l:{DEVICE}"]
     needs = ["-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10"]
-    _run([*link, *group, "-o", str(folder / GROUP), *beside, *torch_found, *needs])
+    _run([*link, str(objects[GROUP_SOURCES]), "-o", str(folder / GROUP), *beside, *torch_found, *needs])
     for target in objects.values():
         target.unlink()
+
+
+def _compile(command: list[str], unit: tuple[str, ...], target: Path) -> None:
+    """Compiles the files of one unit as one; the compiler's messages name the files."""
+    source = target.with_suffix(".cpp")
+    source.write_text("".join(f'#include "{SOURCES / name}"\n' for name in unit))
+    _run([*command, "-c", str(source), "-o", str(target)])
+    source.unlink()
 
 
 def build() -> Path:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 from . import findings, native
@@ -41,7 +43,48 @@ def take_over() -> None:
     findings.install()
     cuda.install()
     nccl.install()
+    _start_without_compiler()
     atexit.register(native.lib.sim_stop_stacks)
+
+
+def _start_without_compiler() -> None:
+    """Lets torch's Python meta kernels, which give the shapes of results here, run without torch's compiler.
+
+    Some are marked "not to be compiled" by a function that imports the compiler at their first call, which takes 2 s at
+    the start of each program. They get the same marks without the import. Where torch has changed, they stay as they
+    are.
+    """
+    import torch
+    from torch import _compile, _decomp, _refs
+
+    frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    if not all(hasattr(frames, name) for name in ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")):
+        return
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    importing = _compile._disable_dynamo(lambda: None).__code__  # the code of all functions that it has wrapped
+
+    def outside(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+        frames.set_code_exec_strategy(run.__code__, skip)
+        run._torchdynamo_disable = run._torchdynamo_disable_recursive = True  # pyright: ignore[reportFunctionMemberAccess]
+        return run
+
+    tables = (*_decomp.global_decomposition_table.values(), vars(_refs))
+    left = [value for table in tables for value in table.values() if isinstance(value, FunctionType)]
+    seen: set[int] = set()
+    while left:
+        function = left.pop()
+        if id(function) in seen:
+            continue
+        seen.add(id(function))
+        # what a decorated function calls is in its closure; its `__wrapped__` may be another one
+        inside = [cell.cell_contents for cell in function.__closure__ or ()]
+        inside = [value for value in inside if isinstance(value, FunctionType)]
+        if function.__code__ is importing:
+            inside[0].__dynamo_disable = outside(inside[0])  # where torch keeps what it made at the first call
+        left += inside
 
 
 def is_installed() -> bool:

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/function_schema.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/DeviceGuard.h>
@@ -43,6 +44,10 @@ at::Tensor from_worker(Stream* s, const std::string& name, const at::Tensor& h);
 void storage_resize(const at::Tensor& t, int64_t bytes);
 const at::Tensor& resize_(const at::Tensor& self, c10::IntArrayRef size, std::optional<at::MemoryFormat>);
 at::Tensor& copy_(at::Tensor& self, const at::Tensor& src, bool non_blocking);
+// Shapes that meta kernels gave before: the key of a call (none: it cannot be remembered), and what is known of it.
+std::optional<std::string> key_of_shapes(const c10::OperatorHandle& op, const torch::jit::Stack& meta);
+bool find_shapes(const std::string& key, torch::jit::Stack& results);
+void keep_shapes(const std::string& key, const torch::jit::Stack& results);
 void watch_registered_memory();  // torch's operators on memory that the program has registered
 
 }  // namespace sim

@@ -1,7 +1,6 @@
 // Every operator on the device: one boxed fallback runs the CPU kernel later, on the current stream.
 #include "device.h"
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
 using at::Tensor;
@@ -176,6 +175,8 @@ class Call {
     bool infer_shapes() {
         if (all_same_ && !outs_) return true;
         if (depends_on_values()) return false;
+        auto key = key_of_shapes(op_, meta_);
+        if (key && find_shapes(*key, found_)) return true;
         found_ = meta_;
         try {
             at::AutoDispatchBelowADInplaceOrView below;
@@ -185,11 +186,13 @@ class Call {
             if (text.find("NotImplemented") == std::string::npos && text.find("meta") == std::string::npos) throw;
             return false;
         }
-        if (outs_) resize_outs();
+        bool resized = outs_ && resize_outs();
+        if (key && !resized) keep_shapes(*key, found_);
         return true;
     }
 
-    void resize_outs() {
+    bool resize_outs() {
+        bool resized = false;
         for (size_t i = 0; i < count_; i++) {
             if (!schema_.arguments()[i].kwarg_only() || !args_[i].isTensor() || !meta_[i].isTensor()) continue;
             const Tensor& t = args_[i].toTensor();
@@ -197,7 +200,9 @@ class Call {
             resize_(t, meta_[i].toTensor().sizes(), std::nullopt);
             host_[i] = seen(t);
             spans_.push_back(span_of(t, true));
+            resized = true;
         }
+        return resized;
     }
 
     // Makes the results now and lets the stream fill them later.
