@@ -137,7 +137,7 @@ def test_accumulation_and_every_place_of_states_and_parameters(place, nvme, worl
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_thousand_random_sequences(dtype):
-    ((announced, _, undone),) = run_ranks(sequences, 1, "fused", 2, dtype, 1000)
+    ((announced, _, undone),) = run_ranks(sequences, 1, "fused", 2, dtype, 1000, timeout=1200)
     assert announced > 1000 and undone > 200
 
 
