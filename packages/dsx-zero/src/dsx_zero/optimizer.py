@@ -576,11 +576,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if run.averaging is not None:
             run.averaging.announce_clipping(max_norm)
             local = run.averaging.local()
+        beside = self._beside
+        if beside is None or not (beside.under_way or beside.groups() or beside.is_late(self.steps_done)):
+            self._failure.run(self._runner.read_ahead, None)  # a disk is busy while the norm is computed
         self._norm.finish_gradients(local=local)
-        if self._beside is not None:
-            self._beside.complete(grad_scale, max_norm)
+        if beside is not None:
+            beside.complete(grad_scale, max_norm)
         norm = self._norm.norm(grad_scale, needed=bool(max_norm) or run.checks_overflow or not local, local=local)
-        late = self._beside is not None and self._beside.is_late(self.steps_done)
+        late = beside is not None and beside.is_late(self.steps_done)
         self.steps_done += 1
         self._apply_late_update()
         if run.checks_overflow:
@@ -589,6 +592,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 norm = everywhere  # the rest of the step uses what the host has read
             if not torch.isfinite(everywhere).item():
                 self._conclude(None)
+                self._runner.forget_ahead()
                 self._failure.end()
                 self._end_step_beside()
                 outcome = StepOutcome(True, everywhere, loss)

@@ -124,7 +124,7 @@ class HostSteps:
         multiplied with, unless it is clipped.
         """
         self._disturbed: str | None = None
-        self._late_after, self._under_way, self.kept = late_after, False, KeptGradients()
+        self._late_after, self.under_way, self.kept = late_after, False, KeptGradients()
         if self._sub_groups:
             runtime.gradients.watch_reductions(self)
         before_edit = weakref.WeakMethod(self.before_edit)
@@ -137,7 +137,7 @@ class HostSteps:
         """Say that the coming backward is the last one before `step(grad_scale=..., max_norm=...)`, whose update is not
         a late one. Returns whether units will be stepped during it.
         """
-        if not self._sub_groups or self._under_way:
+        if not self._sub_groups or self.under_way:
             return False
         self._runtime.gradients.expect_last()
         self._was_announced = True
@@ -191,7 +191,7 @@ class HostSteps:
         wait_for_gradients(groups)
         self._edits.take_over([entry.group for entry in groups])
         homes = {entry.group: entry.gradients for entry in groups}
-        gradients = gradients_in(homes, self._blocks, copied=not self._by_flat)
+        gradients = gradients_in(homes, self._blocks, self._inner, copied=not self._by_flat)
         self._runner.apart.step(
             sub_groups, announced.factor, announced.inner_step, gradients, keep_old=announced.undoable
         )
@@ -206,7 +206,7 @@ class HostSteps:
             ZeroStateError: a rank's worker has failed; or something was changed since the announcement, in a step that
                 cannot be undone. A step that can be undone is undone on every rank then, and may be made again.
         """
-        if self._under_way:  # nothing was announced; `finish_late` waits
+        if self.under_way:  # nothing was announced; `finish_late` waits
             return
         failure, announced = self._end_early(), self._announced
         problem = self._disturbed
@@ -283,7 +283,7 @@ class HostSteps:
         if self._is_undoable():
             self._runner.apart.undo()
         self._runner.apart.forget()
-        self._under_way = False
+        self.under_way = False
         self._forget()
 
     def _forget(self) -> None:
@@ -302,14 +302,14 @@ class HostSteps:
         apart = self._runner.apart
         apart.drop_copies()  # a late update is not undone
         self.kept.take(self._runtime)
-        gradients = gradients_in(self.kept.homes, self._blocks)
+        gradients = gradients_in(self.kept.homes, self._blocks, self._inner)
         inner_step = self._runner.inner_step.for_twin(settings_of(self._inner))
 
         def update() -> None:
             apart.step(range(len(apart.plan.sub_groups)), number, inner_step, gradients)
             apart.end()
 
-        self._under_way = True
+        self.under_way = True
         self._worker.submit(update)
 
     def finish_late(self) -> bool:
@@ -318,7 +318,7 @@ class HostSteps:
         Raises:
             ZeroStateError: a rank's update has failed, or parameters were written meanwhile.
         """
-        if not self._under_way:
+        if not self.under_way:
             return False
         failure, problem = self._worker.wait(), None
         if failure is not None:
@@ -326,7 +326,7 @@ class HostSteps:
         elif self._edits.were_written():
             problem = _OVERWRITTEN
         raise_on_all_ranks(self._channel, self._runtime.ranks, problem, failure)
-        self._under_way = False
+        self.under_way = False
         self._runner.run(1.0, range(len(self._runner.apart.plan.sub_groups)))
         return True
 
@@ -336,7 +336,7 @@ class HostSteps:
         """Refuse to read or write masters and states while the thread steps them. Where only some of them were stepped,
         undo these steps if that is possible. Raises ZeroStateError.
         """
-        if self._under_way:
+        if self.under_way:
             raise ZeroStateError(
                 "the update of the last step is under way on the host (offload_optimizer.late_update_after); call"
                 " synchronize() of the optimizer on every rank first (an engine does it before it saves)"
@@ -358,7 +358,7 @@ class HostSteps:
         Raises:
             ZeroStateError: the thread steps these masters for a late update.
         """
-        if self._under_way:
+        if self.under_way:
             raise ZeroStateError(_OVERWRITTEN)
         if self._early() and self._is_undoable():
             self._undo("parameters were written between backward and step", for_good=False, counts=True)

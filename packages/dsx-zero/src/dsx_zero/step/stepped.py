@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from dsx_comm.lanes import Ticket
@@ -18,7 +19,7 @@ from ..homes.stored import StoredHome
 from ..params.flat import FlatGroup, Part
 from ..runtime import Runtime
 from .edits import Edits
-from .inner import InnerStep, ReadGradients, Settings, same_settings
+from .inner import InnerStep, ReadGradients, Settings, same_settings, takes_narrow
 
 __all__ = [
     "AnnouncedStep", "KeptGradients", "SteppedGroup", "gradients_in", "note_stepped", "wait_for_gradients",
@@ -119,15 +120,18 @@ def writes_since(
             yield f"parameters of unit {names[unit]} were written between backward and step"
 
 
-def gradients_in(homes: Mapping[FlatGroup, Home], blocks: HostBlocks | None, *, copied: bool = False) -> ReadGradients:
-    """Reads reduced gradients from homes, as `Gradients.parts` does.
+def gradients_in(
+    homes: Mapping[FlatGroup, Home], blocks: HostBlocks | None, inner: Any, *, copied: bool = False
+) -> ReadGradients:
+    """Reads reduced gradients from homes, as `Gradients.parts` does, for the optimizer `inner`.
 
     Args:
         copied: give copies, to an optimizer that may change them.
     """
+    as_kept = takes_narrow(inner)
 
     def gradients(group: FlatGroup, parts: Sequence[Part]) -> tuple[torch.Tensor, ...]:
-        found = cut_parts(homes[group], group, parts, blocks)
+        found = cut_parts(homes[group], group, parts, blocks, as_kept=as_kept)
         return tuple(grad.clone() for grad in found) if copied else found
 
     return gradients
