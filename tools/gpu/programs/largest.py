@@ -13,13 +13,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from dsx.planning import Machine, PlanError, largest
+from dsx.planning import Machine, largest
 from dsx_testkit.benches import GPT, batch
 from records import SIMULATED, one_rank, record, recorded
 from training import config, engine_of, engine_step
 
 # (width, heads, vocabulary, length), bytes of the device and of the host
-SHAPE, DEVICE, HOST = ((64, 4, 256, 32), 4 << 20, 8 << 20) if SIMULATED else ((1024, 16, 50304, 512), 3 << 30, 16 << 30)
+SHAPE, DEVICE, HOST = ((64, 4, 256, 32), 4 << 20, 4 << 20) if SIMULATED else ((1024, 16, 50304, 512), 3 << 30, 16 << 30)
 _HOST = {"device": "cpu", "pin_memory": True}
 PLACES: Mapping[str, Mapping[str, Any]] = {
     "on the device": {},
@@ -49,7 +49,7 @@ def settings(changes: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def trained(name: str, blocks: int, changes: Mapping[str, Any], data: tuple[torch.Tensor, ...]) -> int:
+def trained(blocks: int, changes: Mapping[str, Any], data: tuple[torch.Tensor, ...]) -> int:
     """Train a model of so many blocks. Returns the most bytes of the device that it held."""
     torch.cuda.reset_peak_memory_stats()
     engine = engine_of(family(blocks), settings(changes))
@@ -63,36 +63,39 @@ def trained(name: str, blocks: int, changes: Mapping[str, Any], data: tuple[torc
     return peak
 
 
+def answers(machine: Machine, example: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+    """For each placement the deepest model that the plan promises. Planning comes before the process group."""
+    found = {}
+    for name, changes in PLACES.items():
+        with recorded(name):
+            found[name] = largest(
+                family, settings({}), world_size=1, machine=machine, batch=example, recompute=False,
+                settings={name: changes}, start=2,
+            ).best  # fmt: skip
+    return found
+
+
 def main() -> int:
     """Each placement: ask the plan, and train what it answers."""
     example = batch(0, 0, size=1, length=SHAPE[3])
     here = Machine.named("H100-SXM") if SIMULATED else Machine.of_this_host()
-    machine = replace(here, memory_bytes=DEVICE, host_memory_bytes=HOST, ranks_per_host=1)
+    machine = replace(here, memory_bytes=DEVICE, host_memory_bytes=HOST, ranks_per_host=1, communicator_bytes=1)
+    promised = answers(machine, example)
     with one_rank():
         if not SIMULATED:
             torch.cuda.set_per_process_memory_fraction(DEVICE / torch.cuda.get_device_properties(0).total_memory)
         data = tuple(tensor.cuda() for tensor in example)
-        for name, changes in PLACES.items():
+        for name, best in promised.items():
             with recorded(name):
-                answer: Any = None
                 try:
-                    answer = largest(
-                        family, settings({}), world_size=1, machine=machine, batch=example, recompute=False,
-                        settings={name: changes}, start=2,
-                    )  # fmt: skip
-                except PlanError as error:
-                    record(name, "noted", f"nothing fits: {error}")
-                    continue
-                found, peak = answer.best, None
-                try:
-                    peak = trained(name, found.size, changes, data)
+                    peak = trained(best.size, PLACES[name], data)
                 except torch.cuda.OutOfMemoryError as error:
-                    record(name, "bad", f"{found.size} blocks were promised and do not fit: {error}")
+                    record(name, "bad", f"{best.size} blocks were promised and do not fit: {error}")
                     continue
                 verdict = "noted" if SIMULATED else "good"
                 record(
-                    name, verdict, blocks=found.size, parameters=found.plan.parameters, peak_bytes=peak,
-                    planned_bytes=found.plan.peak_bytes, limit_bytes=DEVICE,
+                    name, verdict, blocks=best.size, parameters=best.plan.parameters, peak_bytes=peak,
+                    planned_bytes=best.plan.peak_bytes, limit_bytes=DEVICE,
                 )  # fmt: skip
     return 0
 
