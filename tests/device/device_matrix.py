@@ -185,6 +185,16 @@ VARIANTS = [
     variant("undone-host-step", SPECULATED, body="clipped_at_times", sample=(1,)),
     variant("undone-on-disk", {"stage": 3, **WHOLE, **OFFLOADS["disk"]}, body="clipped_at_times"),
     variant("late-host-step", {"stage": 2, "offload_optimizer": {**PINNED, "late_update_after": 1}}),
+    variant(
+        "late-on-disk",
+        {
+            "stage": 3,
+            **WHOLE,
+            "offload_optimizer": {**OFFLOADS["disk"]["offload_optimizer"], "late_update_after": 1},
+            "offload_param": OFFLOADS["disk"]["offload_param"],
+        },
+        sample=(1,),
+    ),
     variant("partial-host-step", {"stage": 3, **WHOLE, "offload_optimizer": {**PINNED, "ratio": 0.5}}),
     variant("saved", {"stage": 3, **WHOLE}, body="saved", sample=(2,)),
     variant("saved-from-host", ON_HOST, body="saved"),

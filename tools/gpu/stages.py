@@ -142,6 +142,11 @@ def memory(here: Here) -> Iterator[Program | Record]:
         yield here.program(f"memory of stage {stage} {place}", "memory.py", str(stage), place)
 
 
+def largest(here: Here) -> Iterator[Program | Record]:
+    """The largest model that `dsx plan` promises by placement, under a limit of memory, trained."""
+    yield here.program("largest model", "largest.py")
+
+
 def sanitize(here: Here) -> Iterator[Program | Record]:
     """compute-sanitizer over the kernels."""
     tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
@@ -174,5 +179,6 @@ STAGES = {
     "tests": Stage(tests, 300),
     "speed": Stage(speed, 540),
     "memory": Stage(memory, 240),
+    "largest": Stage(largest, 420),
     "sanitize": Stage(sanitize, 300),
 }

@@ -10,6 +10,7 @@ import dsx_zero
 import pytest
 import torch
 from dsx_testkit import run_ranks, tiny
+from dsx_testkit.early_steps import CountedSteps, everything, same_bits, update
 
 WARM_UP = 2
 
@@ -27,17 +28,17 @@ def fused(parameters):
 OPTIMIZERS = {"adamw": adamw, "fused": fused, "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)}
 
 
-def built(stage, kind, late=WARM_UP, model=None, precision=None, offload_param=False):
+def built(stage, kind, late=WARM_UP, model=None, precision=None, offload_param=None, store=None, **section):
     config = {
         "stage": stage,
         "stage3_param_persistence_threshold": 0,
         "sub_group_size": 300,
-        "offload_optimizer": {"device": "cpu", "late_update_after": late},
+        "offload_optimizer": {"device": "cpu" if store is None else "nvme", "late_update_after": late, **section},
     }
-    if offload_param:
-        config["offload_param"] = {"device": "cpu"}
+    if offload_param is not None:
+        config["offload_param"] = {"device": offload_param, "max_in_cpu": 300}
     model = tiny.Residual(depth=3) if model is None else model
-    return dsx_zero.shard(model, OPTIMIZERS[kind], config=config, precision=precision)
+    return dsx_zero.shard(model, OPTIMIZERS[kind], config=config, precision=precision, store=store)
 
 
 def rate(step):
@@ -122,7 +123,7 @@ def shared(rank, world, kind):
         yield
         done.extend([what] if lane == "host step" else [])
 
-    model, optimizer = built(3, kind, offload_param=True)
+    model, optimizer = built(3, kind, offload_param="cpu")
     optimizer.listen(span)
     updates, sub_groups = 0, len(optimizer.step_plan.sub_groups)
     for step in range(6):
@@ -152,6 +153,82 @@ def shared(rank, world, kind):
 @pytest.mark.parametrize(("kind", "world"), [("adamw", 1), ("fused", 2)])
 def test_parameters_that_are_their_own_masters_keep_their_values_until_the_update_is_applied(kind, world):
     run_ranks(shared, world, kind)
+
+
+def disk(rank, world, stage, kind, dtype, parameters, folder):
+    """Masters and states on disk, parameters and gradients there too: every step has the bits of host memory."""
+    import dsx_nvme
+
+    pairs = []
+    for store in (None, dsx_nvme.TensorStore(f"{folder}/{rank}")):
+        torch.manual_seed(1)
+        place = None if store is None else parameters
+        model = tiny.Residual(depth=3, dtype=dtype)
+        pairs.append(built(stage, kind, 1, model=model, store=store, offload_param=place))
+    for step in range(5):
+        for model, optimizer in pairs:
+            x = model.batch(rank, step) * (float("inf") if step == 3 and dtype != torch.float32 else 1.0)
+            model(x).backward()
+            optimizer.step(max_norm=0.5)
+            optimizer.zero_grad()
+        both = []
+        for model, _ in pairs:
+            with dsx_zero.GatheredParameters(model):
+                both.append([p.detach().clone() for p in model.parameters()])
+        assert same_bits(*both), step
+    assert "disk" in pairs[1][1].state_bytes_by_tier()["optimizer"]
+    for _, optimizer in pairs:
+        optimizer.synchronize()
+    assert same_bits(*(everything(*pair) for pair in pairs))
+    for _, optimizer in pairs:
+        optimizer.release()
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind", "dtype", "parameters", "world"),
+    [
+        (1, "adamw", torch.bfloat16, None, 1),
+        (2, "fused", torch.float32, None, 2),
+        (3, "sgd", torch.float32, "cpu", 1),
+        (3, "fused", torch.bfloat16, "nvme", 2),
+    ],
+)
+def test_state_on_disk_has_the_bits_of_state_in_memory(stage, kind, dtype, parameters, world, tmp_path):
+    pytest.importorskip("dsx_nvme")
+    if kind == "fused":
+        pytest.importorskip("dsx_ops")
+    run_ranks(disk, world, stage, kind, dtype, parameters, str(tmp_path))
+
+
+class Weak(tiny.Residual):
+    """Its gradients are never clipped."""
+
+    def forward(self, x):
+        return super().forward(x) * 1e-3
+
+
+def warming_up(rank, world):
+    """The steps before are stepped during backward, with the bits of those that are not; then nothing is."""
+    pairs = []
+    with pytest.MonkeyPatch.context() as patch:
+        counted = CountedSteps(patch)
+        for early in (False, True):
+            torch.manual_seed(2)
+            pairs.append(built(2, "adamw", 4, model=Weak(depth=3), step_during_backward=early))
+        for step in range(6):
+            for model, optimizer in pairs:
+                update(model, optimizer, [model.batch(rank, step)], 1.0, 1.0, counted)
+            assert (counted.announced, counted.undone) == (min(step, 3), 0)
+            assert bool(counted.stepped) == (step > 0)
+    for _, optimizer in pairs:
+        optimizer.synchronize()
+    assert same_bits(*(everything(*pair) for pair in pairs))
+    plain, speculated = (optimizer.state_bytes_by_tier() for _, optimizer in pairs)
+    assert plain == speculated  # a late update is not undone: old values are dropped
+
+
+def test_the_steps_before_are_stepped_during_backward():
+    run_ranks(warming_up, 2)
 
 
 def readers(rank, world):
@@ -230,8 +307,19 @@ def edited(rank, world):
         optimizer.step()
 
 
-def test_parameters_written_meanwhile_raise():
-    run_ranks(edited, 2)
+def edited_together(rank, world):
+    model, optimizer = built(3, "adamw", late=0)
+    model(model.batch(rank, 0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(dsx_zero.ZeroStateError, match="written while their update was under way"):
+        with dsx_zero.GatheredParameters(model, modifier_rank=0), torch.no_grad():
+            model.blocks[0].weight.mul_(0.5)
+
+
+@pytest.mark.parametrize("edit", [edited, edited_together])
+def test_parameters_written_meanwhile_raise(edit):
+    run_ranks(edit, 2)
 
 
 def failing(rank, world):
@@ -261,14 +349,21 @@ def test_a_failure_reaches_all_ranks_in_the_next_step():
 @pytest.mark.parametrize(
     ("section", "text"),
     [
-        ({"device": "nvme", "late_update_after": 3}, "set device to cpu"),
-        ({"device": "cpu", "late_update_after": 3, "ratio": 0.5}, "ratio to 1"),
+        (
+            {"device": "nvme", "late_update_after": 3, "max_in_cpu": 100},
+            "whose masters are on disk would wait .* room for 100;",
+        ),
+        ({"device": "cpu", "late_update_after": 3, "ratio": 0.5}, "set ratio to 1"),
         ({"device": "cpu", "late_update_after": -1}, "greater than or equal to 0"),
     ],
 )
-def test_what_cannot_be_late_is_refused(section, text):
+def test_what_cannot_be_late_is_refused(section, text, tmp_path):
+    store = None
+    if section["device"] == "nvme":
+        store = pytest.importorskip("dsx_nvme").TensorStore(str(tmp_path))
+    config = {"stage": 2, "offload_optimizer": section}
     with pytest.raises(dsx_zero.ZeroConfigError, match=text):
-        dsx_zero.shard(tiny.Residual(depth=3), adamw, config={"stage": 2, "offload_optimizer": section})
+        dsx_zero.shard(tiny.Residual(depth=3), adamw, config=config, store=store)
 
 
 def test_an_optimizer_that_is_stepped_at_once_is_refused():

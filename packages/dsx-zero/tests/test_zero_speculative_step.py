@@ -137,7 +137,7 @@ def test_accumulation_and_every_place_of_states_and_parameters(place, nvme, worl
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_thousand_random_sequences(dtype):
-    ((announced, _, undone),) = run_ranks(sequences, 1, "fused", 2, dtype, 1000)
+    ((announced, _, undone),) = run_ranks(sequences, 1, "fused", 2, dtype, 1000, timeout=1200)
     assert announced > 1000 and undone > 200
 
 
@@ -353,3 +353,38 @@ def test_no_update_of_sgd_follows_bit_by_bit_from_that_of_another_factor(momentu
         torch.testing.assert_close(found, right)
         assert not torch.equal(found, right)
     assert not torch.equal(speculated + lr * grad, values)  # nor does the inverse give the old value
+
+
+def narrow(rank, world, stage, store_folder):
+    """The compiled step reads 16-bit gradients itself: the same bits as from widened ones."""
+    import dsx_nvme
+    import dsx_ops
+
+    seen, step_flat = [], dsx_ops.FusedAdam.step_flat
+
+    def noting(self, param, grad, *args, **options):
+        seen.append(grad.dtype)
+        return step_flat(self, param, grad, *args, **options)
+
+    found = []
+    for takes in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dsx_ops.FusedAdam, "takes_16_bit_gradients", takes)
+            patch.setattr(dsx_ops.FusedAdam, "step_flat", noting)
+            seen.clear()
+            store = dsx_nvme.TensorStore(f"{store_folder}/{takes}.{rank}") if store_folder else None
+            section = {"device": "nvme", "nvme_path": "unused"} if store_folder else {"max_in_cpu": 10**6}
+            model, optimizer = built(True, "fused", stage, torch.bfloat16, store=store, **section)
+            said = [
+                update(model, optimizer, [model.batch(rank, step)], s, 4.0) for step, s in enumerate((1e-3, 1e-3, 30.0))
+            ]
+            found.append((repr(said), everything(model, optimizer)))
+            optimizer.release()
+        # The first step is not stepped during backward, and is one call for all masters.
+        assert seen and set(seen) == {torch.bfloat16 if takes else torch.float32}
+    assert found[0][0] == found[1][0] and same_bits(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize(("stage", "disk", "world"), [(2, False, 1), (3, True, 2)])
+def test_16_bit_gradients_go_to_the_kernel_as_they_are(stage, disk, world, tmp_path):
+    run_ranks(narrow, world, stage, str(tmp_path) if disk else "")

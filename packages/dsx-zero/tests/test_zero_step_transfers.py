@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 
+import dsx_zero
 import pytest
 import torch
 from dsx_comm.lanes import HostLane
+from dsx_testkit import MemoryStore, run_ranks, tiny
+from dsx_testkit.early_steps import everything, same_bits
+from dsx_zero.step.norm import StepNorm
 from dsx_zero.step.states import Visit
 from dsx_zero.step.transfers import SubGroupTransfers
 
@@ -43,7 +48,7 @@ class States:
 
 
 def masters(*names):
-    return [SimpleNamespace(name=name, tensor=torch.empty(0)) for name in names]
+    return [SimpleNamespace(name=name, tensor=torch.empty(0), group=SimpleNamespace(master=None)) for name in names]
 
 
 def stepped(transfers, groups, ahead):
@@ -132,3 +137,65 @@ def test_abandoned_buffers_are_let_go_when_no_transfer_uses_them():
     assert len(states.log) == before  # nothing is left
     transfers.fetch(1, second)
     assert states.log[before:] == ["fetch b"]  # of new values
+
+
+# Before the norm is known ---------------------------------------------------------------------------------------------
+
+
+class Watched(MemoryStore):
+    """Notes the names that are read."""
+
+    def __init__(self):
+        super().__init__()
+        self.log = []
+
+    def get(self, name, out=None):
+        self.log.append(name)
+        return super().get(name, out)
+
+
+def pair(stage, kind):
+    """The same model with states in memory, and on a disk that is watched."""
+    made = []
+    for store in (None, Watched()):
+        torch.manual_seed(5)
+        section = {"device": "cpu" if store is None else "nvme", "step_during_backward": False}
+        config = {"stage": stage, "sub_group_size": 512, "offload_optimizer": section}
+        model = tiny.Residual(depth=3, dtype=torch.bfloat16)
+        made.append((*dsx_zero.shard(model, lambda p: kind(p, lr=1e-2), config=config, store=store), store))
+    return made
+
+
+def read_before_the_norm(rank, world, stage):
+    made, norm = pair(stage, torch.optim.AdamW), StepNorm.norm
+    store = made[1][2]
+
+    def noting(self, *args, **options):
+        store.log.append("norm")
+        return norm(self, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepNorm, "norm", noting)
+        for step in range(6):
+            store.log.clear()
+            for model, optimizer, _ in made:
+                x = model.batch(rank, step) * (float("inf") if step == 2 else 1.0)
+                model(x).backward()
+                if step == 4 and stage < 3:  # reaches the master in the step, behind the read
+                    with torch.no_grad():
+                        model.blocks[0].weight.mul_(0.5)
+                optimizer.step(max_norm=0.1)
+                optimizer.zero_grad()
+            before = store.log[: len(store.log) - 1 - store.log[::-1].index("norm")]
+            assert [name for name in before if name != "norm"], step
+            assert same_bits(*(everything(model, optimizer) for model, optimizer, _ in made)), step
+            if step == 3:  # what a skipped step has read is not used
+                for _, optimizer, _ in made:
+                    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for _, optimizer, _ in made:
+        optimizer.release()
+
+
+@pytest.mark.parametrize(("stage", "world"), [(2, 1), (3, 2)])
+def test_a_disk_is_read_before_the_norm_is_known(stage, world):
+    run_ranks(read_before_the_norm, world, stage)

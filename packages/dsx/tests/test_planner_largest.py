@@ -9,6 +9,7 @@ from dsx.planning import Machine, PlanError, largest, plan
 from dsx_plan.command import main
 from dsx_plan.models import deep
 from dsx_plan.sizes import describe_largest
+from dsx_plan.text import describe_plan
 from torch import nn
 
 WIDTH = 256
@@ -40,6 +41,29 @@ ZERO = "zero_optimization."
 def machine(device=12 << 20, host=128 << 20):
     found = Machine.of("H100-SXM")
     return dataclasses.replace(found, memory_bytes=device, host_memory_bytes=host, communicator_bytes=1)
+
+
+@pytest.mark.parametrize(("kind", "taken"), [("AdamW", True), ("torch", False)])
+def test_a_plan_says_what_casts_cost_on_both_sides_of_the_link(kind, taken):
+    """bf16 with the optimizer on the host: every element of the shard crosses once each way."""
+    zero = {**CONFIG["zero_optimization"], "offload_optimizer": {"device": "cpu"}}
+    config = {**CONFIG, "bf16": {"enabled": True}, "zero_optimization": zero}
+    given = {"optimizer": lambda p: torch.optim.AdamW(p, lr=1e-4)} if kind == "torch" else {}
+    if given:
+        config = {key: value for key, value in config.items() if key != "optimizer"}
+    found = plan(
+        lambda: Deep(3), config, world_size=1, machine=machine(), batch=EXAMPLE.bfloat16(), changes=False, **given
+    )
+    here, elements = machine(), 3 * WIDTH * WIDTH
+    link, host = here.host_link_bandwidth, here.host_bandwidth
+    assert found.casts["gradients"]["host"] == pytest.approx(elements * (2 / link + (4 if taken else 12) / host))
+    assert found.casts["parameters"]["host"] == pytest.approx(elements * (2 / link + 8 / host))
+    assert "casts of gradients: cheaper on the host" in describe_plan(found)
+    wide = plan(
+        lambda: Deep(3), {**config, "data_types": {"grad_accum_dtype": "fp32"}}, world_size=1, machine=machine(),
+        batch=EXAMPLE.bfloat16(), changes=False, **given,
+    )  # fmt: skip
+    assert list(wide.casts) == ["parameters"]
 
 
 def test_the_largest_model_is_the_one_that_fits_and_no_deeper_one():

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .allocator import fragmentation
+from .casts import sides
 from .configs import Ready
 from .cost import Timing, simulate, stragglers
 from .ledger import DEVICE, DISK, HOST, Peak
@@ -120,6 +121,7 @@ def answer_of(
         rank=found.rank,
         pipeline=pipeline,
         phases=found.phases,
+        casts=sides(found.crossings, machine, on_host),
     )
 
 

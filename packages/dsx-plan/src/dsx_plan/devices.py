@@ -68,6 +68,7 @@ class Device:
         cuda_words: words of the name that CUDA reports.
         source: of the figures.
         constants: how much of them is reached.
+        host_gbs: of the host's memory, for all its devices.
         constants_from: which step times the constants were fitted to; "" where nobody has fitted them, and those of
             another device are taken.
     """
@@ -84,6 +85,7 @@ class Device:
     source: str
     constants: Constants = field(default_factory=lambda: _AMPERE)
     constants_from: str = ""
+    host_gbs: float = 300.0
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,8 @@ DEVICES: dict[str, Device] = {
     ),
     "GH200": Device(
         _rates(989, 495, eight=1979), 94.5, 4000, 450, 400, 50, 1, 480, ("GH200",),
-        "NVIDIA GH200 data sheet (2023): 96 GB HBM3, NVLink-C2C 900 GB/s both ways", _HOPPER,
+        "NVIDIA GH200 data sheet (2023): 96 GB HBM3, NVLink-C2C 900 GB/s both ways, LPDDR5X up to 512 GB/s", _HOPPER,
+        host_gbs=512,
     ),
     "B200": Device(
         _rates(2250, 1125, eight=4500, four=9000), 178.4, 8000, 900, _PCIE5, 50, 8, 4096, ("B200",),
@@ -182,12 +185,12 @@ DEVICES: dict[str, Device] = {
         _rates(2500, 1250, eight=5000, four=10000), 184, 8000, 900, 225, 50, 72, 17280, ("GB200",),
         "NVIDIA GB200 NVL72 data sheet (2024), a 72nd of it: 360 PFLOPS bf16 with sparsity, 13.4 TB HBM3e; NVLink"
         " 1800 GB/s both ways; a Grace with NVLink-C2C of 900 GB/s both ways for two devices; the 72 devices of a"
-        " NVLink domain count as one host", _HOPPER,
+        " NVLink domain count as one host, with 36 times 512 GB/s of LPDDR5X", _HOPPER, host_gbs=36 * 512,
     ),
     "GB300": Device(
         _rates(2500, 1250, eight=5000, four=15000), 277, 8000, 900, 225, 100, 72, 17280, ("GB300",),
         "NVIDIA GB300 NVL72 data sheet (2025), a 72nd of it: as GB200, 20 TB HBM3e, 1100 PFLOPS fp4 dense, a port of"
-        " 800 Gb/s each", _HOPPER,
+        " 800 Gb/s each", _HOPPER, host_gbs=36 * 512,
     ),
     "MI300X": Device(
         _rates(1307, 654, eight=2615), 191.5, 5300, 384, _PCIE5, 50, 8, 2048, ("MI300X",),

@@ -133,6 +133,7 @@ class Machine:
             host_link_bandwidth=found.host_link_gbs * 1e9,
             ranks_per_host=found.per_host,
             host_memory_bytes=found.host_gib * GIB,
+            host_bandwidth=found.host_gbs * 1e9,
             constants=found.constants,
             source=found.source if rate is None else f"{found.source}; {rate.source}",
         )

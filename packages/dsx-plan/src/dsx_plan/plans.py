@@ -11,7 +11,7 @@ from .errors import PlanError
 
 __all__ = ["Change", "PipelinePlan", "Plan", "StagePlan"]
 
-FORMAT = 5
+FORMAT = 6
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,8 @@ class Plan:
         rank: which rank was the one.
         pipeline: of a model in stages: each of them, and how they work together.
         phases: bytes on the device by phase (train, sleep, generate, push) and class, where a generator was named.
+        casts: seconds of a step for casts of gradients and parameters between device and host, by class and side
+            (`casts.sides`).
     """
 
     model: str
@@ -169,6 +171,7 @@ class Plan:
     rank: int = 0
     pipeline: PipelinePlan | None = None
     phases: dict[str, dict[str, int]] = field(default_factory=dict)
+    casts: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
     def sent_bytes(self) -> float:

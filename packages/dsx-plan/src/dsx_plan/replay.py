@@ -17,6 +17,7 @@ import torch
 from dsx_zero import ZeroOptimizer
 from torch import nn
 
+from .casts import Crossing, crossings
 from .engine import BuiltEngine, EngineToPlan
 from .errors import PlanError, explains_itself
 from .fake import FakeCompute
@@ -103,6 +104,7 @@ class Replay:
         notes: what the reader should know.
         stage: of a pipeline: when this rank did what, and what it sent.
         phases: bytes on the device by phase and class, where a generator was named.
+        crossings: what goes between device and host in a step and is cast on one of the sides.
     """
 
     trace: Trace
@@ -119,6 +121,7 @@ class Replay:
     notes: list[str] = field(default_factory=list)
     stage: StageReplay | None = None
     phases: dict[str, dict[str, int]] = field(default_factory=dict)
+    crossings: list[Crossing] = field(default_factory=list)
 
 
 def replay(question: Question) -> Replay:
@@ -319,6 +322,7 @@ class _Run:
             communicators=len(recorder.communicators),
             notes=self._notes,
             stage=record.stage,
+            crossings=crossings(built.shards, record.resident),
         )
 
 

@@ -78,6 +78,7 @@ def describe_plan(plan: Plan) -> str:
     lines += ["", f"a step: {seconds_text(plan.step_seconds)}, {count_text(plan.flops)}flop a rank"]
     lines += _table([(_PARTS.get(name, name), seconds_text(value)) for name, value in plan.parts.items() if value])
     lines.append(f"  {count_text(plan.tokens_per_second)} tokens/s on all ranks, MFU {100 * plan.mfu:.1f} %")
+    lines += _casts(plan)
     lines += _without(plan)
     if plan.changes:
         lines += ["", "what makes it fit, fastest first"]
@@ -90,6 +91,25 @@ def describe_plan(plan: Plan) -> str:
     if plan.notes:
         lines += ["", "notes", *(f"  {note}" for note in plan.notes)]
     return "\n".join(lines) + "\n"
+
+
+_CAST_ON_DEVICE = {"gradients": "data_types.grad_accum_dtype: fp32 casts them there"}
+"""How a configuration casts on the device; without it the host casts."""
+
+
+def _casts(plan: Plan) -> list[str]:
+    """On which side of the link to the host values are cast, and what the other side would take."""
+    lines = [""] * bool(plan.casts)
+    for what, seconds in plan.casts.items():
+        best, other = sorted(seconds, key=lambda side: (seconds[side], side != "host"))
+        line = (
+            f"casts of {what}: cheaper on the {best}, {seconds_text(seconds[best])} a step"
+            f" ({seconds_text(seconds[other])} on the {other})"
+        )
+        if best == "device":
+            line += f"; {_CAST_ON_DEVICE.get(what, 'dsx casts them on the host')}"
+        lines.append(line)
+    return lines
 
 
 def _phases(plan: Plan) -> list[str]:

@@ -25,7 +25,6 @@ from .grads.reduction import Reduction
 from .groups import AuxiliaryGroups
 from .homes.chosen import (
     check_placement,
-    is_stepped_by_host,
     late_update_after,
     may_step_during_backward,
     offload_ratio,
@@ -266,13 +265,20 @@ def _check_late_update(settings: ZeroConfig, inner: Any, placements: Sequence[Un
     if late_update_after(settings) is None or isinstance(inner, _NoOptimizer):
         return
     why = why_at_once(inner)
-    if not all(is_stepped_by_host(record.placement) for record in placements):
-        why = "not all masters, gradients and optimizer states are in host memory"
+    if not all(may_step_during_backward(record.placement) for record in placements):
+        why = "not all masters and optimizer states are in host memory, or in one store"
+    waiting = sum(r.elements for r in placements if isinstance(r.placement.masters, DiskTier))
+    section = settings.offload_optimizer
+    if why is None and section is not None and waiting > section.max_in_cpu:
+        why = (
+            f"new values of {waiting:,} elements whose masters are on disk would wait in host memory, where"
+            f" max_in_cpu gives room for {section.max_in_cpu:,}"
+        )
     if why is not None:
         raise ZeroConfigError(
             "zero_optimization.offload_optimizer.late_update_after",
-            f"got {late_update_after(settings)}, but {why}; expected null, or an element-wise optimizer whose state is"
-            " in host memory",
+            f"got {late_update_after(settings)}, but {why}; expected null, or an element-wise optimizer with masters"
+            " and states of all units in host memory or on disk, and room (max_in_cpu) for new values of those on disk",
         )
 
 

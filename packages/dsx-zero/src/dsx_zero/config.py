@@ -106,8 +106,8 @@ class OffloadOptimizer(_Section):
     late_update_after: Size | None = Field(
         None,
         description=(
-            "device cpu: after this many steps each update is applied one step late, while the next step is computed;"
-            " null: never"
+            "after this many steps each update is applied one step late: the host computes it beside the next forward"
+            " and backward; null: never"
         ),
     )
     pipeline_read: bool = Field(
@@ -466,8 +466,9 @@ def _conflicts(z: ZeroConfig, mesh: bool) -> list[tuple[str, bool, str]]:
     return [
         (
             "offload_optimizer",
-            late and offload is not None and (offload.device != "cpu" or offload.ratio != 1.0),
-            "late_update_after needs all masters and optimizer states in host memory; set device to cpu and ratio to 1",
+            late and offload is not None and offload.ratio != 1.0,
+            "late_update_after needs the masters and optimizer states of all units in host memory or on disk; set ratio"
+            " to 1",
         ),
         ("zero_hpz_partition_size", z.near_ranks > 0 and z.stage < 3, below_3),
         ("zero_quantized_weights", z.zero_quantized_weights and z.stage < 3, below_3),

@@ -37,8 +37,7 @@ from .state.moving import MovedStates, OffloadStateTypeEnum
 from .state.slices import ParamSlice, Reader, iter_slices, read_elements
 from .step.edits import EditAgreement, Edits
 from .step.failures import StepFailure
-from .step.host_late import LateUpdate
-from .step.host_step import DuringBackward
+from .step.host_step import HostSteps
 from .step.inner import StateView, checked_state
 from .step.masters import Master, refresh_master, write_parameters
 from .step.model_check import Frozen, ModelCheck
@@ -258,9 +257,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
         self.moved = MovedStates(runtime, parts.states)
         self._edits = Edits(flat, data_writes=parts.data_writes)
-        self._early: DuringBackward | None = None
-        if parts.early_units or parts.undoable_units:
-            early = DuringBackward(
+        self._beside: HostSteps | None = None
+        """Steps masters beside the device's work; None: every step is made in `step`."""
+        self.applies_late = parts.late_after is not None
+        """Whether updates are applied a step later, from some step on (`offload_optimizer.late_update_after`)."""
+        if parts.early_units or parts.undoable_units or self.applies_late:
+            self._beside = HostSteps(
                 runtime,
                 self._runner,
                 self._edits,
@@ -269,14 +271,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 norm_on_host=self._norm.on_host,
                 channel=parts.channel,
                 inner=inner,
+                late_after=parts.late_after,
             )
-            runtime.gradients.watch_reductions(early)
-            self._early = early
-        self.applies_late = parts.late_after is not None
-        """Whether updates are applied a step later, from some step on (`offload_optimizer.late_update_after`)."""
-        self._late: LateUpdate | None = None
-        if parts.late_after is not None:
-            self._late = LateUpdate(runtime, self._runner, self._edits, channel=parts.channel, warm_up=parts.late_after)
         self._edit_agreement = EditAgreement(flat, runtime.ranks)
         runtime.gradients.watch_edits(self._edit_agreement)
         self._stepped_in_place = [p for g in flat if g.trainable and not is_partitioned(g) for p in g.parameters]
@@ -580,21 +576,25 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if run.averaging is not None:
             run.averaging.announce_clipping(max_norm)
             local = run.averaging.local()
+        beside = self._beside
+        if beside is None or not (beside.under_way or beside.groups() or beside.is_late(self.steps_done)):
+            self._failure.run(self._runner.read_ahead, None)  # a disk is busy while the norm is computed
         self._norm.finish_gradients(local=local)
-        if self._early is not None:
-            self._early.complete(grad_scale, max_norm)
+        if beside is not None:
+            beside.complete(grad_scale, max_norm)
         norm = self._norm.norm(grad_scale, needed=bool(max_norm) or run.checks_overflow or not local, local=local)
-        late, self.steps_done = self._late is not None and self._late.is_late(self.steps_done), self.steps_done + 1
-        if late:
-            self._apply_late_update()
+        late = beside is not None and beside.is_late(self.steps_done)
+        self.steps_done += 1
+        self._apply_late_update()
         if run.checks_overflow:
             everywhere = (self._norm.sum_over_ranks(norm) if local else norm).cpu()  # waits, unless it is there already
             if not local:
                 norm = everywhere  # the rest of the step uses what the host has read
             if not torch.isfinite(everywhere).item():
                 self._conclude(None)
+                self._runner.forget_ahead()
                 self._failure.end()
-                self._end_early()
+                self._end_step_beside()
                 outcome = StepOutcome(True, everywhere, loss)
                 self._latest = outcome.without_loss()  # the loss may hold a graph
                 return outcome
@@ -605,28 +605,28 @@ class ZeroOptimizer(torch.optim.Optimizer):
         stepped, factor = self._conclude(factor)
         self._apply(factor, stepped, late=late)
         self._failure.end()
-        self._end_early()
+        self._end_step_beside()
         outcome = StepOutcome(False, None if local else norm, loss)
         self._latest = outcome.without_loss()
         return outcome
 
     def _conclude(self, factor: Any) -> tuple[Collection[int], Any]:
-        """See `DuringBackward.conclude`."""
-        return ((), factor) if self._early is None else self._early.conclude(factor)
+        """See `HostSteps.conclude`."""
+        return ((), factor) if self._beside is None else self._beside.conclude(factor)
 
-    def _end_early(self) -> None:
-        if self._early is not None:
-            self._early.end_step()
+    def _end_step_beside(self) -> None:
+        if self._beside is not None:
+            self._beside.end_step()
 
     def _apply(self, factor: float | torch.Tensor, stepped: Collection[int], *, late: bool) -> None:
         """Step the masters with the gradients times `factor`, and publish them; or begin to, for the next step."""
-        if late and self._late is not None:
+        if late and self._beside is not None:
             self._edits.take_over()
-            self._late.begin(factor)
+            self._beside.begin_late(factor)
             return
         edited = self._edits.groups
-        if self._early is not None:  # edits of groups that were stepped already were taken over before
-            done = self._early.groups()
+        if self._beside is not None:  # edits of groups that were stepped already were taken over before
+            done = self._beside.groups()
             edited = [group for group in edited if group not in done]
         self._failure.run(lambda: self._edits.take_over(edited), None)
         self._runner.run(factor, stepped)
@@ -672,10 +672,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._check_in_use()
         self.step_groups.check()
         self._frozen.check()
-        return self._early is not None and self._early.announce(grad_scale, max_norm)
+        beside = self._beside
+        return beside is not None and not beside.is_late(self.steps_done) and beside.announce(grad_scale, max_norm)
 
     def _apply_late_update(self) -> None:
-        if self._late is not None and self._late.finished():
+        if self._beside is not None and self._beside.finish_late():
             self._publish_written()
 
     def _publish_written(self) -> None:
@@ -726,17 +727,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def check_update_ended(self) -> None:
         """Refuse to read or write masters and states that a thread steps. Raises ZeroStateError."""
-        if self._early is not None:
-            self._early.check_ended()
-        if self._late is not None:
-            self._late.check_flushed()
+        if self._beside is not None:
+            self._beside.check_ended()
 
     def _abandon_step(self) -> None:
         """Forget a step that has begun, because masters and states are about to get other values."""
-        if self._early is not None:
-            self._early.abandon()
-        if self._late is not None:
-            self._late.abandon()
+        if self._beside is not None:
+            self._beside.abandon()
 
     def check_states(self, *kinds: OffloadStateTypeEnum) -> None:
         """Refuse what needs values (of these classes; none: of all), while `offload_states` has moved some of them.
@@ -991,12 +988,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def state_bytes_by_tier(self) -> dict[str, dict[str, int]]:
         """`state_bytes`, each class divided by where its bytes lie: "device", "host", "disk", or a tier's own name."""
-        if self._early is not None:
-            self._early.join()  # its thread moves states
+        if self._beside is not None:
+            self._beside.join()  # its thread moves states
         counted = count_bytes(self.runtime, self.states)
         counted["master"]["device"] = counted["master"].get("device", 0) + self._edits.nbytes()
-        if self._late is not None:
-            counted["grads"]["host"] = counted["grads"].get("host", 0) + self._late.nbytes
+        if self._beside is not None:
+            counted["grads"]["host"] = counted["grads"].get("host", 0) + self._beside.kept.nbytes
         counted["params"]["host"] = counted["params"].get("host", 0) + self._runner.apart.nbytes
         counted["optimizer"]["host"] = counted["optimizer"].get("host", 0) + self._runner.apart.old_nbytes
         for kind, nbytes in self.moved.nbytes().items():

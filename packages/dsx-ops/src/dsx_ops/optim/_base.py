@@ -96,6 +96,8 @@ class FusedOptimizer(Optimizer):
     # Whether the rule depends on the index of an element, so that its states lie in row-major order whatever the
     # parameter's strides.
     row_major = False
+    # Whether `step_flat` takes gradients in 16 bits for parameters in 32: the kernels widen them, which is exact.
+    takes_16_bit_gradients = True
     # torch.amp.GradScaler looks for this, and sets `grad_scale` and `found_inf` on the instance around `step`; it must
     # find no such names before.
     _step_supports_amp_scaling = True

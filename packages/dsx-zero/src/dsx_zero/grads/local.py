@@ -107,10 +107,10 @@ class LocalGradients:
         return None
 
     def parts(
-        self, group: FlatGroup, parts: Sequence[Part], blocks: HostBlocks | None = None
+        self, group: FlatGroup, parts: Sequence[Part], blocks: HostBlocks | None = None, *, as_kept: bool = False
     ) -> tuple[torch.Tensor, ...]:
         """See `Gradients.parts`. Where these gradients are used, nothing is offloaded."""
-        del blocks
+        del blocks, as_kept
         grads = [_grad(group.parameters[group.layout.index(part.name)]) for part in parts]
         if (master := group.master) is not None:
             grads = [grad.to(device=master.device, dtype=master.dtype) for grad in grads]

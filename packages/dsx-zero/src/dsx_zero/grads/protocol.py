@@ -78,13 +78,14 @@ class Gradients(Protocol):
         ...
 
     def parts(
-        self, group: FlatGroup, parts: Sequence[Part], blocks: HostBlocks | None = None
+        self, group: FlatGroup, parts: Sequence[Part], blocks: HostBlocks | None = None, *, as_kept: bool = False
     ) -> tuple[torch.Tensor, ...]:
         """The gradients of these parts of the group's parameters, 1-D, in the dtype and on the device of the masters.
 
         Args:
             parts: in order of their offsets.
             blocks: memory for gradients that are kept in host memory, in another dtype than the masters'.
+            as_kept: leave those in the dtype in which they are kept.
         """
         ...
 

@@ -230,7 +230,7 @@ class Reductions:
     # Values -----------------------------------------------------------------------------------------------------------
 
     def parts(
-        self, group: FlatGroup, parts: Sequence[Part], blocks: HostBlocks | None = None
+        self, group: FlatGroup, parts: Sequence[Part], blocks: HostBlocks | None = None, *, as_kept: bool = False
     ) -> tuple[torch.Tensor, ...]:
         """See `Gradients.parts`."""
         if group in self.rows:
@@ -239,7 +239,7 @@ class Reductions:
         for buffers in reversed(newest):  # when its copy has arrived on the host, the earlier ones have, too
             if isinstance(buffers, GroupGradients):
                 read(buffers.values(), 0, 0)
-        return cut_parts(self._of[group].values(), group, parts, blocks) if parts else ()
+        return cut_parts(self._of[group].values(), group, parts, blocks, as_kept=as_kept) if parts else ()
 
     def norms(self) -> Iterator[tuple[dsx_comm.RankSet, torch.Tensor]]:
         """See `Gradients.norms`: of the reduced buffers, and of the rows of sparse embeddings."""
@@ -397,15 +397,16 @@ class Reducer:
 
 
 def cut_parts(
-    values: Home, group: FlatGroup, parts: Sequence[Part], blocks: HostBlocks | None = None
+    values: Home, group: FlatGroup, parts: Sequence[Part], blocks: HostBlocks | None = None, *, as_kept: bool = False
 ) -> tuple[torch.Tensor, ...]:
     """Parts (at least one, in order of their offsets) of the reduced gradients of a group, 1-D, in the dtype and on the
     device of its masters; in another dtype than they are kept in memory of `blocks`, if given and on the host.
+    `as_kept`: on the host in the dtype in which they are kept.
     """
     first, last = parts[0].slice.offset, parts[-1].slice.offset + parts[-1].slice.numel
     block = read(values, first, last)
     master = group.master
-    if master is not None:
+    if master is not None and not (as_kept and block.device.type == master.device.type == "cpu"):
         if blocks is not None and block.device.type == master.device.type == "cpu":
             block = blocks.converted(block, master.dtype)
         else:

@@ -16,7 +16,6 @@ from .tiers import DeviceTier, DiskTier, HostRoom, HostTier, Placement, Tier, Un
 __all__ = [
     "check_placement",
     "check_room",
-    "is_stepped_by_host",
     "late_update_after",
     "makes_states_at_once",
     "may_step_during_backward",
@@ -244,12 +243,6 @@ def states_at_once(settings: Section, elements: int) -> str | None:
     )
 
 
-def is_stepped_by_host(placement: Placement) -> bool:
-    """Can a thread of the host step the masters? It can if they are in host memory and the gradients are in memory."""
-    readable = isinstance(placement.gradients, (HostTier, DeviceTier))
-    return isinstance(placement.masters, HostTier) and placement.states is None and readable
-
-
 def may_step_during_backward(placement: Placement) -> bool:
     """Can a thread of the host step the masters while another one runs backward?
 
@@ -315,10 +308,9 @@ def late_update_after(settings: Section) -> int | None:
 
 
 def steps_during_backward(settings: Section) -> bool:
-    """`offload_optimizer.step_during_backward`, where updates are not applied late anyway."""
+    """`offload_optimizer.step_during_backward`; without that section `shard(placement=...)` decides."""
     section = settings.offload_optimizer
-    asked = section is not None and section.step_during_backward  # without a section `shard(placement=...)` decides
-    return (section is None or asked) and late_update_after(settings) is None
+    return section is None or bool(section.step_during_backward)
 
 
 _BUFFERS = 4

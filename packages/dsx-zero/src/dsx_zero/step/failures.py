@@ -4,6 +4,7 @@ raised when this rank has taken part in the collectives that follow.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -12,7 +13,7 @@ import dsx_comm
 from ..errors import ZeroStateError
 from ..order.channel import Asks
 
-__all__ = ["StepFailure", "raise_on_all_ranks"]
+__all__ = ["StepFailure", "is_full", "raise_on_all_ranks"]
 
 T = TypeVar("T")
 
@@ -73,3 +74,8 @@ def raise_on_all_ranks(
         dsx_comm.all_gather_object(by_rank, problem, group=ranks.group)
     rank, text = next((rank, text) for rank, text in enumerate(by_rank) if text is not None)
     raise ZeroStateError(f"step(): rank {rank}: {text}") from cause
+
+
+def is_full(failure: BaseException) -> bool:
+    """Does the failure say that a disk has no space left?"""
+    return isinstance(failure, OSError) and failure.errno in (errno.ENOSPC, errno.EDQUOT)

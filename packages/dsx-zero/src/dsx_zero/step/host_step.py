@@ -1,7 +1,7 @@
-"""The CPU optimizer step of units while backward goes on (decision 0065).
+"""The CPU optimizer step beside the device's work: during backward (decision 0065), or one step late (0043).
 
-`announce` says that the coming backward is the last one before the step. When the last reduction of a
-unit is complete, the thread steps the unit's masters, in host memory or on disk. The parameters keep their old values
+*During backward.* `announce` says that the coming backward is the last one before the step. When the last reduction of
+a unit is complete, the thread steps the unit's masters, in host memory or on disk. The parameters keep their old values
 until `step()`: backward, other ranks' gathers and the user see the values from before the update (`host_thread`). The
 result has the same bits as a step after backward: a unit is stepped only after all ranks have said, together with the
 unit's reduction, that it was the last one, and with the settings (learning rates) of the announcement.
@@ -9,40 +9,50 @@ unit's reduction, that it was the last one, and with the settings (learning rate
 Where the step clips or checks for overflow, the norm decides on the update, and it is known when backward has ended.
 There the thread *speculates* that gradients are neither clipped nor infinite, and keeps what it overwrites. In `step`
 the updates are kept, or undone bit by bit and made again with the right factor. A step after one that was clipped or
-skipped is not announced to the thread: the norms of neighbouring steps are alike. An update that can be undone is also
-undone wherever somebody looks at or changes what it rests on between backward and step (learning rates, gradients,
-parameters, a checkpoint, another backward). Units are stepped after backward from then on.
+skipped is not announced to the thread. An update that can be undone is also undone wherever something that it rests on
+is read or changed between backward and step (learning rates, gradients, parameters, a checkpoint, another backward).
+Units are stepped after backward from then on.
 
 Without clipping and check there is nothing to undo, and nothing is kept. There such a change makes `step` raise, and
 the first announced steps are trials: nothing is stepped early in them, and a loop that makes such changes is found.
+
+*One step late*, for those who ask for it: after `late_after` steps, step n waits for the update with the gradients of
+step n - 1 and makes its parameters visible (`finish_late`), and gives the thread the gradients of step n with the
+settings, clipping and loss scale of step n (`begin_late`). It works on copies, because the next backward writes into
+the gradients' memory. The steps before are stepped during backward, by the same thread.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
 import weakref
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Collection, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 
 from ..errors import ZeroStateError
-from ..grads.reductions import cut_parts
 from ..order.channel import Answer, Asks
-from ..params.flat import FlatGroup, Part
+from ..params.flat import FlatGroup
 from ..runtime import Runtime
 from .edits import Edits
-from .failures import raise_on_all_ranks
+from .failures import is_full, raise_on_all_ranks
 from .host_thread import worker_beside
-from .inner import InnerStep, Settings, has_reciprocal, has_step_hooks, same_settings, settings_of
+from .inner import has_reciprocal, has_step_hooks, settings_of
 from .norm import usual_factor
 from .runner import StepRunner
-from .stepped import SteppedGroup, note_stepped, wait_for_gradients
+from .stepped import (
+    AnnouncedStep,
+    KeptGradients,
+    SteppedGroup,
+    gradients_in,
+    note_stepped,
+    wait_for_gradients,
+    writes_since,
+)
 
-__all__ = ["DuringBackward"]
+__all__ = ["HostSteps"]
 
 _log = logging.getLogger(__name__)
 
@@ -58,29 +68,16 @@ _REMEDY = (
     " load a checkpoint to go on"
 )
 
-
-@dataclass
-class _Announced:
-    """The step that was announced.
-
-    Attributes:
-        factor: what its gradients are multiplied with.
-        units: those that are stepped early.
-        undoable: it can be undone, and is undone if the factor is another one.
-        trial: nothing is stepped early in it.
-    """
-
-    grad_scale: float
-    factor: float
-    settings: Settings
-    inner_step: InnerStep
-    units: Collection[int]
-    undoable: bool
-    trial: bool
+_OVERWRITTEN = (
+    "parameters were written while their update was under way on the host, which would overwrite them; call"
+    " synchronize() of the optimizer on every rank before writing, or set"
+    " zero_optimization.offload_optimizer.late_update_after to null"
+)
 
 
-class DuringBackward:
-    """Steps a unit on the host as soon as its last reduction is complete, while backward goes on.
+class HostSteps:
+    """Steps masters on a thread of the host: a unit as soon as its last reduction is complete, while backward goes on;
+    or all of them one step late.
 
     Args:
         runner: executes the step; no sub-group of `runner.apart.plan` spans two units.
@@ -88,6 +85,7 @@ class DuringBackward:
         undoable: the units that may be stepped early where it does.
         norm_on_host: whether the step's clipping is computed on the host.
         channel: asks a yes-or-no question of all ranks.
+        late_after: steps after which updates are applied one step late; None: never.
     """
 
     def __init__(
@@ -101,6 +99,7 @@ class DuringBackward:
         norm_on_host: bool,
         channel: Asks,
         inner: Any,
+        late_after: int | None = None,
     ) -> None:
         self._runtime, self._runner, self._edits, self._channel, self._inner = runtime, runner, edits, channel, inner
         self._units, self._undoable, self._norm_on_host = frozenset(units), frozenset(undoable), norm_on_host
@@ -112,32 +111,34 @@ class DuringBackward:
         """
         self._names = {unit.index: str(unit.plan) for unit in runtime.units}
         self._worker = worker_beside(runtime)
-        self._announced: _Announced | None = None
+        self._announced: AnnouncedStep | None = None
         self._was_announced = False
         self._asks = runtime.ranks.size == 1
-        """Whether each reduction also asks all ranks. It does from the step after the first announced one, on every
-        rank. One rank alone has no other rank to wait for.
-        """
+        """Whether each reduction also asks all ranks: from the step after the first announced one, on every rank."""
         self._answers: dict[int, Answer] = {}
         self._stepped: dict[int, tuple[SteppedGroup, ...]] = {}
         """By unit: the groups that the worker steps. In a trial nothing is stepped, and these are only watched."""
         self._trials, self._undone, self._only_afterwards = _TRIALS, 0, False
-        self._plain = False
-        """Whether the last step was neither clipped nor skipped."""
-        self._usual = 1.0
-        """What the gradients of the announced step are multiplied with, unless it is clipped."""
+        self._plain, self._usual = False, 1.0
+        """Whether the last step was neither clipped nor skipped; what the gradients of the announced step are
+        multiplied with, unless it is clipped.
+        """
         self._disturbed: str | None = None
-        before_edit = partial(_before_edit, weakref.ref(self))
-        for unit in runtime.trainable_units():
-            for group in unit.trainable:
-                group.before_edit = before_edit
+        self._late_after, self.under_way, self.kept = late_after, False, KeptGradients()
+        if self._sub_groups:
+            runtime.gradients.watch_reductions(self)
+        before_edit = weakref.WeakMethod(self.before_edit)
+        for group in (group for unit in runtime.trainable_units() for group in unit.trainable):
+            group.before_edit = lambda: None if (call := before_edit()) is None else call()
 
     # Before and during backward ---------------------------------------------------------------------------------------
 
     def announce(self, grad_scale: float, max_norm: float | None) -> bool:
-        """Say that the coming backward is the last one before `step(grad_scale=..., max_norm=...)`. Returns whether
-        units will be stepped during it.
+        """Say that the coming backward is the last one before `step(grad_scale=..., max_norm=...)`, whose update is not
+        a late one. Returns whether units will be stepped during it.
         """
+        if not self._sub_groups or self.under_way:
+            return False
         self._runtime.gradients.expect_last()
         self._was_announced = True
         if self._announced is not None:
@@ -151,7 +152,7 @@ class DuringBackward:
             return False
         settings = settings_of(self._inner)
         inner_step, trial = self._runner.inner_step.for_twin(settings), self._trials > 0 and not undoable
-        self._announced = _Announced(grad_scale, factor, settings, inner_step, units, undoable, trial)
+        self._announced = AnnouncedStep(grad_scale, factor, settings, inner_step, units, undoable, trial)
         return not trial
 
     def begin_backward(self) -> None:
@@ -185,18 +186,12 @@ class DuringBackward:
         else:
             self._worker.submit(lambda: self._step(self._sub_groups[unit], groups, announced))
 
-    def _step(self, sub_groups: Sequence[int], groups: Sequence[SteppedGroup], announced: _Announced) -> None:
+    def _step(self, sub_groups: Sequence[int], groups: Sequence[SteppedGroup], announced: AnnouncedStep) -> None:
         """Step the masters of a unit. Runs on the worker thread."""
         wait_for_gradients(groups)
         self._edits.take_over([entry.group for entry in groups])
-        of = {id(entry.group): entry.gradients for entry in groups}
-
-        def gradients(group: FlatGroup, parts: Sequence[Part]) -> tuple[torch.Tensor, ...]:
-            found = cut_parts(of[id(group)], group, parts, self._blocks)
-            return (
-                found if self._by_flat else tuple(grad.clone() for grad in found)
-            )  # such an optimizer may change them
-
+        homes = {entry.group: entry.gradients for entry in groups}
+        gradients = gradients_in(homes, self._blocks, self._inner, copied=not self._by_flat)
         self._runner.apart.step(
             sub_groups, announced.factor, announced.inner_step, gradients, keep_old=announced.undoable
         )
@@ -211,15 +206,20 @@ class DuringBackward:
             ZeroStateError: a rank's worker has failed; or something was changed since the announcement, in a step that
                 cannot be undone. A step that can be undone is undone on every rank then, and may be made again.
         """
+        if self.under_way:  # nothing was announced; `finish_late` waits
+            return
         failure, announced = self._end_early(), self._announced
         problem = self._disturbed
         if failure is not None:
             problem = f"the step of a unit during backward failed: {type(failure).__name__}: {failure}"
         elif announced is not None and self._stepped:
-            problem = problem or next(self._changes(announced, grad_scale, max_norm), None)
+            now = settings_of(self._inner)
+            writes = writes_since(self._stepped, self._runtime.gradients, self._edits, self._names)
+            changes = chain(announced.differences(grad_scale, max_norm, now), writes)
+            problem = problem or next(changes, None)
         if problem is not None and self._is_undoable():
             self._undo(problem, for_good=True)
-            problem = problem if failure is not None and not _is_full(failure) else None
+            problem = problem if failure is not None and not is_full(failure) else None
         elif problem is not None and not self._early():
             self._stop_early_steps(problem)
             problem = None
@@ -254,22 +254,6 @@ class DuringBackward:
                 self._undo("the gradients were clipped, or not finite", for_good=False)
         return frozenset(number for unit in self._early() for number in self._sub_groups[unit]), factor
 
-    def _changes(self, announced: _Announced, grad_scale: float, max_norm: float | None) -> Iterator[str]:
-        """Descriptions of what was changed since the announcement and would give other values."""
-        if grad_scale != announced.grad_scale:
-            yield f"got grad_scale={grad_scale}, expected the announced {announced.grad_scale}"
-        if max_norm and not announced.undoable:
-            yield f"got max_norm={max_norm}, which needs the norm of the gradients before the first update"
-        if not same_settings(announced.settings, settings_of(self._inner)):
-            yield "the settings of the parameter groups (lr, ...) were changed between backward and step"
-        for unit, groups in self._stepped.items():
-            now = self._runtime.gradients.reduced(unit)
-            dropped = any(home is not entry.gradients for entry, (_, home, _) in zip(groups, now, strict=True))
-            if dropped or any(entry.was_written() for entry in groups):
-                yield f"gradients or masters of unit {self._names[unit]} were written between backward and step"
-            if self._edits.were_written([entry.group for entry in groups]):
-                yield f"parameters of unit {self._names[unit]} were written between backward and step"
-
     def groups(self) -> frozenset[FlatGroup]:
         """The flat groups whose masters were stepped during backward."""
         return frozenset(entry.group for unit in self._early() for entry in self._stepped[unit])
@@ -299,18 +283,64 @@ class DuringBackward:
         if self._is_undoable():
             self._runner.apart.undo()
         self._runner.apart.forget()
+        self.under_way = False
         self._forget()
 
     def _forget(self) -> None:
         self._announced, self._disturbed = None, None
         self._stepped = {}
 
+    # One step late ----------------------------------------------------------------------------------------------------
+
+    def is_late(self, steps: int) -> bool:
+        """Whether the next update is applied late, when `steps` steps were done. One that was announced is not."""
+        return self._late_after is not None and steps >= self._late_after and not self._was_announced
+
+    def begin_late(self, factor: float | torch.Tensor) -> None:
+        """Start the update with the reduced gradients times `factor`."""
+        number = factor.item() if isinstance(factor, torch.Tensor) else factor
+        apart = self._runner.apart
+        apart.drop_copies()  # a late update is not undone
+        self.kept.take(self._runtime)
+        gradients = gradients_in(self.kept.homes, self._blocks, self._inner)
+        inner_step = self._runner.inner_step.for_twin(settings_of(self._inner))
+
+        def update() -> None:
+            apart.step(range(len(apart.plan.sub_groups)), number, inner_step, gradients)
+            apart.end()
+
+        self.under_way = True
+        self._worker.submit(update)
+
+    def finish_late(self) -> bool:
+        """Wait for the update that is under way and write the parameters (collective). Returns False if there was none.
+
+        Raises:
+            ZeroStateError: a rank's update has failed, or parameters were written meanwhile.
+        """
+        if not self.under_way:
+            return False
+        failure, problem = self._worker.wait(), None
+        if failure is not None:
+            problem = f"the update of the step before failed: {type(failure).__name__}: {failure}"
+        elif self._edits.were_written():
+            problem = _OVERWRITTEN
+        raise_on_all_ranks(self._channel, self._runtime.ranks, problem, failure)
+        self.under_way = False
+        self._runner.run(1.0, range(len(self._runner.apart.plan.sub_groups)))
+        return True
+
     # What was seen ----------------------------------------------------------------------------------------------------
 
     def check_ended(self) -> None:
-        """Refuse to read masters and states while only some of them were stepped, or undo these steps where that is
-        possible. Raises ZeroStateError.
+        """Refuse to read or write masters and states while the thread steps them. Where only some of them were stepped,
+        undo these steps if that is possible. Raises ZeroStateError.
         """
+        if self.under_way:
+            raise ZeroStateError(
+                "the update of the last step is under way on the host (offload_optimizer.late_update_after); call"
+                " synchronize() of the optimizer on every rank first (an engine does it before it saves)"
+            )
         if not self._early():
             return
         if self._is_undoable():
@@ -323,7 +353,13 @@ class DuringBackward:
         )
 
     def before_edit(self) -> None:
-        """A user's edit is about to be written into masters: undo early steps, where that is possible."""
+        """A user's edit is about to be written into masters: undo early steps, where that is possible.
+
+        Raises:
+            ZeroStateError: the thread steps these masters for a late update.
+        """
+        if self.under_way:
+            raise ZeroStateError(_OVERWRITTEN)
         if self._early() and self._is_undoable():
             self._undo("parameters were written between backward and step", for_good=False, counts=True)
 
@@ -362,13 +398,3 @@ class DuringBackward:
             self._only_afterwards = True
             self._runner.apart.drop_copies()
             _log.info("units are stepped after backward, not during it: %s", why)
-
-
-def _before_edit(early: weakref.ref[DuringBackward]) -> None:
-    if (found := early()) is not None:
-        found.before_edit()
-
-
-def _is_full(failure: BaseException) -> bool:
-    """Is there no space for new values beside the old ones? After backward they take the place of the old ones."""
-    return isinstance(failure, OSError) and failure.errno in (errno.ENOSPC, errno.EDQUOT)

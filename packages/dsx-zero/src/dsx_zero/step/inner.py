@@ -35,7 +35,8 @@ from .sparse import takes_rows
 
 __all__ = [
     "InnerStep", "ReadGradients", "Settings", "StateView", "StepGroups", "checked_state", "gradients_of",
-    "has_reciprocal", "has_step_hooks", "may_be_cut", "runs_of", "same_settings", "settings_of", "twin", "why_at_once",
+    "has_reciprocal", "has_step_hooks", "may_be_cut", "runs_of", "same_settings", "settings_of", "takes_narrow", "twin",
+    "why_at_once",
 ]  # fmt: skip
 
 ReadGradients = Callable[[FlatGroup, Sequence[Part]], tuple[torch.Tensor, ...]]
@@ -66,6 +67,11 @@ def why_at_once(inner: Any) -> str | None:
 def may_be_cut(inner: Any) -> bool:
     """May a parameter be stepped in pieces, each with states of its own? Only if its rule is element-wise."""
     return why_at_once(inner) is None and getattr(inner, "elementwise", True)
+
+
+def takes_narrow(inner: Any) -> bool:
+    """Does `step_flat` of the optimizer take gradients in 16 bits for masters in 32, with the same result?"""
+    return hasattr(inner, "step_flat") and getattr(inner, "takes_16_bit_gradients", False)
 
 
 def has_step_hooks(inner: Any) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from ..params.flat import FlatGroup
 from ..runtime import Runtime
 from .failures import StepFailure
 from .host_thread import ApartSteps
-from .inner import InnerStep, StepGroups, gradients_of, has_step_hooks, runs_of, why_at_once
+from .inner import InnerStep, StepGroups, gradients_of, has_step_hooks, runs_of, takes_narrow, why_at_once
 from .masters import Master, copy_targets
 from .matrices import MatrixStep
 from .model_check import Frozen
@@ -79,7 +80,7 @@ class StepRunner:
         self._unit_of = {id(group): unit.index for unit in self._units.values() for group in unit.trainable}
         self.inner_step = InnerStep(inner, groups, groups.numbers(), copy_targets(masters), device, matrices)
         """Calls the optimizer. `InnerStep.for_twin` makes one for another thread from it."""
-        self._has_flat_step = hasattr(inner, "step_flat")
+        self._has_flat_step, self._takes_narrow = hasattr(inner, "step_flat"), takes_narrow(inner)
         self._whole_plan = plan
         if len(plan.sub_groups) > 1:
             sizes = [(self._unit_of[id(master.group)], master.numel) for master in masters]
@@ -100,6 +101,20 @@ class StepRunner:
         """Memory for what a step makes of gradients and masters that are not in memory; None: all are."""
         self._written: list[Ticket] = []
 
+    def read_ahead(self) -> None:
+        """Start fetching what `run` steps first, before the norm is known. Does nothing where nothing moves, or where
+        hooks expect one call.
+        """
+        self.forget_ahead()
+        if not has_step_hooks(self._inner):
+            for action in takewhile(lambda action: action.kind is Kind.FETCH, self.plan.actions):
+                self._do(action, self.plan, 1.0, False)
+
+    def forget_ahead(self) -> None:
+        """Drop what `read_ahead` has fetched: there is no step, or another plan."""
+        if self._moves:
+            self._transfers.abandon()
+
     def run(self, factor: float | torch.Tensor, stepped: Collection[int] = ()) -> None:
         """Do one step with the reduced gradients times `factor`.
 
@@ -110,6 +125,8 @@ class StepRunner:
             factor = factor.item()  # the host steps masters that are in host memory, so it needs the number itself
         plan = self._whole_plan if has_step_hooks(self._inner) else self.plan
         plan = self.apart.plan if stepped else plan
+        if plan is not self.plan or self._transfers.are_stale():
+            self.forget_ahead()
         try:
             for action in plan.actions:
                 if action.kind is Kind.PUBLISH:
@@ -161,6 +178,8 @@ class StepRunner:
         read = self._runtime.gradients.parts
         if self.blocks is not None:
             read = partial(read, blocks=self.blocks)
+        if by_flat and self._takes_narrow:
+            read = partial(read, as_kept=True)
         grads = self._frozen.stepped(masters, gradients_of(masters, read))
         self.inner_step.step(masters, grads, factor, members, by_flat=by_flat)
 

@@ -14,6 +14,7 @@ from contextlib import suppress
 
 from dsx_comm.lanes import Lane
 
+from ..homes.stored import StoredHome
 from .masters import Master
 from .states import OptimizerStates, Visit
 
@@ -32,6 +33,8 @@ class SubGroupTransfers:
     def __init__(self, states: OptimizerStates, lane: Lane, *, behind: int) -> None:
         self._states, self._lane, self._behind = states, lane, behind
         self._fetched: dict[int, list[Visit]] = {}
+        self._writes: dict[int, list[int]] = {}
+        """Of the masters of fetched sub-groups, from before the fetch."""
         self._under_way: deque[list[Visit]] = deque()
 
     def fetch(self, number: int, masters: Sequence[Master]) -> None:
@@ -41,6 +44,12 @@ class SubGroupTransfers:
         while len(self._under_way) > self._behind:  # the buffers of earlier sub-groups must be free
             self._wait_oldest()
         self._fetched[number] = [self._states.fetch(master, self._lane) for master in masters]
+        self._writes[number] = _writes(masters)
+
+    def are_stale(self) -> bool:
+        """Was a master written since its fetch began (an edit of the user reaches masters in the step)?"""
+        visits = self._fetched.items()
+        return any(_writes([visit.master for visit in found]) != self._writes[number] for number, found in visits)
 
     def attach(self, number: int) -> None:
         """Wait for a sub-group, and put it into `optimizer.state` and the masters' tensors. Does nothing if it was not
@@ -88,3 +97,9 @@ class SubGroupTransfers:
     def _wait_oldest(self) -> None:
         for visit in reversed(self._under_way.popleft()):
             visit.wait()
+
+
+def _writes(masters: Sequence[Master]) -> list[int]:
+    """How often the stores of the masters' values were written."""
+    homes = [master.group.master for master in masters]
+    return [home.writes if isinstance(home, StoredHome) else 0 for home in homes]
