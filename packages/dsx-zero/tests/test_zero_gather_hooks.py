@@ -191,16 +191,19 @@ def reference_of(kind):
     return plain, weights
 
 
+class AsIs(torch.autograd.Function):
+    """The subclass around a parameter."""
+
+    @staticmethod
+    def forward(ctx, weight, kind):
+        return kind(weight.detach())
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
 def loss_of_reference(plain, weights, x):
-    class AsIs(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, weight, kind):
-            return kind(weight.detach())
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return gradient, None
-
     for module, weight in weights.items():
         module.weight = AsIs.apply(weight, plain.kind)
     return plain(x)
@@ -245,3 +248,155 @@ CASES = [
 @pytest.mark.parametrize(("world", "stage", "kind", "config", "recompute"), CASES)
 def test_weights_with_gather_hooks_train_as_on_one_process(world, stage, kind, config, recompute):
     run_ranks(trains_as_one_process, world, stage, kind, config, recompute)
+
+
+def gathered_bytes(rank, world):
+    """Of weights in bfloat16 a forward gathers half, and scales where there are some for each row."""
+    sent = {}
+    for kind in (OneScale, RowScales):
+        model, optimizer = dsx_zero.shard(Net(kind, torch.bfloat16), adamw, stage=3, config=WHOLE)
+        for step in range(2):
+            model(batch(step, rank, world, torch.bfloat16)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        groups = [group for unit in optimizer.runtime.units for group in unit.groups if group.key.hooked]
+        assert len(groups) == 6 and not any(group.layout.gaps for group in groups)
+        with dsx_comm.count_traffic() as traffic, torch.no_grad():
+            model(batch(0, rank, world, torch.bfloat16))
+        sent[kind] = traffic.sent_bytes(group=groups[0].ranks.gather_group)
+    elements, rows = 3 * 2 * SIZE * ROWS, 3 * (SIZE + ROWS)
+    assert sent[OneScale] == elements * (world - 1) / world == 0.5 * (2 * elements) * (world - 1) / world
+    assert sent[RowScales] == (elements + 8 * rows) * (world - 1) / world  # scales in float64
+
+
+def test_a_gather_has_half_the_bytes_of_bfloat16():
+    run_ranks(gathered_bytes, 2)
+
+
+def loss_of(model, x):
+    with torch.no_grad():
+        return model(x)
+
+
+def between_forwards(rank, world, stage):
+    """Values are read and written exactly, and forwards see each change."""
+    model, optimizer = dsx_zero.shard(Net(OneScale), adamw, stage=stage, config=WHOLE)
+    plain, weight = Net(OneScale), model.layers[1].up.weight
+    assert weight.shape == (ROWS, SIZE) and weight.requires_grad and type(weight) is not OneScale
+    first = plain.layers[1].up.weight._data
+    assert torch.equal(dsx_zero.safe_get_full_fp32_param(weight), first)
+    assert torch.equal(loss_of(model, batch(0)), loss_of(plain, batch(0)))
+
+    with dsx_zero.GatheredParameters([weight], modifier_rank=0):
+        with torch.no_grad():
+            weight.mul_(3 if rank == 0 else 5)
+    first.mul_(3)
+    assert torch.equal(loss_of(model, batch(0)), loss_of(plain, batch(0)))
+    dsx_zero.safe_set_full_fp32_param(weight, torch.full((ROWS, SIZE), 0.25))
+    first.fill_(0.25)
+    assert torch.equal(loss_of(model, batch(0)), loss_of(plain, batch(0)))
+    other = Net(OneScale)
+    other.layers[1].up.weight._data.normal_(generator=torch.Generator().manual_seed(1))
+    found = {name: p.detach() for name, p in other.named_parameters()}
+    model.load_state_dict(found)  # subclasses
+    assert torch.equal(loss_of(model, batch(0)), loss_of(other, batch(0)))
+
+    loss = model(batch(0))
+    loss.backward()
+    stale = model(batch(1))
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        stale.backward()
+    optimizer.zero_grad()
+
+    expected = loss_of(model, batch(0))
+    if stage < 3:
+        twin = copy.deepcopy(model)
+        assert torch.equal(loss_of(twin, batch(0)), expected)
+    model, optimizer = dsx_zero.shard(model, adamw, stage=0 if stage == 3 else 3, config=WHOLE)  # again
+    assert torch.equal(loss_of(model, batch(0)), expected)
+    model(batch(0)).backward()
+    optimizer.step()
+    optimizer.release()
+    assert torch.isfinite(loss_of(model, batch(0))) or stage < 3
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_weight_between_forwards(stage):
+    run_ranks(between_forwards, 2, stage)
+
+
+class Tied(nn.Module):
+    """One weight in two layers, which a third module also reads, and a frozen one."""
+
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(2)
+        self.layers = nn.ModuleList([Layer(SIZE, SIZE), Layer(SIZE, SIZE), Layer(SIZE, SIZE)])
+        shared = nn.Parameter(kind(torch.randn(SIZE, SIZE) / 5))
+        self.layers[0].weight = self.layers[1].weight = shared
+        self.layers[2].weight = nn.Parameter(kind(torch.randn(SIZE, SIZE) / 5), requires_grad=False)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return Multiply.apply(x, self.layers[1].weight).square().mean()
+
+
+def tied(rank, world, stage):
+    plain, kind = Tied(lambda values: values), OneScale
+    model, optimizer = dsx_zero.shard(Tied(kind), adamw, stage=stage, config=WHOLE)
+    reference = adamw([p for p in plain.parameters() if p.requires_grad])
+    for step in range(3):
+        shown = {layer: layer.weight for layer in plain.layers}
+        made = {p: AsIs.apply(p, kind) for p in dict.fromkeys(shown.values())}
+        for layer, weight in shown.items():
+            del layer._parameters["weight"]
+            layer.weight = made[weight]
+        expected = plain(batch(step))
+        for layer, weight in shown.items():
+            del layer.__dict__["weight"]
+            layer.weight = weight
+        loss = model(batch(step))
+        for one, stepped in ((expected, reference), (loss, optimizer)):
+            one.backward()
+            stepped.step()
+            stepped.zero_grad()
+        torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_tied_weight_that_another_module_reads_and_a_frozen_one(stage):
+    run_ranks(tied, 2, stage)
+
+
+class TwoTensors(OneScale):
+    """Codes are trained, by an optimizer that knows them."""
+
+    def __tensor_flatten__(self):
+        return ["_data", "_data"], None
+
+
+class Half(OneScale):
+    fsdp_post_all_gather = property()  # there is none
+
+
+class Uneven(OneScale):
+    def fsdp_pre_all_gather(self, mesh):
+        return (torch.zeros(7),), None
+
+
+def refused(rank, world):
+    for kind, why in ((TwoTensors, "expected a subclass whose __tensor_flatten__"), (Half, "without fsdp_post_all_ga")):
+        model = Net(kind)
+        before = dict(model.named_parameters())
+        with pytest.raises(dsx_zero.ZeroModelError, match=r"layers\.0\.up\.weight: is a .*" + why):
+            dsx_zero.shard(model, adamw, stage=3)
+        assert all(before[name] is p for name, p in model.named_parameters())
+    model, _ = dsx_zero.shard(Net(Uneven), adamw, stage=3, config=WHOLE)
+    with pytest.raises(dsx_zero.ZeroModelError, match=r"layers\.0\.down\.weight|layers\.0\.up\.weight"):
+        model(batch(0))
+
+
+def test_what_cannot_be_sent_is_refused_by_name():
+    run_ranks(refused, 5)

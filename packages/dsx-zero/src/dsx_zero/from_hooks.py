@@ -21,45 +21,69 @@ from typing import Any
 import torch
 from torch import nn
 
-from .params.gather_hooks import gather_hooks_of, has_gather_hooks, shown_for, take_off
+from .errors import ZeroModelError
+from .params.gather_hooks import GatherHooks, has_gather_hooks, shown_for, take_off
 from .params.restored import note_replaced
 from .plan.units import GATHER_HOOKS
 from .showing import show_in_forwards, show_in_loads
 
-__all__ = ["check_hooks", "values_of"]
+__all__ = ["check_hooks", "gather_as", "values_of"]
 
 
 @dataclass(eq=False)
 class _Subclasses:
-    """Shows a module's own weights while its forward runs, where these are whole."""
+    """Shows the weights of a module and of those below it while its forward runs, where these are whole."""
 
-    module: nn.Module
-    attributes: tuple[str, ...]
-    running: list[list[tuple[str, Any, torch.Tensor]]] = field(default_factory=list)
+    places: tuple[tuple[nn.Module, str, GatherHooks], ...]
+    running: list[list[tuple[nn.Module, str, Any, torch.Tensor]]] = field(default_factory=list)
 
     what = "those of its weights, without the form in which these compute"
 
     def show(self) -> None:
         shown = []
-        for attribute in self.attributes:
-            plain: Any = self.module._parameters.get(attribute)
-            hooks = gather_hooks_of(plain) if type(plain) is nn.Parameter else None
-            if hooks is not None:  # at stage 3 its unit has put the gathered weight there
-                made = shown_for(plain, lambda hooks=hooks, plain=plain: hooks.around(plain.detach()))
-                shown.append((attribute, plain, made))
-                self.module._parameters[attribute] = made  # type: ignore[assignment]
+        made: dict[int, torch.Tensor] = {}  # a tied weight is one
+        for module, attribute, hooks in self.places:
+            plain: Any = module._parameters.get(attribute)
+            if type(plain) is not nn.Parameter:  # at stage 3 its unit puts the gathered weight there
+                continue
+            if id(plain) not in made:
+                made[id(plain)] = shown_for(plain, lambda hooks=hooks, plain=plain: hooks.around(plain.detach()))
+            shown.append((module, attribute, plain, made[id(plain)]))
+            module._parameters[attribute] = made[id(plain)]  # type: ignore[assignment]
         self.running.append(shown)
 
     def withdraw(self) -> None:
-        for attribute, plain, made in self.running.pop() if self.running else ():
-            if self.module._parameters.get(attribute) is made:
-                self.module._parameters[attribute] = plain
+        for module, attribute, plain, made in self.running.pop() if self.running else ():
+            if module._parameters.get(attribute) is made:
+                module._parameters[attribute] = plain
 
     def to_load(self, values: dict[str, Any], prefix: str) -> None:
-        for attribute in self.attributes:
+        for _, attribute, _ in self.places:
             value = values.get(prefix + attribute)
             if has_gather_hooks(value):
                 values[prefix + attribute] = take_off(value, prefix + attribute)[1]
+
+
+def gather_as(parameter: torch.Tensor, like: torch.Tensor) -> None:
+    """Gather a parameter at stage 3 in the form of a tensor subclass with FSDP2's hooks. Call it before `shard`.
+
+    The parameter stays an ordinary one. While its unit is gathered, its modules have what the post-hook makes in its
+    place; where it is whole on every rank, they have the parameter itself.
+
+    Args:
+        parameter: a parameter of a module.
+        like: a tensor of the subclass with the parameter's shape and dtype. Its values are not used: it may be on the
+            meta device.
+
+    Raises:
+        ZeroModelError: the subclass does not have both hooks, or not one tensor in it; another shape.
+    """
+    if like.shape != parameter.shape or not hasattr(like, "fsdp_pre_all_gather"):
+        raise ZeroModelError(
+            f"gather_as: got a {type(like).__name__} of shape {tuple(like.shape)} for a parameter of shape"
+            f" {tuple(parameter.shape)}, expected a subclass with fsdp_pre_all_gather of the same shape"
+        )
+    vars(parameter)[GATHER_HOOKS] = take_off(like, "gather_as")[0]
 
 
 def check_hooks(model: nn.Module) -> None:
@@ -92,10 +116,15 @@ def values_of(model: nn.Module) -> Iterator[None]:
             if id(weight) not in made:
                 made[id(weight)] = _parameter(weight, f"{path}.{attribute}" if path else attribute, module)
             module._parameters[attribute] = made[id(weight)]
-        for module in dict.fromkeys(module for _, module, _, _ in places):
-            attributes = tuple(a for _, m, a, _ in places if m is module)
-            shown = _Subclasses(module, attributes)
-            handles += [*show_in_forwards(module, shown), show_in_loads(module, shown)]
+        own: dict[nn.Module, list[tuple[nn.Module, str, GatherHooks]]] = {}
+        for _, module, attribute, weight in places:
+            own.setdefault(module, []).append((module, attribute, vars(made[id(weight)])[GATHER_HOOKS]))
+        for module in model.modules() if places else ():
+            below = [place for inner in module.modules() for place in own.get(inner, ())]
+            if below:
+                handles += show_in_forwards(module, _Subclasses(tuple(below)))
+            if module in own:
+                handles.append(show_in_loads(module, _Subclasses(tuple(own[module]))))
         yield
     except BaseException:
         for handle in handles:

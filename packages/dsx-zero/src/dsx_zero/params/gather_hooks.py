@@ -28,10 +28,10 @@ __all__ = ["GatherHooks", "gather_hooks_of", "has_gather_hooks", "shown_for", "t
 
 
 def has_gather_hooks(tensor: Any) -> bool:
-    """Whether a weight has FSDP2's hooks and values that can be trained: it is trained, or a single tensor is in it."""
+    """Whether a weight has FSDP2's hooks. Frozen weights in codes are none: their codes are gathered as they are."""
     if is_dtensor(tensor) or not hasattr(tensor, "fsdp_pre_all_gather"):
         return False
-    return tensor.requires_grad or _single(tensor) is not None
+    return tensor.requires_grad or _single(tensor) is not None or not is_composed(tensor)
 
 
 def gather_hooks_of(parameter: Any) -> GatherHooks | None:
@@ -108,8 +108,8 @@ def take_off(weight: Any, name: str) -> tuple[GatherHooks, torch.Tensor]:
     values = _single(weight)
     if values is None:
         raise ZeroModelError(
-            f"{name}: is a {kind} that is trained; expected a subclass whose __tensor_flatten__ names one tensor, of the"
-            f" shape and dtype of the weight ({tuple(weight.shape)}, {weight.dtype}), which the optimizer steps."
+            f"{name}: is a {kind} with fsdp_pre_all_gather; expected a subclass whose __tensor_flatten__ names one"
+            f" tensor, of the shape and dtype of the weight ({tuple(weight.shape)}, {weight.dtype}), which is stepped."
             " Freeze it (requires_grad_(False)) and train adapters, or convert the model without that form"
         )
     (inner,), context = weight.__tensor_flatten__()

@@ -2,9 +2,9 @@
 
 Each such weight has a flat buffer of its own, of which every rank has the same number of rows. A gather runs the
 weight's pre-hook on this rank's rows, sends what it makes, and its post-hook makes of everything the weight that
-modules hold while the unit is in use. The plain parameter, which gets the gradient, never has memory: values can be read
-from the shards only. What is gathered lies in storages that are freed and filled again, as those of plain parameters are
-(`GatheredStorage`), so that what autograd saved finds its data again.
+modules hold while the unit is in use. The plain parameter, which gets the gradient, never has memory: its values can be
+read from the shards only. What is gathered lies in storages that are freed and filled again, as those of plain
+parameters are (`GatheredStorage`), so that what autograd saved finds its data again.
 
 Left out: when a unit is gathered (`gather.lifetime`), and how (`transports.hooked`).
 """
@@ -190,6 +190,7 @@ class HookedUnit(PartitionedUnit):
             found = gather_hooks_of(model.get_parameter(group.layout.names[0]))
             if found is None:
                 raise AssertionError(f"{group.layout.names[0]}: planned with gather hooks, and it has none")
+            found.dtype = group.key.dtype  # the model may have been cast since
             store.hooks = found
         return super().adopt(model, infos)
 

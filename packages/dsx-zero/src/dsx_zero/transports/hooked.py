@@ -27,15 +27,17 @@ __all__ = ["HookedGather"]
 
 
 def _padded(sent: torch.Tensor, used: int, each: int, hooks: GatherHooks, group: FlatGroup) -> torch.Tensor:
-    """A tensor to send with as many rows on every rank."""
-    if used == each:
+    """A tensor to send with as many rows on every rank. Where it cannot have them, all ranks raise."""
+    if each * group.ranks.size == hooks.size[0]:
         return sent
     if not sent.dim() or sent.shape[0] != max(1, used):
         raise ZeroModelError(
-            f"{group.layout.names[0]}: its {hooks.size[0]} rows are {each} for each of {group.ranks.size} ranks, so"
-            f" that not all have as many, and the fsdp_pre_all_gather of {hooks.kind} makes a tensor of shape"
+            f"{group.layout.names[0]}: its {hooks.size[0]} rows are {each} for each of {group.ranks.size} ranks, and"
+            f" fewer for the last ones, and the fsdp_pre_all_gather of {hooks.kind} makes a tensor of shape"
             f" {tuple(sent.shape)} of {used} rows; expected as many rows, or a number of rows that the ranks divide"
         )
+    if used == each:
+        return sent
     whole = sent.new_empty(each, *sent.shape[1:])
     whole.view(torch.uint8).zero_()
     whole[:used].copy_(sent[:used])

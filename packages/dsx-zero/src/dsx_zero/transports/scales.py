@@ -1,8 +1,8 @@
 """The scales of weights that are sent in 8 bits, once per step: one message for the largest values of all of them.
 
-A weight's own pre-hook finds its scale by an all-reduce for each weight and gather. torchao's float8 weights can be told
-their scale beforehand. It is that of their hook: the largest number of the 8-bit dtype, divided by the largest absolute
-value of the whole weight, in float64.
+A weight's own pre-hook finds its scale by an all-reduce for each weight and gather. torchao's float8 weights can be
+told their scale beforehand. It is that of their hook: the largest number of the 8-bit dtype, divided by the largest
+absolute value of the whole weight, in float64.
 
 Left out: weights of other classes, and shards that are not in memory (on disk); their hooks find the scale.
 """
