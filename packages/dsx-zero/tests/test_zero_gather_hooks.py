@@ -317,8 +317,6 @@ def between_forwards(rank, world, stage):
     assert torch.equal(loss_of(model, batch(0)), expected)
     model(batch(0)).backward()
     optimizer.step()
-    optimizer.release()
-    assert torch.isfinite(loss_of(model, batch(0))) or stage < 3
 
 
 @pytest.mark.parametrize("stage", [1, 3])
