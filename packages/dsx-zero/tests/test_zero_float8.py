@@ -13,7 +13,9 @@ def model(gather=False):
 
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
-    return convert_to_float8_training(net, config=Float8LinearConfig(enable_fsdp_float8_all_gather=gather, emulate=True))
+    return convert_to_float8_training(
+        net, config=Float8LinearConfig(enable_fsdp_float8_all_gather=gather, emulate=True)
+    )
 
 
 def train(rank, world, stage, gather):
