@@ -289,6 +289,7 @@ def between_forwards(rank, world, stage):
 
     with dsx_zero.GatheredParameters([weight], modifier_rank=0):
         with torch.no_grad():
+            assert torch.equal(weight.clone(), first)
             weight.mul_(3 if rank == 0 else 5)
     first.mul_(3)
     assert torch.equal(loss_of(model, batch(0)), loss_of(plain, batch(0)))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from dsx_core.device import Device
 from torch import nn
 
 from ..errors import ZeroModelError, ZeroStateError
@@ -23,6 +24,7 @@ from ..torch_names import preserve_version_counters
 from .flat import FlatGroup
 from .gather_hooks import GatherHooks, gather_hooks_of, shown_for
 from .partitioned_unit import GatheredStorage, PartitionedUnit, UnitParameter, UnitState
+from .tensors import tensors_in
 
 __all__ = ["HookedStorage", "HookedUnit"]
 
@@ -41,6 +43,7 @@ class HookedStorage(GatheredStorage):
         self._weight: Any = None
         self._made: list[tuple[torch.UntypedStorage, int]] = []
         self._inner: tuple[torch.Tensor, ...] = ()
+        self._kept: list[torch.Tensor] = []
 
     @property
     def allocated(self) -> bool:
@@ -71,7 +74,9 @@ class HookedStorage(GatheredStorage):
 
     def tensors(self) -> list[torch.Tensor]:
         """See `GatheredStorage.tensors`."""
-        return [store.fill for store in self.sent if store.allocated]
+        own = {storage.data_ptr() for storage, _ in self._made}
+        made = [t for t in self._inner if t.untyped_storage().data_ptr() in own]
+        return [*(store.fill for store in self.sent), *made] if self.allocated else []
 
     @property
     def is_empty(self) -> bool:
@@ -79,7 +84,10 @@ class HookedStorage(GatheredStorage):
         return self._weight is None
 
     def shown(self, plain: torch.Tensor) -> torch.Tensor:
-        """The gathered weight, with the gradient going to `plain`."""
+        """The gathered weight, with the gradient going to `plain`. The current stream of its device is to use it."""
+        if (stream := Device.of(plain.device).stream()) is not None:
+            for tensor in self._kept:  # made on the lane's stream, and dropped with the next gather
+                tensor.record_stream(stream)
         return shown_for(plain, lambda: self._weight.detach())
 
     def row(self, group: FlatGroup) -> int:
@@ -120,6 +128,7 @@ class HookedStorage(GatheredStorage):
                 f"{self.hooks.kind}: fsdp_post_all_gather made a tensor of shape {tuple(self._weight.shape)}, expected"
                 f" {tuple(self.hooks.size)}"
             )
+        self._kept = [tensor for tensor in tensors_in(kept) if tensor.device == self.device]
         self.stale = False
 
 
@@ -156,14 +165,14 @@ class HookedParameter(UnitParameter):
             self.unit.forget(self.store)
 
     def borrow(self) -> torch.Tensor | None:
-        exact, store = self._exact, self.store
+        exact = self._exact
         if exact is not None:
-            return shown_for(self.plain, lambda: store.hooks.around(exact.detach()))
+            return shown_for(self.plain, exact.detach)
         gather_on_use = self.unit.gather_on_use
         if gather_on_use is None or not gather_on_use.gather_for_use(self.unit):
             return None
         self.unit.check_current()
-        return store.shown(self.plain)
+        return self.store.shown(self.plain)
 
 
 class HookedUnit(PartitionedUnit):

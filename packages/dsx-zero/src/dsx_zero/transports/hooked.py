@@ -108,6 +108,6 @@ class HookedGather:
             from torch.distributed import group as groups  # lazy import: the mesh costs 0.2 s
             from torch.distributed.device_mesh import DeviceMesh
 
-            shared = groups.WORLD if ranks.gather_group is None else ranks.gather_group
+            shared: Any = groups.WORLD if ranks.gather_group is None else ranks.gather_group
             self._meshes[ranks] = DeviceMesh.from_group(shared, group.key.device.type)
         return self._meshes[ranks]
