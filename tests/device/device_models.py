@@ -159,6 +159,58 @@ class Codes(torch.Tensor):
         return func(*plain, **(kwargs or {}))
 
 
+class Sent(torch.Tensor):
+    """A trained weight that FSDP2's hooks send in 8 bits, with one scale that a message of its own finds."""
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor) -> Sent:
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype, device=values.device)
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.held = values
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["held"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: None, size: Any, stride: Any) -> Sent:
+        return Sent(inner["held"])
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[Any, Any]:
+        largest = self.held.abs().max()
+        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=mesh.get_group())
+        scale = largest / 127
+        return ((self.held / scale).round().to(torch.int8),), scale
+
+    def fsdp_post_all_gather(self, outputs: Any, scale: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
+        if out is not None:
+            torch.mul(outputs[0], scale, out=out)
+            return None
+        made = outputs[0] * scale
+        return made, (made,)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = [a.held if isinstance(a, cls) else a for a in args]
+        found = func(*plain, **(kwargs or {}))
+        return cls(found) if func.name() in ("aten::detach", "aten::_to_copy") else found
+
+
+class SentLayers(nn.Module):
+    """Layers with such weights, each a unit of its own; forward returns the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        for layer in self.layers:
+            layer.weight = nn.Parameter(Sent(layer.weight.detach()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x.square().mean()
+
+
 class Adapted(nn.Module):
     """Layers with frozen weights in codes, and small trained matrices beside them; forward returns the loss."""
 

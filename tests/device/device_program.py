@@ -23,7 +23,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from device_matrix import CASES, dealt
-from device_models import Adapted, Block, Experts, Language, ManyExperts, Mixed, Sliced, SlicedLayers, Words, next_words
+from device_models import (
+    Adapted,
+    Block,
+    Experts,
+    Language,
+    ManyExperts,
+    Mixed,
+    SentLayers,
+    Sliced,
+    SlicedLayers,
+    Words,
+    next_words,
+)  # fmt: skip
 from device_streams import DEVICE, FOLDER, SIMULATED, STEPS, aside, compressed, let_go, numbers  # noqa: F401  bodies
 from planted_races import RACES, SWAPPED
 from torch import nn
@@ -543,7 +555,17 @@ def experts(settings: dict[str, Any]) -> list[float]:
 
 def codes(settings: dict[str, Any]) -> list[float]:
     """Frozen weights in 8 bits, which are gathered as codes, and trained ones beside them."""
-    made = make_engine({"zero_optimization": settings, "gradient_accumulation_steps": 1}, Adapted())
+    return of_rows(settings, Adapted())
+
+
+def sent(settings: dict[str, Any]) -> list[float]:
+    """Trained weights that are sent in 8 bits by FSDP2's hooks."""
+    return of_rows(settings, SentLayers())
+
+
+def of_rows(settings: dict[str, Any], model: nn.Module) -> list[float]:
+    """A model of rows of 16 numbers, which returns the loss."""
+    made = make_engine({"zero_optimization": settings, "gradient_accumulation_steps": 1}, model)
     generator, losses = torch.Generator().manual_seed(dist.get_rank() if dist.is_initialized() else 0), []
     rows = [torch.randn(2, 16, generator=generator).to(DEVICE) for _ in range(STEPS)]
     for number, inputs in enumerate(rows):

@@ -225,7 +225,7 @@ def fully_sharded(model):
 
 
 class OneByte(torch.Tensor):
-    """A weight that FSDP2 would send in another form, as torchao's float8 weights are."""
+    """A weight that FSDP2 would send in another form, and that is no tensor of several."""
 
     @staticmethod
     def __new__(cls, values):
@@ -240,6 +240,47 @@ class OneByte(torch.Tensor):
 
 def one_byte(model):
     model[0].weight = nn.Parameter(OneByte(model[0].weight.detach()))
+
+
+class Negative(torch.Tensor):
+    """A weight whose negative is sent."""
+
+    @staticmethod
+    def __new__(cls, values):
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype, device=values.device)
+
+    def __init__(self, values):
+        self.values_ = values
+
+    def __tensor_flatten__(self):
+        return ["values_"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, size, stride):
+        return Negative(inner["values_"])
+
+    def fsdp_pre_all_gather(self, mesh):
+        return (-self.values_,), None
+
+    def fsdp_post_all_gather(self, outputs, metadata, dtype, *, out=None):
+        made = torch.neg(outputs[0], out=out)
+        return None if out is not None else (made, (made,))
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func.name() == "aten::detach":
+            return cls(args[0].values_)
+        return func(*(a.values_ if isinstance(a, cls) else a for a in args), **(kwargs or {}))
+
+
+def two_layers(make=None, second=None):
+    torch.manual_seed(3)
+    found = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False))
+    if make is not None:
+        found[0].weight = nn.Parameter(make(found[0].weight.detach()))
+    if second is not None:
+        found[1].weight = nn.Parameter(second(), requires_grad=False)
+    return found
 
 
 class Codes(torch.Tensor):
@@ -266,33 +307,38 @@ class Codes(torch.Tensor):
         return func(*(a.codes * a.scale if isinstance(a, cls) else a for a in args), **(kwargs or {}))
 
 
-def coded(t):
-    """A frozen layer in 8 bits behind one that trains: the losses are those of the plain model."""
-    import dsx_zero
+def like_plain(**of_sharded):
+    """Training of two layers: the losses are those of the plain model."""
 
-    t.train(1)
-    if not t.sharded:
-        return
+    def run(t):
+        import dsx_zero
 
-    def made():
-        torch.manual_seed(3)
-        found = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False))
-        codes = Codes(torch.randint(-127, 128, (8, 8)).to(torch.int8), torch.full((8, 1), 0.01))
-        found[1].weight = nn.Parameter(codes, requires_grad=False)
-        return found
+        t.train(1)
+        if not t.sharded:
+            return
+        plain = two_layers(second=of_sharded.get("second"))
+        other = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.1)
+        model, optimizer = dsx_zero.shard(
+            two_layers(**of_sharded),
+            lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            stage=t.stage,
+            config={"stage3_param_persistence_threshold": 0},
+        )
+        for step in range(3):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+            losses = [net(x).square().mean() for net in (plain, model)]
+            torch.testing.assert_close(*losses)
+            for loss, stepped in zip(losses, (other, optimizer)):
+                loss.backward()
+                stepped.step()
+                stepped.zero_grad()
+        optimizer.release()
 
-    plain, whole = made(), {"stage3_param_persistence_threshold": 0}
-    other = torch.optim.SGD(plain[0].parameters(), lr=0.1)
-    model, optimizer = dsx_zero.shard(made(), lambda p: torch.optim.SGD(p, lr=0.1), stage=t.stage, config=whole)
-    for step in range(3):
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
-        losses = [net(x).square().mean() for net in (plain, model)]
-        torch.testing.assert_close(*losses)
-        for loss, stepped in zip(losses, (other, optimizer)):
-            loss.backward()
-            stepped.step()
-            stepped.zero_grad()
-    optimizer.release()
+    return run
+
+
+def codes():
+    return Codes(torch.randint(-127, 128, (8, 8)).to(torch.int8), torch.full((8, 1), 0.01))
 
 
 def deep_copy(t):
@@ -322,9 +368,10 @@ ROWS = [
         dict.fromkeys(range(4), "hold different parts")),
     Row("a model of `fully_shard`, given to `shard`", given(fully_sharded),
         dict.fromkeys(range(4), "remove the lines")),
-    Row("frozen weights in 8 or 4 bits (torchao, bitsandbytes' NF4)", coded),
-    Row("weights with `fsdp_pre_all_gather` (torchao's float8)", given(one_byte),
-        dict.fromkeys(range(4), "enable_fsdp_float8_all_gather=False")),
+    Row("frozen weights in 8 or 4 bits (torchao, bitsandbytes' NF4)", like_plain(second=codes)),
+    Row("trained weights with `fsdp_pre_all_gather` (torchao's float8)", like_plain(make=Negative)),
+    Row("the same without `__tensor_flatten__`", given(one_byte),
+        dict.fromkeys(range(4), "expected a subclass whose __tensor_flatten__ names one tensor")),
 ]  # fmt: skip
 
 

@@ -5,8 +5,10 @@ Classes of packages are tried where the packages are installed. Classes written 
 states, so that the mechanism is tested without them.
 """
 
+import contextlib
 import importlib
 import random
+import tempfile
 
 import dsx_checkpoint
 import dsx_zero
@@ -396,3 +398,57 @@ def later(rank, world):
 
 def test_a_group_of_another_rule_gets_whole_tensors_when_it_comes():
     run_ranks(later, 2)
+
+
+# - states in codes ----------------------------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """Large enough for torchao's codes: it leaves states of fewer than 4096 elements as they are."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(96, 128), nn.Linear(128, 96)
+
+    def forward(self, seed):
+        x = torch.randn(16, 96, generator=torch.Generator().manual_seed(seed))
+        return self.second(torch.tanh(self.first(x))).square().mean()
+
+
+def in_codes(rank, world, name, stage, other):
+    make = of_package("torchao.optim", name, lr=0.01)
+    torch.compiler.set_stance("force_eager")  # each step is compiled else, which takes minutes
+    reference = Wide()
+    stepped = make(reference.parameters())
+    train(reference, stepped, range(4))
+    config = {"stage": stage, **CONFIG}
+    model, optimizer = dsx_zero.shard(Wide(), make, config=config)
+    train(model, optimizer, range(4))
+    close(model, whole(reference))
+    kinds = {type(s["exp_avg"]).__name__ for p, s in optimizer.inner.state.items() if p.numel() >= 4096}
+    assert kinds == {name.replace("AdamW", "OptimState")}
+    with tempfile_of_ranks() as folder:
+        dsx_checkpoint.save(folder, "here", module=model, slices=optimizer.slices(), state={})
+        resumed, again = dsx_zero.shard(Wide(), make, config={**config, "stage": other})
+        assert dsx_checkpoint.load(folder, "here", module=resumed, optimizer=again) is not None
+    assert {type(s["exp_avg"]).__name__ for p, s in again.inner.state.items() if p.numel() >= 4096} == kinds
+    train(model, optimizer, range(4, 6))
+    train(resumed, again, range(4, 6))
+    close(resumed, whole(model))
+
+
+@contextlib.contextmanager
+def tempfile_of_ranks():
+    """A folder that all ranks have."""
+    found = [tempfile.mkdtemp()]
+    torch.distributed.broadcast_object_list(found)
+    yield found[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "other"), [("AdamW8bit", 3, 1), ("AdamW8bit", 0, 3), ("AdamW4bit", 2, 3), ("AdamWFp8", 3, 3)]
+)
+def test_torchaos_states_in_codes_are_kept_on_shards_and_through_checkpoints(name, stage, other):
+    pytest.importorskip("torchao.optim", reason="torchao is not installed")
+    run_ranks(in_codes, 2, name, stage, other)

@@ -44,6 +44,7 @@ from .estimate import (
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
+from .from_hooks import gather_as
 from .full_state import full_state_dict, load_full_state_dict
 from .gather.external import register_external_parameter, unit_index, unregister_external_parameter
 from .gathered import GatheredParameters, UnownedEditError
@@ -128,6 +129,7 @@ __all__ = [
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
     "full_state_dict",
+    "gather_as",
     "gather_hooks_paused",
     "load_full_state_dict",
     "partition_of",

@@ -21,6 +21,7 @@ from .checks import check_given, check_marked_in_time, check_model, check_not_wr
 from .errors import HAS_NO_EFFECT, ZeroConfigError, ZeroOptimizerError
 from .from_codes import check_codes, codes_of, is_taken_apart
 from .from_dtensors import TensorRanks, parts_of
+from .from_hooks import check_hooks, values_of
 from .grads.reduction import Reduction
 from .groups import AuxiliaryGroups
 from .homes.chosen import (
@@ -179,6 +180,7 @@ def shard(
         check_marked_in_time(model, holders)
         check_values(model)
         check_codes(model)
+        check_hooks(model)
 
     def choose(settings: ZeroConfig) -> RanksOf:
         return SecondaryRanks(
@@ -191,7 +193,7 @@ def shard(
 
     if settings.stage < 3:
         restore_model(model)
-    with parts_of(model, parallel), codes_of(model, device):
+    with parts_of(model, parallel), codes_of(model, device), values_of(model):
         with telling(data.group):
             inner: Any = _NoOptimizer()
             if optimizer is not None:

@@ -81,6 +81,7 @@ from .transports.turns import InTurn, ReducesInTurn, Turns
 if TYPE_CHECKING:
     from .config import ZeroConfig
     from .gather.hooks import UnitHooks
+    from .params.partitioned_unit import PartitionedUnit
 
 __all__ = ["NOTHING_KEPT", "Builder", "Kept", "Planned", "Recipe", "StepParts", "assemble", "plan_facts"]
 
@@ -265,9 +266,14 @@ class Builder:
             self._with_gathers[ranks] = self.recipe.groups.take_for_gathers(ranks)
         return self._with_gathers[ranks]
 
-    def gather_transport(self, sets: Collection[dsx_comm.RankSet]) -> Transport:
-        """For the parameters of stage 3, which these sets share."""
+    def gather_transport(self, sets: Collection[dsx_comm.RankSet], units: Sequence[PartitionedUnit]) -> Transport:
+        """For the parameters of stage 3 in these units, which these sets share."""
         made = self.recipe.transports.gather(sets)
+        hooked: dict[FlatGroup, Any] = {g: s for u in units for g, s in zip(u.groups, u.storages) if g.key.hooked}
+        if hooked:
+            from .transports.hooked import HookedGather  # lazy import: most models have none
+
+            made = HookedGather(made, hooked)
         return made if self._turns is None else InTurn(made, self._turns)
 
     def in_turn(self, made: ReduceTransport) -> ReduceTransport:
@@ -348,7 +354,7 @@ class _Build:
         lane = self._builder.moving_lanes["gathers"] = make_lane(self.device)
         gathers = GatherExecutor(
             found.partitioned,
-            transport=self._builder.gather_transport(tuple(with_gathers.values())),
+            transport=self._builder.gather_transport(tuple(with_gathers.values()), found.partitioned),
             lane=lane,
             ahead=read_ahead_of(found.partitioned, self.placement.parameters),
         )

@@ -72,13 +72,6 @@ def check_model(model: nn.Module, infos: Sequence[ParameterInfo]) -> None:
             )
     trainable = {info.name: info.trainable for info in infos}
     for name, parameter in model.named_parameters():
-        if hasattr(parameter, "fsdp_pre_all_gather"):
-            raise ZeroModelError(
-                f"{name}: is a {type(getattr(parameter, 'data', parameter)).__name__}, whose values FSDP2 would send in"
-                " a form of their own (fsdp_pre_all_gather); dsx_zero sends plain values, and the weight would become"
-                " an ordinary one. Convert the model without that form (torchao: Float8LinearConfig("
-                "enable_fsdp_float8_all_gather=False)), which casts after the gather"
-            )
         partitioned = isinstance(parameter, PartitionedParameter) and not isinstance(parameter.source, InitParameter)
         if partitioned or _is_taken(parameter, trainable[name]):
             raise ZeroModelError(

@@ -2,7 +2,8 @@
 
 A block's `forward` is compiled, not its call: hooks (gathering and freeing at stage 3, offload) and recomputation stay
 around the graph, so that they neither break it nor are traced into it. Blocks of equal shape share one graph. At stage
-3 a block's parameters exist only around its use, so no graph may reach over two of them.
+3 a block's parameters exist only around its use, so no graph may reach over two of them. Tensors of another form that
+modules in a block see (`showing`) are put there before the graph runs, and taken away behind it.
 
 Copies of a module (`copy.deepcopy`, `pickle`) are ordinary modules, which run what the class says.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from torch import nn
 
 from .errors import ZeroModelError
 from .gather.registry import stage3_of
-from .showing import ShowsHook
+from .showing import lift_out_of
 
 __all__ = ["compile_units", "is_compiled"]
 
@@ -31,10 +33,17 @@ class CompiledForward(CompiledCall):
     def __init__(self, module: nn.Module, options: dict[str, Any]) -> None:
         functools.update_wrapper(self, module.forward)
         self._module = module
+        self._shows = lift_out_of(module)
         self._function: Callable[..., Any] = torch.compile(module.forward, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
+        if not self._shows:
+            return self._function(*args, **kwargs)
+        with ExitStack() as shown:
+            for shows in self._shows:
+                shows.show()
+                shown.callback(shows.withdraw)
+            return self._function(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         copied = memo.get(id(self._module), self._module)
@@ -60,8 +69,7 @@ def compile_units(module: nn.Module, **options: Any) -> tuple[str, ...]:
         Names of the modules that were compiled; the empty name is the model itself.
 
     Raises:
-        ZeroModelError: `torch.compile` knows no such backend; a full graph is asked for of a block in which modules
-            get their weights from hooks (DTensors, weights in codes). Nothing was compiled then.
+        ZeroModelError: `torch.compile` knows no such backend. Nothing was compiled then.
     """
     backend = options.get("backend")
     if isinstance(backend, str) and backend not in torch.compiler.list_backends(exclude_tags=()):
@@ -74,22 +82,9 @@ def compile_units(module: nn.Module, **options: Any) -> tuple[str, ...]:
     # Blocks whose parameters all stay whole are no unit that is gathered; a block with units inside is not compiled.
     names += [b for b in block_names(module) if not any(name == b or name.startswith(f"{b}.") for name in names)]
     chosen = tuple(dict.fromkeys(names)) or ("",)
-    if options.get("fullgraph"):
-        _check_no_hooks_inside(module, chosen)
     for name in chosen:
         found = module.get_submodule(name)
         if isinstance(found.__dict__.get("forward"), CompiledForward):
             del found.forward
         found.forward = CompiledForward(found, options)  # type: ignore[method-assign]
     return chosen
-
-
-def _check_no_hooks_inside(model: nn.Module, names: tuple[str, ...]) -> None:
-    """Refuse blocks in which a hook shows weights: it would be traced, and break the graph."""
-    for block in names:
-        for name, inner in model.get_submodule(block).named_modules(prefix=block):
-            if name != block and any(isinstance(hook, ShowsHook) for hook in inner._forward_pre_hooks.values()):
-                raise ZeroModelError(
-                    f"compile_units(fullgraph=True): {name} gets its weight from a hook before its forward (a DTensor,"
-                    " or codes in 8 or 4 bits), which is outside of every graph; leave out fullgraph=True"
-                )

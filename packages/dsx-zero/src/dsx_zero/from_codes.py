@@ -9,7 +9,7 @@ module (`weight_qdata`, `weight_scale`). So codes are divided, kept and gathered
 as small parameters do (`stage3_param_persistence_threshold`). While the module's forward runs, it has its weight again,
 over the gathered codes; between forwards a `CodedWeight` stands in its place, which has its facts.
 
-Left out: weights that are trained; they are refused by name.
+Left out: weights that are trained (`from_hooks` has those with FSDP2's hooks); they are refused by name.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import nn
 
 from .errors import ZeroModelError, ZeroStateError
 from .params.dtensors import is_dtensor
+from .params.gather_hooks import has_gather_hooks
 from .params.inner_tensors import Form, is_composed, take_apart
 from .params.partitioned import PartitionedParameter, PartitionedParameterError
 from .params.shard_view import ShardView
@@ -193,7 +194,7 @@ def _found(model: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
             for attribute, weight in module._parameters.items()
             if is_composed(weight)
             and not (is_dtensor(weight) or isinstance(weight, PartitionedParameter))
-            and not hasattr(weight, "fsdp_pre_all_gather")
+            and not has_gather_hooks(weight)
         }
         if weights:
             yield path, module, weights

@@ -18,7 +18,7 @@ from torch import nn
 
 from .errors import ZeroStateError
 
-__all__ = ["Shows", "ShowsHook", "show_in_forwards", "show_in_loads"]
+__all__ = ["Shows", "ShowsHook", "lift_out_of", "show_in_forwards", "show_in_loads"]
 
 
 class Shows(Protocol):
@@ -43,6 +43,9 @@ class Shows(Protocol):
 class ShowsHook(ModuleHook):
     """Base of hooks that call a `Shows`. Copies of the module get hooks of their own."""
 
+    lifted = False
+    """Whether a compiled block around the module does what this hook does, before its graph runs (`lift_out_of`)."""
+
     def __init__(self, shows: Any) -> None:
         self._shows = shows
 
@@ -63,6 +66,8 @@ class _BeforeForward(ShowsHook):
         self._show = outside_graphs(shows.show)
 
     def __call__(self, module: nn.Module, args: Any) -> None:
+        if self.lifted and torch.compiler.is_compiling():
+            return
         self._show()
 
 
@@ -72,6 +77,8 @@ class _AfterForward(ShowsHook):
         self._withdraw = outside_graphs(shows.withdraw)
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.lifted and torch.compiler.is_compiling():
+            return
         self._withdraw()
 
 
@@ -89,3 +96,20 @@ def show_in_forwards(module: nn.Module, shows: Shows) -> Iterator[Any]:
 def show_in_loads(module: nn.Module, shows: Shows) -> Any:
     """Hook a module, so that it loads state dicts with the tensors. Returns the handle that removes the hook."""
     return module.register_load_state_dict_pre_hook(_ToLoad(shows))
+
+
+def lift_out_of(block: nn.Module) -> tuple[Shows, ...]:
+    """Take what shows tensors to the modules in a block out of the graph that is compiled of the block's forward.
+
+    Returns:
+        What has to `show` before each forward of the block and to `withdraw` afterwards.
+    """
+    found: list[Shows] = []
+    for module in block.modules():
+        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()] if module is not block else []
+        for hook in hooks:
+            if isinstance(hook, (_BeforeForward, _AfterForward)):
+                hook.lifted = True
+                if isinstance(hook, _BeforeForward):
+                    found.append(hook._shows)
+    return tuple(found)

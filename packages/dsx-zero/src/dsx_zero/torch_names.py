@@ -28,6 +28,7 @@ __all__ = [
     "make_wrapper_subclass",
     "newton_schulz_of_muon",
     "parse_to",
+    "preserve_version_counters",
     "queue_callback",
     "tree_leaves",
     "tree_map_only",
@@ -48,6 +49,8 @@ make_wrapper_subclass = _torch.Tensor._make_wrapper_subclass
 """Makes a tensor subclass without memory, with a shape, dtype and device."""
 parse_to = _torch._C._nn._parse_to
 """The device and dtype that the arguments of `Tensor.to` mean."""
+preserve_version_counters = _torch.autograd._unsafe_preserve_version_counter
+"""A context after which tensors have the version counters that they had before."""
 foreach_copy_ = _torch._foreach_copy_
 """Copies several tensors into others, in few kernels."""
 foreach_mul_ = _torch._foreach_mul_

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from .entry import initialize
     from .errors import DsxConfigError
     from .extension import Extension
+    from .float8 import fp8
     from .pipe import PipelineModule, tp_model_init
     from .verification import VerifyError, VerifyReport, verify
 
@@ -62,6 +63,7 @@ _ATTRIBUTES = {
     "init_distributed": "comm",
     "DsxConfigError": "errors",
     "RepeatingLoader": "data",
+    "fp8": "float8",
     "PipelineModule": "pipe",
     "tp_model_init": "pipe",
     "plan": "planning",
@@ -122,6 +124,7 @@ __all__ = [
     "config",
     "data",
     "elasticity",
+    "fp8",
     "init_distributed",
     "initialize",
     "lr_schedules",

@@ -1,10 +1,9 @@
 """The features of an engine, in the order in which they take part in building it.
 
-The order matters. Experts and techniques of compression are made before a pipeline makes units of its layers. The
-groups of sequences are made before slices look for theirs. Layers that skip tokens are converted before layers that are
-skipped. What measures a step is called before what shows the
-figures (`Lines`). Extensions of the caller and of installed packages come last: a trial of the autotuner ends the
-program.
+The order matters. Experts, techniques of compression and layers in 8 bits are made before a pipeline makes units of its
+layers. The groups of sequences are made before slices look for theirs. Layers that skip tokens are converted before
+layers that are skipped. What measures a step is called before what shows the figures (`Lines`). Extensions of the
+caller and of installed packages come last: a trial of the autotuner ends the program.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from .efficiency import Curriculum, DataSampling, LayerDrop, TokenDrop
 from .engine.garbage import CollectBetweenSteps
 from .experts import Experts
 from .extension import Extension, Watch, Watched, named
+from .float8 import Float8
 from .pipelining import Pipelines
 from .recomputing import Recomputing
 from .sequences import Sequences
@@ -42,6 +42,7 @@ class GarbageBetweenSteps(Extension):
 FEATURES: tuple[type[Extension], ...] = (
     Experts,
     Compression,
+    Float8,
     Sequences,
     Pipelines,
     SparseAttention,

@@ -153,7 +153,7 @@ class GatherLifetime(GatherOnUse):
         target.uses = max(0, target.uses - 1)
         if target.uses:
             self._hide_borrowed(target)
-        elif self._order.keeps(target.index):
+        elif not target.stale and self._order.keeps(target.index):
             target.swap_out()  # a use in between goes through `gather_for_use`, which also prepares its backward
         else:
             self._executor.free(target.index)
@@ -284,6 +284,10 @@ class GatherLifetime(GatherOnUse):
         """If a unit is gathered only for uses outside its modules, the next one must go through `gather_for_use`."""
         if target.uses == 1 and target.index in self._borrowed and not self._open[target.index]:
             target.swap_out()
+
+    def discard(self, unit: PartitionedUnit) -> None:
+        """See ``GatherOnUse``."""
+        self._executor.discard(unit.index)
 
     def watch(self, unit: PartitionedUnit, output: Any) -> Any:
         """See ``GatherOnUse``. The unit is released when backward ends: the nodes that use the result are not known."""

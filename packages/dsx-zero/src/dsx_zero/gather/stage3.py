@@ -141,9 +141,8 @@ class Stage3:
 
     def tensors(self) -> list[torch.Tensor]:
         """The buffers that are gathered now, and the tensors that the transport keeps."""
-        return [
-            store.fill for unit in self._units.values() for store in unit.storages if store.numel and store.allocated
-        ] + self.executor.kept_tensors()
+        gathered = [t for unit in self._units.values() for store in unit.storages for t in store.tensors()]
+        return gathered + self.executor.kept_tensors()
 
     def remove_hooks(self) -> None:
         """Remove the hooks from the model's modules."""
@@ -195,7 +194,8 @@ def partition(
             unit, originals = same.as_unit(), same.plain_of()
             partitioned.append(same)
         else:
-            divided = PartitionedUnit(plan, tier=tier, memory=lambda ranks: memory_of(ranks, ranks.gather_group))
+            kind = _kind_of(plan)
+            divided = kind(plan, tier=tier, memory=lambda ranks: memory_of(ranks, ranks.gather_group))
             originals = divided.adopt(model, by_name)
             unit = divided.as_unit()
             unit_of_original.update(dict.fromkeys(originals, plan.index))
@@ -205,6 +205,14 @@ def partition(
     units.sort(key=lambda unit: unit.index)
     external = tuple((module, unit_of_original[key]) for module, key in registered if key in unit_of_original)
     return Partition(tuple(units), tuple(resident), tuple(partitioned), plain_of, external)
+
+
+def _kind_of(plan: UnitPlan) -> type[PartitionedUnit]:
+    if not any(group.key.hooked for group in plan.groups):
+        return PartitionedUnit
+    from ..params.hooked_unit import HookedUnit  # lazy import: most models have none
+
+    return HookedUnit
 
 
 def read_ahead_of(units: Sequence[PartitionedUnit], tier: Tier | None) -> ReadAhead | None:

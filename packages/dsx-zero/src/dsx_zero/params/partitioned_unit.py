@@ -21,7 +21,7 @@ from torch import nn
 from ..homes.home import read
 from ..homes.tiers import DeviceTier, Tier
 from ..plan.layout import LocalSlice
-from ..plan.units import GroupPlan, ParameterInfo, UnitPlan
+from ..plan.units import GroupKey, GroupPlan, ParameterInfo, UnitPlan
 from .flat import FlatGroup, Unit, make_shard
 from .memory import Memory, OrdinaryMemory
 from .partitioned import PartitionedParameter, PartitionedParameterError
@@ -88,6 +88,10 @@ class GatheredStorage:
         """Free the memory. The views stay, and must not be read."""
         if self._storage.nbytes():
             self._storage.resize_(0)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The memory, while it is allocated."""
+        return [self.fill] if self.numel and self.allocated else []
 
     def poison(self) -> None:
         """Fill allocated memory of a floating-point dtype with NaN. Tests use it to find reads after `free`."""
@@ -207,6 +211,10 @@ class GatherOnUse:
         """Inside the context the units' whole parameters are in memory."""
         raise NotImplementedError
 
+    def discard(self, unit: PartitionedUnit) -> None:
+        """Free the unit, unless it is in use."""
+        raise NotImplementedError
+
     def watch(self, unit: PartitionedUnit, output: Any) -> Any:
         """Return ``output``, watched so that the unit is gathered for its backward."""
         raise NotImplementedError
@@ -244,6 +252,9 @@ class PartitionedUnit:
         tier: where shards live; None: on the device.
     """
 
+    stale = False
+    """Whether what is gathered is not the value of the shards any more, so that it must not be kept for a later use."""
+
     def __init__(
         self,
         plan: UnitPlan,
@@ -258,9 +269,7 @@ class PartitionedUnit:
         self.state = UnitState.PARTITIONED
         self.uses = 0
         """Number of forwards and backwards that use the unit. Its memory stays while it is above 0."""
-        self.storages = tuple(
-            GatheredStorage(group.layout.numel, dtype=group.key.dtype, device=group.key.device) for group in plan.groups
-        )
+        self.storages = tuple(self._storage(group.key, group.layout.numel) for group in plan.groups)
         self.groups = tuple(
             _partitioned_group(group, store, memory(group.key.ranks), tier)
             for group, store in zip(plan.groups, self.storages)
@@ -270,6 +279,13 @@ class PartitionedUnit:
         self.name = str(plan)
         self.gather_on_use = gather_on_use
         self._places: list[Place] = []
+
+    @staticmethod
+    def _storage(key: GroupKey, numel: int) -> GatheredStorage:
+        return GatheredStorage(numel, dtype=key.dtype, device=key.device)
+
+    def _source(self, name: str, group: FlatGroup) -> UnitParameter:
+        return UnitParameter(name, self, group)
 
     def renumber(self, plan: UnitPlan) -> None:
         """Take the index of `plan`, which has the same groups: the model gets a new layout."""
@@ -314,7 +330,7 @@ class PartitionedUnit:
         plain = group.parameters[index]
         attributes = {k: v for k, v in vars(original).items() if k not in ("_source", "_is_param")}
         _move_hooks(original, plain)
-        partitioned = self._face(original, UnitParameter(info.name, self, group), info)
+        partitioned = self._face(original, self._source(info.name, group), info)
         for face in (plain, partitioned):
             vars(face).update(attributes)
         if original is not partitioned:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import lcm, prod
 from typing import TYPE_CHECKING
 
 from dsx_comm import ParameterMarks, RankSet
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 __all__ = [
+    "GATHER_HOOKS",
     "GroupKey",
     "GroupPlan",
     "ParameterInfo",
@@ -53,6 +55,9 @@ once.
 
 UNMARKED = ParameterMarks()
 
+GATHER_HOOKS = "dsx_gather_hooks"
+"""The attribute of parameters that are sent in a form of their own (`params.gather_hooks`)."""
+
 
 @dataclass(frozen=True)
 class ParameterInfo:
@@ -72,6 +77,8 @@ class ParameterInfo:
     """Whether its owner wants gradients; `trainable` too if an optimizer steps it."""
     sparse: bool = False
     """Whether its gradients are rows with indices."""
+    hooked: bool = False
+    """Whether it is sent in a form of its own."""
 
 
 RanksOf = Callable[[ParameterInfo], RankSet]
@@ -80,8 +87,8 @@ RanksOf = Callable[[ParameterInfo], RankSet]
 
 @dataclass(frozen=True)
 class GroupKey:
-    """What the parameters of one flat buffer have in common. `ranks`: who shares the buffer. `sparse`: the name of its
-    only parameter, where that has gradients of rows.
+    """What the parameters of one flat buffer have in common. `ranks`: who shares the buffer. `sparse`, `hooked`: the
+    name of its only parameter, where that has gradients of rows, or is gathered in a form of its own, row by row.
     """
 
     dtype: torch.dtype
@@ -89,6 +96,7 @@ class GroupKey:
     trainable: bool
     ranks: RankSet
     sparse: str = ""
+    hooked: str = ""
 
 
 @dataclass(frozen=True)
@@ -171,6 +179,7 @@ def find_parameters(model: nn.Module, trainable: frozenset[int] | None = None) -
             numel=parameter.numel(),
             marks=ParameterMarks.read(parameter),
             requires_grad=parameter.requires_grad,
+            hooked=GATHER_HOOKS in vars(parameter),
         )
         for key, parameter in found.items()
     )
@@ -261,11 +270,20 @@ def _buckets(infos: list[ParameterInfo], bucket_size: int) -> Iterator[tuple[tup
         yield tuple(names), members
 
 
-def _groups(members: list[ParameterInfo], ranks_of: RanksOf, undivided: bool, block: int) -> tuple[GroupPlan, ...]:
+def _groups(
+    members: list[ParameterInfo], ranks_of: RanksOf, undivided: bool, block: int, *, gathered: bool = False
+) -> tuple[GroupPlan, ...]:
+    """`gathered`: they are gathered for each use, and may be in a form of their own."""
     keys: dict[GroupKey, list[ParameterInfo]] = {}
     for info in members:
         alone = info.name if info.sparse and info.trainable else ""
-        key = GroupKey(info.dtype, info.device, info.trainable, ranks_of(info), sparse=alone)
+        ranks = ranks_of(info)
+        # Its hooks take as many rows from each rank; where one rank has all, nothing is sent.
+        divided = ranks.size > 1 and ranks.near is None and not (undivided and info.trainable)
+        by_rows = gathered and info.hooked and divided
+        key = GroupKey(
+            info.dtype, info.device, info.trainable, ranks, sparse=alone, hooked=info.name if by_rows else ""
+        )
         keys.setdefault(key, []).append(info)
     return tuple(
         GroupPlan(
@@ -275,7 +293,7 @@ def _groups(members: list[ParameterInfo], ranks_of: RanksOf, undivided: bool, bl
                 world_size=key.ranks.size,
                 itemsize=key.dtype.itemsize,
                 undivided=undivided and key.trainable,
-                block=block if key.trainable else 1,
+                block=lcm(block if key.trainable else 1, prod(infos[0].shape[1:]) if key.hooked else 1),
             ),
         )
         for key, infos in keys.items()
@@ -323,7 +341,7 @@ def plan_units(
         else:
             units.extend((home[0], found, False, home) for home, found in _buckets(members, bucket_size))
     return tuple(
-        UnitPlan(i, module, _groups(members, ranks_of, undivided, block), resident, users)
+        UnitPlan(i, module, _groups(members, ranks_of, undivided, block, gathered=not resident), resident, users)
         for i, (module, members, resident, users) in enumerate(units)
     )
 

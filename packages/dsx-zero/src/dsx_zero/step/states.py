@@ -7,6 +7,9 @@ and put into `optimizer.state`, and stored afterwards. Single values (`step`) al
 A state may be a container: a list of tensors (SOAP's, one for each side of a matrix), or an object with tensors and
 numbers (GaLore's projector). What it holds are states of their own here, with the container's name and their place:
 "GG.0", "GG.1", "projector.ortho_matrix". What is neither tensor nor number in it is left alone.
+
+A state may be a tensor subclass in codes (torchao's AdamW8bit, AdamW4bit, AdamWFp8). It stays where the optimizer made
+it. It is read as its values, so that checkpoints have these, and what is loaded is put into codes again.
 """
 
 from __future__ import annotations
@@ -51,6 +54,15 @@ def without_containers(state: Mapping[str, Any]) -> dict[str, Any]:
         elif value is not None:
             found[key] = value
     return found
+
+
+def _is_coded(value: Any) -> bool:
+    """Is a state a tensor subclass that says itself which values its codes mean?"""
+    return isinstance(value, torch.Tensor) and type(value).dequantize is not torch.Tensor.dequantize
+
+
+def _values(value: Any) -> Any:
+    return value.dequantize() if _is_coded(value) else value
 
 
 def is_container(value: Any) -> bool:
@@ -148,7 +160,8 @@ class OptimizerStates:
         """All states of a master, for reading; states per element have its shape. `stored`: include states that are not
         in memory.
         """
-        found = without_containers(self.inner.state.get(master.tensor, {}))
+        state = without_containers(self.inner.state.get(master.tensor, {}))
+        found = {key: _values(value) for key, value in state.items()}
         left_out = () if stored else self.stored(master)
         homes = {key: home for key, home in self._homes[id(master.tensor)].items() if key not in left_out}
         return found | {key: _there(home).view(master.shape) for key, home in homes.items()}
@@ -176,8 +189,16 @@ class OptimizerStates:
             self.inner.state[master.tensor][name] = _with(held, path.split("."), value)
             return
         self._homes[id(master.tensor)].pop(key, None)
-        self.inner.state[master.tensor][key] = value
+        self.inner.state[master.tensor][key] = self._in_codes(master, key, value)
         self._move_out(master)
+
+    def _in_codes(self, master: Master, key: str, value: Any) -> Any:
+        """A state in the form in which the optimizer keeps it (checked with torchao 0.18)."""
+        make = getattr(self.inner, "_new_buffer", None)
+        if make is None or not self._is_per_element(master, value):
+            return value
+        coded = make(master.tensor, key == "exp_avg")  # the others have no sign
+        return coded.copy_(value) if _is_coded(coded) else value
 
     def make_containers(self, master: Master, containers: Mapping[str, Any]) -> None:
         """Give a master copies of these containers, where it has none of the name."""
@@ -189,7 +210,11 @@ class OptimizerStates:
         """Inside the context: an existing state per element, 1-D, that can be changed in place."""
         home = self._homes[id(master.tensor)].get(key)
         if home is None:
-            yield self.inner.state[master.tensor][key].reshape(-1)
+            held = self.inner.state[master.tensor][key]
+            flat = _values(held).reshape(-1)
+            yield flat
+            if _is_coded(held):
+                held.copy_(flat.view(held.shape))
             return
         with opened(home) as values:
             yield values
@@ -310,4 +335,5 @@ class OptimizerStates:
         """Has the state one value per element of the master? False for a master of one element: its states stay with
         the optimizer, because a home would not pay.
         """
-        return isinstance(value, torch.Tensor) and master.numel > 1 and value.shape == master.shape
+        plain = isinstance(value, torch.Tensor) and not _is_coded(value)
+        return plain and master.numel > 1 and value.shape == master.shape

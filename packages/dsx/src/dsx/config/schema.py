@@ -33,6 +33,7 @@ from pydantic import Field
 from .base import Count, Ratio, Real, Section, Size, from_dataclass, nested
 from .compression import CompressionTraining, QuantizeTraining
 from .elastic import Elasticity
+from .fp8 import FP8
 from .later import (
     CompileSection,
     HybridEngine,
@@ -150,6 +151,7 @@ class Root(Section):
     activation_checkpointing: ActivationCheckpointing = nested(
         ActivationCheckpointing, "where the inputs of recomputed layers are kept"
     )
+    fp8: FP8 | None = Field(None, description="linear layers that multiply in 8-bit floating point")
     sparse_attention: SparseAttentionConfig | None = Field(None, description="block-sparse attention")
     expert_parallel: ExpertParallelConfig = nested(ExpertParallelConfig, "automatic expert parallelism")
     compression_training: CompressionTraining = nested(CompressionTraining, "quantisation and pruning")

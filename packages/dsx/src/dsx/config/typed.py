@@ -20,7 +20,7 @@ __all__ = [
     "ActivationQuantizationShared", "Aio", "Amp", "Autotuning", "Bf16", "CSV", "Checkpoint", "CheckpointWriter",
     "Comet", "CommsLogger", "Compile", "CompressionTraining", "Config", "CurriculumLearning", "CurriculumMetric",
     "CurriculumSchedule", "DataEfficiency", "DataRouting", "DataSampling", "DataTypes", "DynamicBatching", "Eigenvalue",
-    "Elasticity", "ExpertParallel", "FlopsProfiler", "Fp16", "GradientNoise", "HeadPruning", "HeadPruningShared",
+    "Elasticity", "ExpertParallel", "FP8", "FlopsProfiler", "Fp16", "GradientNoise", "HeadPruning", "HeadPruningShared",
     "HybridEngine", "JSONL", "LayerReduction", "LayerTokenLrSchedule", "LeafModules", "LoCo", "LtdSchedule",
     "LtdScheduleConfig", "MixedQuantize", "ModelInfo", "Nebula", "OffloadOptimizer", "OffloadParam", "Optimizer",
     "ParallelWrite", "Pipeline", "ProgressiveLayerDrop", "PruningGroup", "PruningParams", "QuantizeAlgorithm",
@@ -393,6 +393,16 @@ class ExpertParallel(TypedDict, total=False):
     expert_activation: str | Auto | None
     num_experts_attr: str | Auto | None
     top_k_attr: str | Auto | None
+
+
+class FP8(TypedDict, total=False):
+    """Linear layers that multiply in 8-bit floating point, by torchao; masters and states keep their dtypes."""
+
+    enabled: bool | Auto
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | Auto
+    exclude: list[str] | Auto
+    gather: bool | Auto
+    emulate: Literal["auto"] | bool
 
 
 class FlopsProfiler(TypedDict, total=False):
@@ -971,6 +981,7 @@ class Config(TypedDict, total=False):
     eigenvalue: Eigenvalue | Auto
     gradient_noise_scale: GradientNoise | Auto
     activation_checkpointing: ActivationCheckpointing | Auto
+    fp8: FP8 | Auto | None
     sparse_attention: SparseAttention | Auto | None
     expert_parallel: ExpertParallel | Auto
     compression_training: CompressionTraining | Auto
