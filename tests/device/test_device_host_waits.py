@@ -74,6 +74,8 @@ BUDGETS = [
     Budget("muon-on-host", 2, 2),
     Budget("dion", 2, 0),
     Budget("apollo", 2, 0),
+    Budget("dion-over-slices", 2, 0),  # two tensor-parallel ranks: slices are joined on the device
+    Budget("staged-with-clipped-logits", 2, 1),  # the losses and the check of the gradients, as without the clip
     Budget("four-bits", 2, 0),  # the learning rate and the clipping factor stay on the device
     Budget("eight-bits", 2, 0),
     Budget("experts-dropless", 2, 1),

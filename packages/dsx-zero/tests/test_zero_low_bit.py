@@ -8,7 +8,6 @@ import dsx_zero
 import pytest
 import torch
 from dsx_testkit import run_ranks
-from dsx_zero.errors import ZeroStateError
 from dsx_zero.plan.layout import FlatLayout
 from torch import nn
 
@@ -206,18 +205,6 @@ def uneven(rank, world, kind):
         for key, value in part["states"].items():
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(before[name]["states"][key])), (name, key)
     assert all(torch.equal(value, values[name]) for name, value in whole(model).items())
-
-
-@pytest.mark.parametrize("kind", CODED)
-def test_what_has_no_place_for_such_states_refuses_them(kind):
-    run_ranks(refused, 2, kind)
-
-
-def refused(rank, world, kind):
-    model, optimizer = sharded(KINDS[kind], 2)
-    train(model, optimizer, range(1))
-    with pytest.raises(ZeroStateError, match="scale_avg"):
-        dsx_zero.full_state_dict(optimizer)
 
 
 def test_a_checkpoint_of_other_states_is_refused_and_nothing_changes(tmp_path):

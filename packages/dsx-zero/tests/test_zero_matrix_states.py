@@ -9,7 +9,7 @@ import dsx_zero
 import pytest
 import torch
 from dsx_testkit import run_ranks
-from dsx_zero.errors import ZeroOptimizerError, ZeroStateError
+from dsx_zero.errors import ZeroOptimizerError
 from dsx_zero.plan.matrices import MatrixState
 from torch import nn
 
@@ -231,8 +231,6 @@ def test_a_matrix_that_is_frozen_for_a_while(kind):
 def refused(rank, world, kind):
     model, optimizer = sharded(kind, 2)
     train(model, optimizer, range(1))
-    with pytest.raises(ZeroStateError, match=r"Q|exp_avg_low"):
-        dsx_zero.full_state_dict(optimizer)
     model(1).backward()
     optimizer.param_groups[0]["rank"] = 4
     with pytest.raises(ZeroOptimizerError, match=r"param_groups\[0\].*was changed.*their rank before"):

@@ -160,8 +160,9 @@ class Snapshot:
         if place.box != Box.whole(place.shape) and not state.joins_slices:
             raise CheckpointError(
                 f"optimizer state {shown(key)} of {shown(part.name)} has the shape {shape}, and this rank has a part of"
-                f" the tensor of shape {place.shape} by model parallelism: such states cannot be joined; use an"
-                " optimizer with one value per element (AdamW), or save with optimizer_states=False"
+                f" the tensor of shape {place.shape} by model parallelism: its values belong to blocks of this part,"
+                " which another slicing does not have, so that they cannot be joined; use an optimizer with one value"
+                " per element (AdamW), or save with optimizer_states=False"
             )
         if count:
             region, dtype = Region(Box.whole(shape), state.start, state.start + count), dtype_name(state.values.dtype)

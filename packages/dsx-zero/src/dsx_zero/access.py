@@ -268,14 +268,17 @@ def safe_get_full_optimizer_state(
         The state; None before the first step, and for a frozen parameter.
 
     Raises:
-        ZeroStateError: the state is a single value, such as a step count.
+        ZeroStateError: the state is a single value, such as a step count, or has a shape of its own.
     """
     if _is_frozen(param, optimizer):
         return None
     view = View(param, optimizer)
     state = view.state(optim_state_key)
     if state is not None and (not isinstance(state, torch.Tensor) or state.numel() != view.part.numel):
-        raise ZeroStateError(f"{view.name}: the state {optim_state_key!r} is a single value; read optimizer.state")
+        raise ZeroStateError(
+            f"{view.name}: the state {optim_state_key!r} has not one value per element; read a single value in"
+            " optimizer.state, and a tensor of another shape with dsx_zero.full_state_dict"
+        )
     return view.whole(state)
 
 

@@ -6,6 +6,10 @@ fp32 values of parameters in 16 bits. Whole tensors are collected one after the 
 hold more than one. Loading reads this rank's part only, so that a file opened with `torch.load(..., mmap=True)` does
 not come into memory.
 
+States with a shape of their own (Adafactor's rows, Dion's basis, Shampoo's matrices) are whole tensors of this shape;
+lists and dictionaries of tensors (SOAP's) are lists and dictionaries again. What an object holds (GaLore's projector)
+has its place as its name, "projector.ortho_matrix", because a file with objects could only be read by trusting it.
+
 Left out: parameters that only some of the data-parallel ranks hold (experts, tensor slices) and optimizers that
 communicate by themselves; the checkpoints of an engine have them.
 """
@@ -17,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import dsx_comm
 import torch
+from dsx_comm import RankSet
 
 from .access import OWNERS, View
 from .alike import agree, hash_of, telling
@@ -24,13 +29,15 @@ from .errors import ZeroOptimizerError, ZeroStateError
 from .grads.averaging import averages_itself
 from .params.dtensors import is_dtensor
 from .params.partitioned import PartitionedParameter
-from .state.shapes import refuse_shaped
-from .torch_state import MASTER, numbered_groups
+from .state.shapes import ShapedKind, ShapedState, held_elements, joining_ranges, keeps_shaped, range_of
+from .step.states import Form, forms_of, with_containers, without_containers
+from .torch_state import MASTER, Number, in_shape_of_parameter, numbered_groups
 
 if TYPE_CHECKING:
     from torch import nn
 
     from .optimizer import ZeroOptimizer
+    from .state.slices import ParamSlice
 
 __all__ = [
     "check_plain",
@@ -40,6 +47,7 @@ __all__ = [
     "load_full_state_dict",
     "numbers_of",
     "of_all_ranks",
+    "own_of",
     "whole_states",
     "whole_values",
 ]
@@ -161,7 +169,8 @@ def check_plain(optimizer: ZeroOptimizer) -> None:
 
 
 def kinds_of_states(optimizer: ZeroOptimizer) -> dict[str, dict[str, Any]]:
-    """For each parameter the names of its states; with None for a state per element, else with its value (collective).
+    """For each parameter the names of its states; with the dtype of a state per element, the `ShapedKind` of one with a
+    shape of its own, the `Form` of a list or dictionary, else with its value (collective).
 
     A rank that owns nothing of a parameter does not know.
     """
@@ -169,11 +178,22 @@ def kinds_of_states(optimizer: ZeroOptimizer) -> dict[str, dict[str, Any]]:
     with telling(ranks.group):
         check_plain(optimizer)
         optimizer.check_states()
-        for part in optimizer.slices(lazily=True):
-            refuse_shaped(part.name, part.shaped, _SAVE)
-            mine[part.name] = kinds_of(part.states)
+        for part in optimizer.held_slices(lazily=True):
+            mine[part.name] = kinds_of(own_of(optimizer, part))
+            _check_joins(part.name, mine[part.name], optimizer.group_of(part.name).ranks)
     agree(_SAVE, {}, ranks.group)
     return of_all_ranks(optimizer, mine)
+
+
+def own_of(optimizer: ZeroOptimizer, part: ParamSlice) -> dict[str, Any]:
+    """This rank's states of a parameter: 1-D, `ShapedState`, a `Form`, or a number with the shape that it has."""
+    own: dict[str, Any] = {**part.states, **{state.key: state for state in part.shaped}}
+    for master in optimizer.masters_of(part.name)[:1]:
+        for key, value in optimizer.states.of(master, stored=False).items():
+            if isinstance(own.get(key), torch.Tensor) and own[key].dim() == 0:
+                own[key] = Number(in_shape_of_parameter(master, value.detach()))
+        own |= forms_of(optimizer.inner.state.get(master.tensor, {}))
+    return own
 
 
 def kinds_of(states: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,9 +213,23 @@ def of_all_ranks(optimizer: ZeroOptimizer, mine: dict[str, dict[str, Any]]) -> d
 
 
 def _single(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return None if value.dim() else value.detach().to("cpu", copy=True)
-    return value if isinstance(value, (int, float)) else None
+    if isinstance(value, Form):
+        return value
+    if isinstance(value, Number):
+        return value.tensor.to("cpu", copy=True)
+    if isinstance(value, ShapedState):
+        return ShapedKind(value.shape, value.values.dtype, value.joins_slices)
+    return value if isinstance(value, (int, float)) else value.dtype
+
+
+def _check_joins(name: str, kinds: Mapping[str, Any], ranks: RankSet) -> None:
+    for key, kind in kinds.items():
+        if isinstance(kind, ShapedKind) and not kind.joins_slices and ranks.tensor_groups:
+            raise ZeroStateError(
+                f"{name}: this rank has a slice of the tensor, and the optimizer state {key!r} of shape {kind.shape} is"
+                " the slice's own (one value per block of it), so that no whole state can be made of the slices'; use"
+                " an optimizer with one value per element, or save this rank's part with optimizer.state_dict()"
+            )
 
 
 def whole_states(
@@ -206,18 +240,27 @@ def whole_states(
     for name, number in numbers.items():
         found: dict[str, Any] = {}
         for key, value in kinds[name].items():
-            if value is None:
+            if isinstance(value, ShapedKind):
+                _keep(found, key, _whole_shaped(optimizer, name, key, value), keep)
+            elif isinstance(value, torch.dtype):
                 view = View(name, optimizer)
                 _keep(found, key, view.whole(view.state(key) if view.masters else None), keep)
-            else:
+            elif not isinstance(value, Form):
                 found[key] = value
         flat = optimizer.group_of(name)
         if masters and flat.trainable and flat.master_dtype != flat.key.dtype:
             view = View(name, optimizer)
             _keep(found, MASTER, view.whole(view.master_slice() if view.masters else None), keep)
-        if found:
-            state[number] = found
+        if found or kinds[name]:
+            forms = {key: kind.empty for key, kind in kinds[name].items() if isinstance(kind, Form)}
+            state[number] = with_containers(found, forms)
     return {"state": state, "param_groups": numbered_groups(optimizer)}
+
+
+def _whole_shaped(optimizer: ZeroOptimizer, name: str, key: str, kind: ShapedKind) -> torch.Tensor:
+    group, stage = optimizer.group_of(name), optimizer.runtime.stage
+    held = held_elements(optimizer.states, optimizer.masters_of(name), key, kind, group.key.device)
+    return joining_ranges(group, kind, held.start, stage=stage)(held.values)
 
 
 def numbers_of(optimizer: ZeroOptimizer) -> dict[str, int]:
@@ -303,13 +346,19 @@ class _WholeReader:
                 " that were saved"
             )
         saved = [key for group in self.groups for key in group["params"]]
-        found = {name: states.get(saved[number], {}) for name, number in numbers_of(optimizer).items()}
+        numbers = numbers_of(optimizer).items()
+        found: dict[str, Mapping[str, Any]] = {n: without_containers(states.get(saved[i], {})) for n, i in numbers}
+        shaped = keeps_shaped(optimizer.inner)
         for name, entries in found.items():
-            numel = max(1, _numel(self._tensor(name)))
             for key, value in entries.items():
-                if isinstance(value, torch.Tensor) and value.numel() not in (1, numel):
-                    raise ZeroStateError(f"{name}: {key} has {value.numel()} elements, expected {numel}, or one value")
+                if isinstance(value, torch.Tensor) and not shaped:  # else not all of them have one value per element
+                    self._check_numel(name, key, value)
         return found
+
+    def _check_numel(self, name: str, key: str, value: torch.Tensor) -> None:
+        numel = max(1, _numel(self._tensor(name)))
+        if value.numel() not in (1, numel):
+            raise ZeroStateError(f"{name}: {key} has {value.numel()} elements, expected {numel}, or one value")
 
     def _elements(self, name: str, tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         of = self._tensors[name]
@@ -329,12 +378,13 @@ class _WholeReader:
     def state(self, key: str, name: str, start: int, stop: int) -> Any:
         value = self._states[name].get(key)
         if isinstance(value, torch.Tensor) and value.dim():
+            self._check_numel(name, key, value)
             return self._elements(name, value, start, stop)
         return value
 
     def shaped_state(self, key: str, name: str, start: int, stop: int, shape: tuple[int, ...]) -> torch.Tensor | None:
         value = self._states[name].get(key)
-        return value.reshape(-1)[start:stop] if isinstance(value, torch.Tensor) else None
+        return None if value is None else range_of(name, key, value, start, stop, shape)
 
 
 def _numel(tensor: torch.Tensor | None) -> int:

@@ -834,12 +834,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.collect_edits()
         return iter_slices(self.runtime, self._by_name, self.states, where=self.moved.lying, lazily=lazily)
 
-    def held_slices(self) -> Iterator[ParamSlice]:
+    def held_slices(self, *, lazily: bool = False) -> Iterator[ParamSlice]:
         """Like `slices`, but everything that this rank keeps: whole tensors at stage 0, whole frozen ones up to
         stage 2.
         """
         self.collect_edits()
-        return iter_slices(self.runtime, self._by_name, self.states, where=self.moved.lying, held=True)
+        where = self.moved.lying
+        return iter_slices(self.runtime, self._by_name, self.states, where=where, held=True, lazily=lazily)
 
     def read_slices(self, reader: Reader) -> SliceLoad:
         """Read everything this rank holds from ranges of named tensors and check it; nothing is changed before

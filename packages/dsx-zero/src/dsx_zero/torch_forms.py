@@ -1,7 +1,8 @@
 """Answers torch's functions for state dicts and checkpoints: who asks, for what, and what `load_state_dict` is given.
 
 `torch_state` has the form of each rank's part, `full_state` whole values; here one of them is chosen. Where every rank
-has whole states (stage 0), the user's optimizer answers itself, with the masters.
+has whole states (stage 0, but for states of matrices of which ranks have slices), the user's optimizer answers itself,
+with the masters.
 """
 
 from __future__ import annotations
@@ -20,14 +21,27 @@ from .full_state import (
     kinds_of_states,
     numbers_of,
     of_all_ranks,
+    own_of,
     whole_states,
     whole_values,
 )
 from .params.dtensors import GlobalTensor
-from .torch_state import MASTER, PartsReader, asked_by_torch, fresh_states, model_parts, optimizer_parts
+from .state.shapes import held_of_state
+from .state.templates import StateTemplates, is_single
+from .step.states import forms_of, is_container, with_containers, without_containers
+from .torch_state import (
+    MASTER,
+    PartsReader,
+    asked_by_torch,
+    fresh_states,
+    in_shape_of_parameter,
+    model_parts,
+    optimizer_parts,
+)
 
 if TYPE_CHECKING:
     from .optimizer import ZeroOptimizer
+    from .step.masters import Master
 
 __all__ = ["TorchForms"]
 
@@ -47,8 +61,8 @@ class TorchForms:
             model_parts(values)
 
     def of_optimizer(self, optimizer: ZeroOptimizer, form: str) -> dict[str, Any]:
-        if optimizer.runtime.stage == 0 and optimizer.inner.state:
-            return _plain_optimizer(optimizer)
+        if _every_rank_has_whole_states(optimizer) and optimizer.inner.state:
+            return _plain_optimizer(optimizer, form)
         kinds = kinds_of_states(optimizer)
         if form == "whole":
             return whole_states(optimizer, kinds, keep=True, masters=True)
@@ -56,14 +70,14 @@ class TorchForms:
         if not any(kinds.values()):
             fresh = fresh_states(optimizer)
             kinds = of_all_ranks(optimizer, {name: kinds_of(states) for name, states in fresh.items()})
-        return optimizer_parts(optimizer, numbers_of(optimizer), kinds, fresh)
+        return optimizer_parts(optimizer, numbers_of(optimizer), kinds, partial(own_of, optimizer), fresh)
 
     def names(self, optimizer: ZeroOptimizer) -> Mapping[Any, Any]:
         return _Names(optimizer)
 
     def load(self, optimizer: ZeroOptimizer, state_dict: Mapping[str, Any]) -> None:
         run = optimizer.runtime
-        if run.stage == 0:
+        if _every_rank_has_whole_states(optimizer):
             _load_plain(optimizer, state_dict)
             return
         with telling(run.ranks.group):
@@ -80,8 +94,23 @@ class TorchForms:
             group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
 
 
-def _plain_optimizer(optimizer: ZeroOptimizer) -> dict[str, Any]:
-    """What the user's optimizer gives where every rank has whole states, with the masters."""
+def _every_rank_has_whole_states(optimizer: ZeroOptimizer) -> bool:
+    run = optimizer.runtime
+    if run.stage > 0:
+        return False
+    sliced = [master for info in run.infos for master in optimizer.masters_of(info.name) if _is_slice(master)]
+    with optimizer.step_groups.masters():
+        return not any(optimizer.states.of_matrices(master) for master in sliced)
+
+
+def _is_slice(master: Master) -> bool:
+    return bool(master.group.ranks.tensor_groups)
+
+
+def _plain_optimizer(optimizer: ZeroOptimizer, form: str) -> dict[str, Any]:
+    """What the user's optimizer gives where every rank has whole states, with the masters. What containers hold has
+    the names that it has at the other stages.
+    """
     optimizer.collect_edits()
     with optimizer.whole_states("state_dict()"):
         found = type(optimizer.inner).state_dict(optimizer.inner)
@@ -93,6 +122,28 @@ def _plain_optimizer(optimizer: ZeroOptimizer) -> dict[str, Any]:
         if (of := group.global_of(name)) is not None and number in found["state"]:
             states = found["state"][number].items()
             found["state"][number] = {key: of.shown(v) if _is_part(v, of) else v for key, v in states}
+        if number in found["state"]:
+            states, (master,) = found["state"][number], optimizer.masters_of(name)
+            with optimizer.step_groups.masters():
+                shown = {key: _shown(optimizer, master, key, value) for key, value in states.items()}
+            found["state"][number] = _by_place(shown, keep=forms_of(shown) if form == "whole" else {})
+    return found
+
+
+def _shown(optimizer: ZeroOptimizer, master: Master, key: str, value: Any) -> Any:
+    own_shape = not isinstance(value, torch.Tensor) or held_of_state(optimizer.states, master, key, value) is not None
+    return value if own_shape else in_shape_of_parameter(master, value)
+
+
+def _by_place(states: Mapping[str, Any], keep: Mapping[str, Any]) -> dict[str, Any]:
+    """The states with what containers hold as states of their own, but for those containers that are to be kept."""
+    found: dict[str, Any] = {}
+    for key, value in states.items():
+        if is_container(value) and key not in keep:
+            found |= without_containers({key: value})
+            found |= {place: one for form in forms_of({key: value}).values() for place, one in form.constants.items()}
+        else:
+            found[key] = value
     return found
 
 
@@ -104,9 +155,13 @@ def _load_plain(optimizer: ZeroOptimizer, state_dict: Mapping[str, Any]) -> None
     """Load where every rank has whole states: what the user's optimizer takes."""
     optimizer.collect_edits()
     saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+    templates = StateTemplates(optimizer.inner)
     masters: list[tuple[torch.Tensor, torch.Tensor]] = []
     state_dict = {**state_dict, "state": dict(state_dict["state"])}
     for name, number in numbers_of(optimizer).items():
+        if number < len(saved) and (given := state_dict["state"].get(saved[number])):
+            with optimizer.step_groups.masters():
+                state_dict["state"][saved[number]] = _in_own_forms(optimizer, name, given, templates)
         if (of := optimizer.group_of(name).global_of(name)) is not None and number < len(saved):
             states = state_dict["state"].get(saved[number], {}).items()
             # Contiguous copies: torch's optimizers keep what they load, and a part would keep the whole tensor alive.
@@ -132,6 +187,25 @@ def _load_plain(optimizer: ZeroOptimizer, state_dict: Mapping[str, Any]) -> None
             master.copy_(value)
     if masters:
         optimizer.parameters_loaded()
+
+
+def _in_own_forms(
+    optimizer: ZeroOptimizer, name: str, given: Mapping[str, Any], templates: StateTemplates
+) -> dict[str, Any]:
+    """States as this optimizer keeps them: with containers, and those of a number in the shape of its master."""
+    places = {key.partition(".")[0] for key in given if "." in key}
+    masters = optimizer.masters_of(name)
+    if places and masters:
+        containers = {key: one for key, one in templates.containers_of(masters[0]).items() if key in places}
+        given = with_containers({key: one for key, one in given.items() if key not in containers}, containers)
+    found = dict(given)
+    for master in masters if optimizer.group_of(name).global_shape(name) == () else ():
+        kinds = templates.of(master)
+        for key, value in found.items():
+            if isinstance(value, torch.Tensor) and value.numel() == 1 and (kind := kinds.get(key)) is not None:
+                single = isinstance(kind, torch.Tensor) and is_single(kind)
+                found[key] = value.reshape(kind.shape if single else master.shape)
+    return found
 
 
 class _Names(Mapping[Any, Any]):

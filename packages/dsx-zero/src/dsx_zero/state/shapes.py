@@ -6,25 +6,42 @@ them with their block (`state_parts`). Optimizers that get whole tensors (`needs
 matrices (Adafactor, Shampoo), and the owner of a tensor has the whole of them. States of a tensor's matrices (Dion's
 basis, moments of low rank) are divided in proportion to the matrices' elements (`plan/matrices.py`).
 
-In a checkpoint such a state is a tensor of its own shape, of which each rank writes a range. Left out: containers of
-tensors, and whole states in one dictionary (`full_state_dict`, torch's checkpoints), which refuse them.
+Wherever states are saved, such a state is a tensor of its own shape, of which each rank has a range: in checkpoints,
+whole in `full_state_dict`, and as a `ShardView` in torch's checkpoints.
+
+Left out: scales of tensors of which tensor-parallel ranks have slices. Their blocks are those of a slice, and another
+slicing has no such blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 
 from ..errors import ZeroStateError
+from ..params.flat import FlatGroup
+from ..params.whole import join_ranges
 from ..plan.layout import LocalSlice
 from ..step.masters import Master, block_of, needs_whole_tensors
+from ..step.matrix_rules import matrix_rule, stateful
 from ..step.states import OptimizerStates
 
-__all__ = ["Held", "ShapedState", "held_of_state", "refuse_shaped", "shaped_state"]
+__all__ = [
+    "Held",
+    "ShapedKind",
+    "ShapedState",
+    "held_elements",
+    "held_of_state",
+    "joining_ranges",
+    "range_of",
+    "keeps_shaped",
+    "shaped_state",
+]
 
 
 @dataclass(frozen=True)
@@ -37,6 +54,15 @@ class ShapedState:
     shape: tuple[int, ...]
     start: int
     values: torch.Tensor
+    joins_slices: bool = False
+
+
+@dataclass(frozen=True)
+class ShapedKind:
+    """What all ranks know of a state with a shape of its own, also those that have nothing of it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
     joins_slices: bool = False
 
 
@@ -103,12 +129,45 @@ def shaped_state(states: OptimizerStates, master: Master, key: str, value: Any, 
     return ShapedState(key, held.shape, start, values, held.joins_slices)
 
 
-def refuse_shaped(name: str, states: Iterable[Any], call: str) -> None:
-    """Raise ZeroStateError if there is a `ShapedState` among the states of a parameter."""
-    for state in states:
-        if isinstance(state, ShapedState):
-            raise ZeroStateError(
-                f"{call}: {name} has the optimizer state {state.key!r} of shape {state.shape}, expected one value per"
-                " element or a single value; checkpoints (dsx.initialize's save_checkpoint, dsx_checkpoint.save) and"
-                " this rank's state_dict() have such states"
-            )
+def held_elements(
+    states: OptimizerStates, masters: Sequence[Master], key: str, kind: ShapedKind, device: torch.device
+) -> ShapedState:
+    """The elements that this rank's masters of a parameter have of a state, to be read; possibly none, on `device`."""
+    start, parts = 0, list[torch.Tensor]()
+    for master in masters:
+        value: Any = states.of(master).get(key)
+        held = None if value is None else held_of_state(states, master, key, value)
+        if value is not None and held is not None and value.numel():
+            start = start if parts else held.start
+            parts.append(value.detach().reshape(-1))
+    if not parts:
+        return ShapedState(key, kind.shape, 0, torch.empty(0, dtype=kind.dtype, device=device), kind.joins_slices)
+    return ShapedState(key, kind.shape, start, parts[0] if len(parts) == 1 else torch.cat(parts), kind.joins_slices)
+
+
+def joining_ranges(
+    group: FlatGroup, kind: ShapedKind, start: int, *, stage: int
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A plain function that makes the whole state of this rank's elements, 1-D, from `start` on (collective). The other
+    elements are those of the ranks that have the rest of the parameter's shards, and of the other slices.
+    """
+    shards = (group.ranks.group,) if stage > 0 and group.ranks.size > 1 else ()
+    groups = shards + (tuple(group.ranks.tensor_groups) if kind.joins_slices else ())
+    return partial(join_ranges, kind.shape, start, groups=groups, device=group.key.device)
+
+
+def range_of(name: str, key: str, value: Any, start: int, stop: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """Elements of a whole state that was read from somewhere, 1-D. Raises ZeroStateError if it has another shape."""
+    got = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+    if got != shape and not (isinstance(value, torch.Tensor) and value.numel() == prod(shape) == 1):
+        raise ZeroStateError(
+            f"{name}: optimizer state {key!r}: got {got}, expected the shape {shape}, which is what the optimizer keeps"
+            " with the settings that it has now"
+        )
+    return value.reshape(-1)[start:stop]
+
+
+def keeps_shaped(optimizer: Any) -> bool:
+    """May the optimizer keep states with shapes of their own?"""
+    blocks = hasattr(optimizer, "state_parts")
+    return blocks or needs_whole_tensors(optimizer) or stateful(matrix_rule(optimizer)) is not None

@@ -25,7 +25,7 @@ from ..torch_names import foreach_mul_
 from .masters import Masters
 from .matrix_exchange import Exchange, TensorOfMatrices
 from .matrix_rules import MatrixRule, matrix_rule, matrix_states
-from .sliced_matrices import Cut
+from .sliced_matrices import Cut, SliceSizes, tell_sizes
 
 __all__ = ["MatrixStep"]
 
@@ -46,8 +46,9 @@ class MatrixStep:
         self._inner, self._rule = inner, rule
         self._exchanges: list[Exchange] = []
         self._known: dict[int, tuple[tuple[int, ...], Any]] = {}
+        told = self._tell_sizes(runtime, numbers)
         mine = {id(parameter): own for parameter, own in masters}
-        found: dict[tuple[RankSet, torch.device, torch.dtype], list[TensorOfMatrices]] = {}
+        found: dict[tuple[RankSet, torch.device, torch.dtype, bool], list[TensorOfMatrices]] = {}
         for group in (group for unit in runtime.trainable_units() for group in unit.trainable):
             for name, shape, parameter in zip(group.layout.names, group.layout.shapes, group.parameters):
                 number = numbers.get(id(parameter))
@@ -57,17 +58,47 @@ class MatrixStep:
                 settings = inner.param_groups[number]
                 if rule.matrices(shape, settings):
                     own = mine[id(parameter)]
-                    cut = Cut.of(name, group, rule, settings) if group.ranks.tensor_groups else None
+                    cut = Cut.of(name, group, rule, settings, told[name]) if group.ranks.tensor_groups else None
                     tensor = TensorOfMatrices(name, group, number, own[0] if own else None, cut)
                     dtype = rule.message_dtype(settings, group.key.device)
-                    found.setdefault((group.ranks, group.key.device, dtype), []).append(tensor)
+                    # Other ranks have other work with whole matrices of unequal stacks, and so other owners.
+                    apart = name in told and cut is None and len(set(told[name])) > 1
+                    found.setdefault((group.ranks, group.key.device, dtype, apart), []).append(tensor)
         self._devices = {number: group.key.device for number, group in _groups_of(found)}
-        for (ranks, device, dtype), tensors in found.items():
+        for (ranks, device, dtype, _), tensors in found.items():
+            if ranks.tensor_groups:  # slices of unequal sizes may lie in another order on other ranks
+                tensors.sort(key=lambda tensor: tensor.name)
             self._exchanges.append(Exchange(inner, rule, ranks, tensors, device, dtype, runtime.stage == 0))
         self._of_matrices = {
             id(tensor.master.tensor) for tensors in found.values() for tensor in tensors if tensor.master is not None
         }
         self._call = torch.optim.Optimizer.profile_hook_step(lambda optimizer: self._run())  # with the user's hooks
+
+    def _tell_sizes(self, runtime: Runtime, numbers: Mapping[int, int]) -> dict[str, list[SliceSizes]]:
+        """The sizes of the slices of every tensor with matrices, on all tensor-parallel ranks (collective over these).
+
+        Raises:
+            ZeroOptimizerError: slices cannot be joined, or are unequal where the rule keeps states of matrices.
+        """
+        mine, keeps = dict[RankSet, dict[str, SliceSizes]](), set[str]()
+        for group in (group for unit in runtime.trainable_units() for group in unit.trainable):
+            for name, shape, parameter in zip(group.layout.names, group.layout.shapes, group.parameters):
+                number = numbers.get(id(parameter))
+                settings = None if number is None else self._inner.param_groups[number]
+                if settings is not None and group.ranks.tensor_groups and self._rule.matrices(shape, settings):
+                    mine.setdefault(group.ranks, {})[name] = SliceSizes.of(name, group, settings)
+                    keeps |= {name} if matrix_states(self._rule, shape, settings) else set()
+        told: dict[str, list[SliceSizes]] = {}
+        for ranks, sizes in mine.items():
+            told |= tell_sizes(sizes, ranks.tensor_groups[0])
+        for name, slices in told.items():
+            if len(set(slices)) > 1 and name in keeps:
+                raise ZeroOptimizerError(
+                    f"{name}: got slices of the shapes {[one.shape for one in slices]} on the tensor-parallel ranks,"
+                    f" expected equal ones for {type(self._inner).__name__}, whose states of whole matrices are divided"
+                    " by them; pad the tensor, use Muon, or give it a group with use_muon=False"
+                )
+        return told
 
     @classmethod
     def of(cls, inner: Any, runtime: Runtime, masters: Masters, numbers: Mapping[int, int]) -> MatrixStep | None:

@@ -20,7 +20,6 @@ import torch
 from dsx_comm import RankSet
 from dsx_core.device import Device
 
-from ..errors import ZeroOptimizerError
 from ..params.flat import FlatGroup
 from ..plan.layout import FlatLayout
 from ..plan.matrices import Matrix, Piece, Round, rounds_of
@@ -149,8 +148,6 @@ class Exchange:
         )
         self._keeps = stateful(rule)
         self._results = 2 if self._keeps is not None and self._keeps.feeds_back else 1
-        if sizes := {tensor.name: tensor.shape for tensor in tensors if tensor.cut is not None}:
-            _check_alike(sizes, ranks.tensor_groups[0])
         self._planned: tuple[tuple[bool, ...], _Plan] | None = None
 
     def run(self, *, mine: bool = True) -> None:
@@ -256,17 +253,20 @@ class Exchange:
             return []
         pieces, kept = [one.piece for one in plan.sent.get(place, ())], self._inner.state[master.tensor]
         matrices, cut = [plan.matrices[piece.matrix] for piece in pieces], self._tensors[place].cut
-        shapes = [self._states(one.shape if cut is None else cut.matrix, settings) for one in matrices]
-        for number, key in enumerate(shapes[0] if shapes else ()):
+        shapes = [
+            [self._states(matrix, settings) for matrix in ((one.shape,) if cut is None else cut.matrices)]
+            for one in matrices
+        ]
+        for number, key in enumerate(shapes[0][0] if shapes else ()):
             if key not in kept:
                 kept[key] = torch.cat([
                     _initial(
-                        self._keeps, key, of[key], [one.before[number] + edge for edge in piece.states[number]],
-                        settings, master.tensor.device
+                        self._keeps, key, [one[key] for one in of],
+                        [one.before[number] + edge for edge in piece.states[number]], settings, master.tensor.device
                     )
                     for piece, one, of in zip(pieces, matrices, shapes)
                 ])  # fmt: skip
-        return [kept[key] for key in (shapes[0] if shapes else ())]
+        return [kept[key] for key in (shapes[0][0] if shapes else ())]
 
     def _send(self, around: Round, message: _Message, *, back: bool) -> None:
         """Start the all-to-all of a round, to the owners or `back`."""
@@ -316,14 +316,11 @@ class Exchange:
     def _compute_sliced(self, sliced: Sequence[tuple[Slice, list[tuple[torch.Tensor, ...]], TensorOfMatrices]]) -> None:
         def of_whole(number: int, whole: torch.Tensor, states: list[torch.Tensor]) -> list[torch.Tensor]:
             one, _, tensor = sliced[number]
-            settings = self._inner.param_groups[tensor.number]
-            shapes = self._states(one.cut.matrix, settings)
-            found = []
-            for place, part in enumerate(whole.split(one.cut.matrix[0])):
-                views = {
-                    key: state[place * prod(shape) : (place + 1) * prod(shape)].view(shape)
-                    for state, (key, shape) in zip(states, shapes.items())
-                }
+            settings, found, rest = self._inner.param_groups[tensor.number], [], states
+            for matrix, part in zip(one.cut.matrices, whole.split([rows for rows, _ in one.cut.matrices])):
+                shapes = self._states(matrix, settings)
+                views = {key: state[: prod(shape)].view(shape) for state, (key, shape) in zip(rest, shapes.items())}
+                rest = [state[prod(shape) :] for state, shape in zip(rest, shapes.values())]
                 found.append(self._results_of(part, settings, views))
             return [torch.cat(list(results)) for results in zip(*found)]
 
@@ -344,11 +341,9 @@ class Exchange:
             values, found = master.tensor.detach().view(-1), plan.sent.get(place, ())
             parts = [one.returned(messages[one.number].unpacked) for one in found]
             update, start = torch.cat([part[0] for part in parts]).to(values.device), 0
-            shapes = [
-                plan.matrices[one.piece.matrix].shape if tensor.cut is None else tensor.cut.matrix for one in found
-            ]
-            for shape, same in groupby(zip(shapes, parts), key=lambda pair: pair[0]):
-                stop = start + sum(part[0].numel() for _, part in same)
+            runs = [run for one in found for run in _runs(one.piece, plan.matrices[one.piece.matrix], tensor.cut)]
+            for shape, same in groupby(runs, key=lambda run: run[1]):
+                stop = start + sum(count for count, _ in same)
                 self._rule.apply(values[start:stop], update[start:stop], shape, settings)
                 start = stop
             if self._keeps is None:
@@ -361,14 +356,35 @@ class Exchange:
                 foreach_copy_(list(state.view(-1).split([part.numel() for part in ranges])), ranges)
 
 
+def _runs(piece: Piece, matrix: Matrix, cut: Cut | None) -> Sequence[tuple[int, tuple[int, int]]]:
+    """The elements of a piece as runs: (elements, shape of the matrix that the rule sees)."""
+    if cut is None:
+        return [(piece.numel, matrix.shape)]
+    return list(cut.shapes_of(piece.start - matrix.start, piece.stop - matrix.start))
+
+
 def _initial(
-    rule: StatefulRule, key: str, shape: tuple[int, ...], edges: Sequence[int], settings: Settings, device: torch.device
+    rule: StatefulRule,
+    key: str,
+    shapes: Sequence[tuple[int, ...]],
+    edges: Sequence[int],
+    settings: Settings,
+    device: torch.device,
 ) -> torch.Tensor:
-    """Elements of a state of alike matrices before the first step, one behind the other, 1-D."""
-    (first, last), each = edges, prod(shape)
-    numbers = range(first // each, max(first // each + 1, -(-last // each)))
-    parts = [(max(first - number * each, 0), min(last - number * each, each)) for number in numbers]
-    return torch.cat([rule.initial_state(key, shape, *part, settings, device) for part in parts])
+    """Elements of a state of matrices before the first step, one matrix behind the other, 1-D. `shapes`: of the state
+    of each of the matrices, the first again behind the last.
+    """
+    (first, last), around = edges, sum(map(prod, shapes))
+    start, parts = (first // around if around else 0) * around, []
+    while start < last or not parts:
+        for shape in shapes:
+            begin, end = (min(max(edge - start, 0), prod(shape)) for edge in (first, last))
+            if begin < end or not parts:
+                parts.append(rule.initial_state(key, shape, begin, end, settings, device))
+            start += prod(shape)
+        if not around:
+            break
+    return torch.cat(parts)
 
 
 def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -377,15 +393,3 @@ def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _write(pieces: Sequence[torch.Tensor], update: torch.Tensor) -> None:
     foreach_copy_(pieces, update.reshape(-1).split([piece.numel() for piece in pieces]))
-
-
-def _check_alike(shapes: Mapping[str, tuple[int, ...]], group: Any) -> None:
-    """Raises ZeroOptimizerError if the slices of a tensor have other shapes on other ranks (collective)."""
-    everyone: list[dict[str, tuple[int, ...]]] = [{}] * dsx_comm.get_world_size(group)
-    dsx_comm.all_gather_object(everyone, dict(shapes), group=group)
-    for name in dict.fromkeys(name for found in everyone for name in found):
-        if len({found.get(name) for found in everyone}) > 1:
-            raise ZeroOptimizerError(
-                f"{name}: got slices of the shapes {[found.get(name) for found in everyone]} on the tensor-parallel"
-                " ranks, expected one shape, in groups for Muon on all of them"
-            )

@@ -35,7 +35,7 @@ from .masters import Master
 from .matrix_rules import matrix_rule, stateful
 from .sliced_matrices import states_of_tensor
 
-__all__ = ["OptimizerStates", "Visit", "is_container", "without_containers"]
+__all__ = ["Form", "OptimizerStates", "Visit", "forms_of", "is_container", "with_containers", "without_containers"]
 
 
 def _there(home: Home) -> torch.Tensor:
@@ -63,6 +63,58 @@ def _is_coded(value: Any) -> bool:
 
 def _values(value: Any) -> Any:
     return value.dequantize() if _is_coded(value) else value
+
+
+@dataclass(frozen=True)
+class Form:
+    """A list, a tuple or a dictionary of states without its tensors. `constants`: what is neither tensor nor number in
+    it (an empty list, a text), by its place.
+    """
+
+    empty: Any
+    constants: Mapping[str, Any]
+
+
+def forms_of(state: Mapping[str, Any]) -> dict[str, Form]:
+    """The forms of the containers among the states. Objects with attributes are left out: what they hold is saved by
+    its place.
+    """
+    found = {key: value for key, value in state.items() if is_container(value) and _is_plain(value)}
+    return {key: Form(_form_of(value), dict(_constants(key, value))) for key, value in found.items()}
+
+
+def _constants(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, (list, tuple, dict)) and value:
+        for name, one in _members(value).items():
+            yield from _constants(f"{key}.{name}", one)
+    elif not isinstance(value, (torch.Tensor, int, float)) or isinstance(value, bool):
+        yield key, value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple, dict)):
+        return not hasattr(value, "_fields") and all(_is_plain(one) for one in _members(value).values())
+    return value is None or isinstance(value, (torch.Tensor, int, float, str))
+
+
+def _form_of(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _form_of(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)([_form_of(one) for one in value])
+    return None if isinstance(value, torch.Tensor) else value
+
+
+def with_containers(state: Mapping[str, Any], containers: Mapping[str, Any]) -> dict[str, Any]:
+    """The reverse of `without_containers`: what a name says to lie in one of the containers lies in a copy of it."""
+    found = {key: copy.deepcopy(container) for key, container in containers.items()}
+    for key, value in state.items():
+        name, _, path = key.partition(".")
+        if path and name in found:
+            found[name] = _with(found[name], path.split("."), value)
+        else:
+            found[key] = value
+    return found
 
 
 def is_container(value: Any) -> bool:
