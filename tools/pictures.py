@@ -122,10 +122,7 @@ def memory_by_phase() -> str:
         llama, config, world_size=8, machine="H100-SXM", sequence=1024, changes=False,
         generator=Generator(tokens=1 << 17, ranks=2),
     )  # fmt: skip
-    bars = [
-        Bar(name, {{"masters": "master"}.get(kind, kind): nbytes for kind, nbytes in found.phases[name].items()})
-        for name in ("train", "sleep", "push", "generate")
-    ]
+    bars = [Bar(name, found.phases[name]) for name in ("train", "sleep", "push", "generate")]
     return step_picture("Planned memory of a device by phase: 0.5 B parameters, stage 3 on eight H100", bars, [])
 
 

@@ -32,6 +32,14 @@ def test_bars_share_a_scale_and_lanes_an_axis():
     assert step[1] - forward[1] == pytest.approx(3 * forward[2], rel=1e-2) and forward[3] == "forward, 1000.000 ms"
 
 
+def test_a_class_has_one_name_by_whatever_name_a_recorder_or_the_planner_calls_it():
+    recorded = {"params": 1, "master": 2, "grads": 3, "optimizer": 4, "model buffers": 5}
+    planned = {"parameters": 1, "masters": 2, "gradients": 3, "states": 4, "buffers": 5}
+    left, right = (shapes(step_picture("t", [Bar("x", parts)], [])) for parts in (recorded, planned))
+    assert left == right and not any("workspace" in one[3] for one in left)
+    assert [one[3] for one in left][1] == "master: 2 bytes"
+
+
 def test_a_generator_has_colours_of_its_own_in_pictures_that_have_one():
     picture = step_picture("t", [Bar("push", {"params": 1, "generator": 2, "keys and values": 3})], [])
     assert [one[0] for one in shapes(picture)] == ["forward", "generator", "cache"]

@@ -95,6 +95,7 @@ class BaseEngineCtx:
     def __init__(self, engine, mode, **options):
         self.engine, self.mode = engine, mode
         self.disable_auto_offload = options.pop("disable_auto_offload", False)
+        self.zero_grad_on_exit = options.pop("zero_grad_on_exit", True)
 
     def _switch(self, device, leaving):
         if self.disable_auto_offload:
@@ -149,6 +150,20 @@ class FSDPEngineWithLMHead(BaseEngine):
         return loss, {"model_output": {"log_probs": scores.detach()}, "loss": loss.item(), "metrics": {}}
 
 
+class Ulysses:
+    """verl's attention asks here for the ranks with which it exchanges heads."""
+
+    group = None
+
+    @classmethod
+    def get_ulysses_sequence_parallel_group(cls):
+        return cls.group
+
+    @classmethod
+    def set_ulysses_sequence_parallel_group(cls, group):
+        cls.group = group
+
+
 def prepare_micro_batches(data, dp_group=None, same_micro_num_in_dp=True):
     rest = {key: value for key, value in data.items() if not isinstance(value, torch.Tensor)}
     rows = zip(data["input_ids"].split(data["micro"]), data["loss_mask"].split(data["micro"]))
@@ -157,7 +172,9 @@ def prepare_micro_batches(data, dp_group=None, same_micro_num_in_dp=True):
 
 def postprocess_batch_func(output_lst, indices, data):
     return {
-        "model_output": {"log_probs": torch.cat([one["model_output"]["log_probs"] for one in output_lst])},
+        "model_output": {"log_probs": torch.cat([o["model_output"]["log_probs"] for o in output_lst])}
+        if "model_output" in output_lst[0]
+        else {},
         "loss": [one["loss"] for one in output_lst],
         "metrics": {},
     }
@@ -171,7 +188,13 @@ def stand_in():
         "verl.utils.device": {"get_device_name": lambda: "cuda"},
         "verl.utils.torch_dtypes": {"PrecisionType": SimpleNamespace(to_dtype={"bf16": torch.bfloat16}.get)},
         "verl.workers.config.engine": {"EngineConfig": EngineConfig, "FSDPEngineConfig": FSDPEngineConfig},
-        "verl.utils": {"tensordict_utils": SimpleNamespace(assign_non_tensor=lambda data, **more: data.update(more))},
+        "verl.utils": {
+            "tensordict_utils": SimpleNamespace(
+                assign_non_tensor=lambda data, **more: data.update(more),
+                get_non_tensor_data=lambda data, key, default: data.get(key, default),
+            ),
+            "ulysses": Ulysses,
+        },
         "verl.workers": {},
         "verl.workers.config": {},
         "verl.workers.config.optimizer": {
@@ -310,3 +333,34 @@ def test_verls_calls_train_as_plain_torch_and_export_the_weights(stage, offload,
             torch.testing.assert_close(one[3], other[3], rtol=1e-5, atol=1e-6)
         for name, value in weights.items():
             torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-6)
+
+
+def in_groups(rank, world):
+    with stand_in():
+        import dsx.integrations.verl
+
+        config = dsx.integrations.verl.DSXEngineConfig()
+        config.ulysses_sequence_parallel_size = world
+        kind = EngineRegistry.engines["language_model", "dsx", "cpu"]
+        engine = kind(SimpleNamespace(lora_rank=0), config, SimpleNamespace(lr=1e-2, clip_grad=0.5), None)
+        engine.initialize()
+        assert (engine.get_data_parallel_rank(), engine.get_data_parallel_size()) == (0, 1)
+        assert engine.is_mp_src_rank_with_outputs() == (rank == 0)
+        for enter in (engine.train_mode, engine.eval_mode):
+            with enter():
+                assert dist.get_process_group_ranks(Ulysses.group) == list(range(world))
+            assert Ulysses.group is None
+        norms = []
+        for keep in (True, False):
+            with engine.train_mode(zero_grad_on_exit=not keep):
+                batch = Batch(data(0, 0), return_model_output=keep)
+                output = engine.forward_backward_batch(batch, None)
+            assert ("log_probs" in output["model_output"]) == keep
+            with engine.train_mode():
+                norms.append(engine.optimizer_step())
+        return norms
+
+
+def test_a_mode_tells_verls_attention_its_ranks_and_keeps_gradients_if_asked():
+    for kept, left in run_ranks(in_groups, 2):
+        assert kept > 0 and left == 0

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from typing import Any
 
 import dsx_comm
+import torch
 from dsx.config import load_config
 from dsx.elasticity.api import settings_of
 from dsx.precision import dtype
@@ -20,9 +22,25 @@ from dsx.precision import dtype
 from .settings import client_config
 from .values import DEEPSPEED_OPTIMIZERS
 
-__all__ = ["CONFIG_ATTRIBUTES", "ENGINE_METHODS", "DeepSpeedConfig", "ElasticityConfig", "value_of"]
+__all__ = [
+    "CONFIG_ATTRIBUTES",
+    "ENGINE_METHODS",
+    "DeepSpeedConfig",
+    "ElasticityConfig",
+    "autocast_if_enabled",
+    "value_of",
+]
 
 Where = str | Callable[[Any], Any]
+
+
+def autocast_if_enabled(engine: Any) -> AbstractContextManager[Any]:
+    """The context in which an engine with `torch_autocast` computes; without it one that does nothing. For losses that
+    a program computes outside of the engine's forward.
+    """
+    if not engine.torch_autocast_enabled():
+        return nullcontext()
+    return torch.autocast(device_type=torch.device(engine.device).type, dtype=engine.torch_autocast_dtype())
 
 
 def value_of(config: Any, where: Where) -> Any:

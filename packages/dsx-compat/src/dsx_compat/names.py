@@ -317,6 +317,7 @@ MODULES: dict[str, dict[str, str]] = {
     "deepspeed.runtime.engine": {
         **_ENGINE,
         **_of("dsx_compat.values", "ADAM_OPTIMIZER LAMB_OPTIMIZER MUON_OPTIMIZER"),
+        **_of("dsx_compat.getters", "autocast_if_enabled"),
     },
     "deepspeed.runtime.fp16": {},
     "deepspeed.runtime.fp16.fused_optimizer": {"FP16_Optimizer": "dsx_zero:ZeroOptimizer"},
@@ -397,7 +398,10 @@ MODULES: dict[str, dict[str, str]] = {
     "deepspeed.utils.module_utils": _RECURSIVE,
     "deepspeed.utils.nvtx": _NVTX,
     "deepspeed.utils.tensor_fragment": _FRAGMENTS,
-    "deepspeed.utils.timer": _of("dsx_monitor", "ThroughputTimer"),
+    "deepspeed.utils.timer": {
+        **_of("dsx_monitor", "ThroughputTimer"),
+        **_of("dsx_compat.timer", "SynchronizedWallClockTimer"),
+    },
     "deepspeed.utils.torch": _of("dsx_compat.values", "required_torch_version"),
     "deepspeed.utils.z3_leaf_module": _Z3_LEAF,
     "deepspeed.utils.zero_to_fp32": _ZERO_TO_FP32,

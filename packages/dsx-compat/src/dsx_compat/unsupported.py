@@ -88,9 +88,6 @@ UNSUPPORTED: dict[str, dict[str, str]] = {
         "UlyssesAttention": "use deepspeed.sequence.layer.DistributedAttention, or dsx_activations.UlyssesAttention",
     },
     "deepspeed.ops.adam": {"ZenFlowCPUAdam": "ZenFlow is not available; use offload_optimizer with DeepSpeedCPUAdam"},
-    "deepspeed.utils.timer": {
-        "SynchronizedWallClockTimer": "use dsx_monitor.WallClock, or wall_clock_breakdown in the configuration"
-    },
 }
 
 UNSUPPORTED_MODULES: dict[str, str] = {

@@ -48,8 +48,9 @@ _CLASSES = {
     "activations": "backward", "workspace": "gather",
     "generator": "generator", "keys and values": "cache",
 }  # fmt: skip
-_SAME = {"params": "parameters", "grads": "gradients", "optimizer": "states", "model buffers": "buffers",
-         "inputs": "buffers"}  # fmt: skip
+_SAME = {"params": "parameters", "masters": "master", "grads": "gradients", "optimizer": "states",
+         "model buffers": "buffers", "inputs": "buffers"}  # fmt: skip
+"""The names that engines and the planner give to classes of this picture."""
 _PHASES = ("forward", "backward", "step")
 _STYLE = """<style>
 text{{font:13px system-ui,sans-serif;fill:#222}} .axis{{stroke:#999}} .lane{{fill:#f1f3f5}}

@@ -22,7 +22,7 @@ import dsx_zero
 import torch
 import torch.distributed as dist
 from dsx_core.device import Device
-from verl.utils import tensordict_utils  # pyright: ignore[reportMissingImports]
+from verl.utils import tensordict_utils, ulysses  # pyright: ignore[reportMissingImports]
 from verl.utils.device import get_device_name  # pyright: ignore[reportMissingImports]
 from verl.workers.config.engine import EngineConfig, FSDPEngineConfig  # pyright: ignore[reportMissingImports]
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry  # pyright: ignore[reportMissingImports]
@@ -36,19 +36,13 @@ from verl.workers.engine.utils import (  # pyright: ignore[reportMissingImports]
     prepare_micro_batches,
 )
 
+from .verl_loading import LoadingRanks, divided_module
+
 __all__ = ["DSXEngine", "DSXEngineConfig", "DSXEngineWithLMHead", "DSXEngineWithValueHead"]
 
 _MODEL = ("lp_params",)
 _OPTIMIZER = ("optim_states", "hp_params")
 _GRADIENTS = ("lp_grads", "contiguous_grad_buffer")
-
-
-class _WholeOnEachRank:
-    """In the place of FSDP's mesh, which verl asks what ranks load weights: all do, and keep their shards."""
-
-    def get_coordinate(self) -> tuple[int, ...]:
-        """The place of a rank that loads."""
-        return (0,)
 
 
 def _compute_dtype(config: Any) -> torch.dtype:
@@ -63,7 +57,7 @@ class DSXEngineConfig(FSDPEngineConfig):
     """verl's configuration of an FSDP engine for this one (`_target_: dsx.integrations.verl.DSXEngineConfig`).
 
     Attributes:
-        dsx: a section `zero_optimization`; empty: stage 3.
+        dsx: a section `zero_optimization`; without a stage: stage 3.
     """
 
     strategy: str = "dsx"
@@ -92,7 +86,7 @@ class DSXEngine(BaseEngine):
 
     def _init_device_mesh(self) -> None:
         """Ranks with the same part of other sequences (data), and with other parts of the same ones (Ulysses)."""
-        self.device_mesh = _WholeOnEachRank()
+        self.device_mesh = LoadingRanks()
         self.ulysses_device_mesh = self.ulysses_parallel_group = None
         self.ulysses_sequence_parallel_size = getattr(self.engine_config, "ulysses_sequence_parallel_size", 1)
         self.use_ulysses_sp = self.ulysses_sequence_parallel_size > 1
@@ -140,18 +134,24 @@ class DSXEngine(BaseEngine):
     # - building ------------------------------------------------------------------------------------------------------
 
     def build_module(self) -> torch.nn.Module:
-        """The model before it is sharded, with adapters if there are any: verl's own."""
-        module = self._build_module()
+        """The model before it is sharded, with adapters if there are any: verl's own. At stage 3 each rank reads only
+        its part of the files, where `divided_module` can.
+        """
+        module = (divided_module(self) if self._section["stage"] == 3 else None) or self._build_module()
         return self._build_lora_module(module) if self._is_lora else module
+
+    @property
+    def _section(self) -> dict[str, Any]:
+        """The section `zero_optimization`."""
+        return {"stage": 3, **(getattr(self.engine_config, "dsx", None) or {})}
 
     def initialize(self) -> None:
         """Build, shard, and move to host memory what the configuration wants there (collective)."""
-        config = dict(getattr(self.engine_config, "dsx", None) or {"stage": 3})
         trains = not getattr(self.engine_config, "forward_only", False)
         self.module, self.shards = dsx_zero.shard(
             self.build_module(),
             (lambda members: self._build_optimizer_of(members)) if trains else None,
-            config=config,
+            config=self._section,
             device=self._device(),
             precision=dsx_zero.Precision(check_overflow=True),
         )
@@ -222,6 +222,7 @@ class DSXEngine(BaseEngine):
             data=data, dp_group=self.get_data_parallel_group(), same_micro_num_in_dp=True
         )
         outputs = []
+        keeps = forward_only or tensordict_utils.get_non_tensor_data(data, "return_model_output", False)
         for number, batch in enumerate(batches, 1):
             with ExitStack() as around:
                 around.enter_context(torch.no_grad() if forward_only else nullcontext())
@@ -230,6 +231,8 @@ class DSXEngine(BaseEngine):
                 loss, output = self.forward_step(batch, loss_function=loss_function, forward_only=forward_only)
                 if not forward_only:
                     loss.backward()
+            if not keeps:
+                output.pop("model_output", None)
             outputs.append(output)
         return postprocess_batch_func(output_lst=outputs, indices=indices, data=data)
 
@@ -356,7 +359,7 @@ def _plain(value: Any) -> bool:
 
 
 class _Mode(BaseEngineCtx):
-    """verl's context of a phase: it moves states, and sets the module's mode."""
+    """verl's context of a phase: it moves states, and sets the module's mode and the group of verl's attention."""
 
     def __init__(self, engine: DSXEngine, mode: str, **options: Any) -> None:
         super().__init__(engine=engine, mode=mode, **options)
@@ -367,10 +370,13 @@ class _Mode(BaseEngineCtx):
             super().__enter__()
         finally:
             self.engine._entering = False
+        self._outer = ulysses.get_ulysses_sequence_parallel_group()
+        ulysses.set_ulysses_sequence_parallel_group(self.engine.ulysses_parallel_group)
         self.engine.module.train(self.mode == "train")
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
-        if self.mode == "train":
+        ulysses.set_ulysses_sequence_parallel_group(self._outer)
+        if self.mode == "train" and (self.zero_grad_on_exit or kind is not None):
             self.engine.optimizer_zero_grad()
         self.engine.shards.free_gathered()
         super().__exit__(kind, value, trace)
