@@ -66,6 +66,7 @@ BUDGETS = [
     Budget("activations-alone", 1, 0),
     Budget("activations-under-ddp", 2, 0),
     Budget("activations-under-fsdp", 2, 0),
+    Budget("sequences-by-heads", 2, 0),
     Budget("sequences-in-a-ring", 2, 0),
     Budget("sequences-with-attention-on-host", 2, 0),
     Budget("sequences-in-host-chunks", 1, 0),

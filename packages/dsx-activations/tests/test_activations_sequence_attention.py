@@ -254,11 +254,13 @@ def test_mistakes_are_named():
             sequence_attention(q, q, q, **given)
 
 
-def differing(rank, world):
+def differing(rank, world, what):
     q = torch.randn(1, 2, 4, 4)
-    sequence_attention(q, q, q, length=8, window=4 + rank)
+    given = {"window": {"window": 4 + rank}, "seed": {"dropout_p": 0.5, "seed": 7 + rank}}[what]
+    sequence_attention(q, q, q, length=8, **given)
 
 
-def test_ranks_with_different_windows_are_named():
-    with pytest.raises(RankError, match=r"the ranks differ in .*window"):
-        run_ranks(differing, 2)
+@pytest.mark.parametrize("what", ["window", "seed"])
+def test_ranks_with_different_windows_or_seeds_of_dropout_are_named(what):
+    with pytest.raises(RankError, match=rf"the ranks differ in .*{what}"):
+        run_ranks(differing, 2, what)

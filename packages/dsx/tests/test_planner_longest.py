@@ -95,12 +95,12 @@ def test_what_waits_in_host_memory_is_planned_there(ranks):
         )  # fmt: skip
         return found.peak["device"], found.peak.get("host", 0)
 
-    stays = {"activation_checkpointing": {"cpu_checkpointing": False}}  # said: without it an earlier plan's holds
-    kept, on_host = peaks(**stays), peaks(activation_checkpointing={"cpu_checkpointing": True})
+    on_host, kept = peaks(activation_checkpointing={"cpu_checkpointing": True}), peaks()  # no plan heeds an earlier one
+    assert not dsx_activations.is_configured()
     assert on_host[1] - kept[1] == 2 * one  # of two blocks
     assert on_host[0] <= kept[0]
     if ranks == 2:  # one process alone has no attention over ranks, so no chunks of it
-        chunked = peaks(sequence_parallel={"host_chunks": 8}, **stays)
+        chunked = peaks(sequence_parallel={"host_chunks": 8})
         assert chunked[1] - kept[1] >= length // ranks * SIZE * 4 * (2 * HEADS + 2 * KEYS)  # of one block at least
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import dsx_comm
@@ -33,6 +34,7 @@ __all__ = [
     "partition_activations_in_checkpoint",
     "reset",
     "set_num_layers",
+    "settings_apart",
     "use_count",
 ]
 
@@ -98,6 +100,20 @@ _STATE = State()
 def current() -> State:
     """The state of this process."""
     return _STATE
+
+
+@contextmanager
+def settings_apart() -> Iterator[None]:
+    """Inside the block checkpoints have settings of their own, which begin as the defaults; behind it those of before
+    are in force again. For engines that are built to be looked at (plans). Random streams are not set apart.
+    """
+    state = current()
+    before = dict(vars(state))
+    vars(state).update({**vars(State()), "rng": state.rng})
+    try:
+        yield
+    finally:
+        vars(state).update(before)
 
 
 def configure(

@@ -14,6 +14,7 @@ from typing import Any
 
 import dsx_comm
 import torch
+from dsx_activations.configured import settings_apart
 from dsx_zero import ZeroOptimizer
 from torch import nn
 
@@ -141,6 +142,7 @@ def replay(question: Question) -> Replay:
             " dsx.initialize, in a process of its own (`dsx plan`), or behind dsx_comm.destroy_process_group()"
         )
     with contextlib.ExitStack() as stack:
+        stack.enter_context(settings_apart())
         stack.enter_context(quiet())
         stack.enter_context(address_space())
         stack.enter_context(

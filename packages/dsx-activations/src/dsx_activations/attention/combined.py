@@ -24,7 +24,7 @@ from .ring import attend_around
 from .ulysses import attend_by_heads
 from .visible import Dropout, Visible, check_visible
 
-__all__ = ["KERNELS", "gather_documents", "sequence_attention"]
+__all__ = ["KERNELS", "gather_documents", "gather_sequence", "sequence_attention"]
 
 KERNELS = ("auto", "sdpa", "flex", "pieces")
 
@@ -93,7 +93,10 @@ def sequence_attention(
     check_visible(name, window, dropout_p)
     if not callable(kernel) and kernel not in KERNELS:
         raise ActivationArgumentError(f"{name}: kernel: got {kernel!r}, expected {', '.join(KERNELS)} or a function")
-    further = window or 0, math.ceil(dropout_p * 2**31), int(documents is not None)
+    further = {
+        "window": window or 0, "dropout": math.ceil(dropout_p * 2**31), "documents": int(documents is not None),
+        "seed": -1 if seed is None or not dropout_p else int(seed) % 2**63,
+    }  # fmt: skip
     facts = Facts.of(name, q, k, v, group, order, length, further)
     if softcap is not None and not softcap > 0:
         raise ActivationArgumentError(f"{name}: softcap: got {softcap!r}, expected a number above 0, or None")
@@ -159,10 +162,16 @@ def gather_documents(
     Returns:
         (batch, length).
     """
-    rank, size = place_in(group)
+    size = place_in(group)[1]
     whole = documents.shape[1] * size if length is None else length
-    segments = tuple(sequence_segments(whole, size, one, order) for one in range(size))
-    return _gathered(documents, segments, rank, whole, group)
+    return gather_sequence(documents, group, order=order, length=whole)
+
+
+def gather_sequence(part: torch.Tensor, group: Any = None, *, order: str, length: int) -> torch.Tensor:
+    """(batch, tokens, ...) of this rank's tokens -> (batch, length, ...) of all. Collective, without gradients."""
+    rank, size = place_in(group)
+    segments = tuple(sequence_segments(length, size, one, order) for one in range(size))
+    return _gathered(part, segments, rank, length, group)
 
 
 def _gathered(
@@ -170,13 +179,13 @@ def _gathered(
 ) -> torch.Tensor:
     if len(segments) == 1:
         return documents
-    batch, tokens = documents.shape
+    batch, tokens, *rest = documents.shape
     most = max(sum(b - f for f, b in of_rank) for of_rank in segments)
-    mine = documents.new_full((batch, most), -1)
+    mine = documents.new_zeros(batch, most, *rest)
     mine[:, :tokens] = documents
-    found = mine.new_empty(len(segments), batch, most)
+    found = mine.new_empty(len(segments), batch, most, *rest)
     dsx_comm.all_gather_into_tensor(found, mine, group=group)
-    whole = documents.new_empty(batch, length)
+    whole = documents.new_empty(batch, length, *rest)
     for of_rank, part in zip(segments, found):
         begin = 0
         for first, behind in of_rank:

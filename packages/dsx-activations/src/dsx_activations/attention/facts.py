@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -55,9 +55,9 @@ class Facts:
         group: Any,
         order: str,
         length: int | None,
-        further: tuple[int, ...] = (),
+        further: Mapping[str, int] | None = None,
     ) -> Facts:
-        """Check the arguments of a call. `further` are numbers that must be the same on all ranks, too.
+        """Check the arguments of a call. `further` are numbers by name that must be the same on all ranks, too.
 
         Raises:
             ActivationArgumentError: shapes, dtypes or numbers of heads do not fit, or the ranks differ in them.
@@ -68,7 +68,8 @@ class Facts:
         if order not in ORDERS:
             raise ActivationArgumentError(f"{name}: order: got {order!r}, expected {' or '.join(ORDERS)}")
         whole = tokens * size if length is None else length
-        _compare(name, group, rank, size, (q, k, v), (whole, ORDERS.index(order), *further), always=length is None)
+        same = {"length": whole, "order": ORDERS.index(order), **(further or {})}
+        _compare(name, group, rank, size, (q, k, v), same, always=length is None)
         segments = tuple(sequence_segments(whole, size, one, order) for one in range(size))
         found = cls(group, rank, size, segments, whole, tuple(range(size)), size)
         if found.tokens_of(rank) != tokens:
@@ -145,8 +146,9 @@ def _check_tensors(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor)
 
 
 def _compare(
-    name: str, group: Any, rank: int, size: int, tensors: tuple[torch.Tensor, ...], rest: Any, *, always: bool
-) -> None:
+    name: str, group: Any, rank: int, size: int, tensors: tuple[torch.Tensor, ...], same: Mapping[str, int], *,
+    always: bool,
+) -> None:  # fmt: skip
     """Compare a call over the ranks of its group: ranks that differ would wait for each other, or mix tokens."""
     if size == 1:
         return
@@ -155,14 +157,14 @@ def _compare(
         return
     _compared[key] += 1
     heads = [tensors[0].shape[0], *(t.shape[1] for t in tensors[:2]), *(t.shape[3] for t in tensors[1:])]
-    mine = torch.tensor([*heads, *rest, tensors[0].element_size()], device=tensors[0].device)
+    mine = torch.tensor([*heads, *same.values(), tensors[0].element_size()], device=tensors[0].device)
     found = mine.new_empty(size * mine.numel())
     dsx_comm.all_gather_into_tensor(found, mine, group=group)
     rows = found.view(size, -1).tolist()
     differing = [one for one in range(size) if rows[one] != rows[rank]]
     if differing:
-        names = "batch, heads of queries, heads of keys, features of keys, features of values, length, order, "
-        names += "window, dropout, documents, bytes" if len(rest) > 2 else "bytes"
+        names = "batch, heads of queries, heads of keys, features of keys, features of values, "
+        names += ", ".join([*same, "bytes"])
         raise ActivationArgumentError(
             f"{name}: the ranks differ in ({names}): rank {rank} has {rows[rank]}, rank {differing[0]} has"
             f" {rows[differing[0]]}; expected the same; pad or cut the sequences alike, and give length= where a"

@@ -167,6 +167,30 @@ class SequenceParallel:
         """A forward of the model begins."""
         self._now = self.take_described() if described is None else described
 
+    def begin_whole(self, length: int) -> None:
+        """All tokens of the forward that goes on are there, and are about to be cut.
+
+        Raises:
+            ActivationArgumentError: another length was said, or the sequence is shorter than the group.
+        """
+        sequence_segments(length, self.size, self.rank, self.order)
+        if self._now.length not in (None, length):
+            raise ActivationArgumentError(
+                f"sequence_parallel: {self._name}: got {length} tokens, expected the length that was given,"
+                f" {self._now.length}"
+            )
+        self._now = replace(self._now, length=length)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the whole sequence of this forward; 0 before they are known."""
+        return self._now.length or 0
+
+    @property
+    def documents(self) -> torch.Tensor | None:
+        """Document numbers of this forward's whole sequence, if there are any."""
+        return self._now.documents
+
     def end(self, output: Any) -> None:
         """A forward of the model has ended: its backward recomputes with what it was told of its tokens."""
         if self.stages is None:

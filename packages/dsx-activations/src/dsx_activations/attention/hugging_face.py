@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import inspect
 import sys
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from dsx_core.modules import CALL, AroundCall, CallingHook
 from torch import nn
 
 from ..errors import ActivationArgumentError
 from .combined import gather_documents
 from .handle import Described, SequenceParallel, add_hooks
+from .whole_inputs import blocks_of, convert_blocks, cut_inputs, same_on_all_ranks, text_model_of
 
 __all__ = ["convert", "model_in"]
 
@@ -55,13 +58,77 @@ def convert(model: Any, parallel: SequenceParallel) -> None:
             f"sequence_parallel: {name} attends in chunks of {config.attention_chunk_size} tokens, which sequence"
             " attention does not know; set config.attention_chunk_size to None"
         )
+    blocks = None
     if not model.config.is_encoder_decoder and model.main_input_name != "input_ids":
-        raise ActivationArgumentError(
-            f"sequence_parallel: {name} takes {model.main_input_name}, which are not tokens that can be cut before it;"
-            " convert the part of it that takes hidden states, with tokens that you cut there"
-        )
+        blocks = blocks_of(model)
+    text = text_model_of(model) if blocks is None else None
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
+    _use_our_name(model if text is None else text, name, parallel)
+    if blocks is not None:
+        convert_blocks(model, blocks, parallel)
+        return
+    if text is not None:
+        compared, signature = same_on_all_ranks(parallel), inspect.signature(model.forward)
+        check = model.register_forward_pre_hook(
+            CallingHook(partial(_check_whole, signature, compared, parallel)), with_kwargs=True
+        )
+        parallel.call_at_the_end(check.remove)
+        _tell(text, parallel, whole=True)
+        return
+    _tell(model, parallel, whole=False)
+    result = model.register_forward_hook(CallingHook(partial(_check_result, parallel)))
+    parallel.call_at_the_end(result.remove)
+
+
+def _tell(model: Any, parallel: SequenceParallel, *, whole: bool) -> None:
+    """Tell a model of its tokens before each forward: also the one inside of it that has no head, where a program calls
+    that one by itself.
+    """
+    inside = getattr(model, model.base_model_prefix, None)
+    running: list[Any] = []
+    for part in dict.fromkeys((model, inside)):
+        if part is None or not hasattr(part, "config"):
+            continue
+        call = _Outermost(part, getattr(part, CALL, None), running)
+        setattr(part, CALL, call)
+        parallel.call_at_the_end(call.remove)
+        signature = inspect.signature(part.forward)
+
+        def before(module: nn.Module, args: Any, kwargs: Any, signature: inspect.Signature = signature) -> Any:
+            if running and running[0] is not module:
+                return None  # the model around it was told
+            return _told(module, args, kwargs, signature, parallel, whole)
+
+        add_hooks(part, parallel, before)
+
+
+class _Outermost(AroundCall):
+    """Keeps which of several modules, one inside the other, a program has called."""
+
+    def __init__(self, module: nn.Module, inner: Any, running: list[Any]) -> None:
+        super().__init__(module, inner)
+        self._running = running
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._running.append(self.module)
+        try:
+            return self.call(*args, **kwargs)
+        finally:
+            self._running.pop()
+
+    def remove(self) -> None:
+        """Put back what stood there; another package may have put its own around it since."""
+        if getattr(self.module, CALL, None) is self:
+            setattr(self.module, CALL, self.inner)
+
+
+def _use_our_name(model: Any, name: str, parallel: SequenceParallel) -> None:
+    """Let a model call attention by our name until the conversion ends.
+
+    Raises:
+        ActivationArgumentError: it does not use the attention interface for one sequence.
+    """
     before = model.config._attn_implementation
     model.set_attn_implementation(NAME)
     if model.config._attn_implementation != NAME or model.config.is_encoder_decoder:
@@ -74,22 +141,62 @@ def convert(model: Any, parallel: SequenceParallel) -> None:
     parallel.on_pause(lambda paused: model.set_attn_implementation(before if paused else NAME))
     for part in model.modules():
         _parallel_of[part] = parallel
-    signature = inspect.signature(model.forward)
-    add_hooks(model, parallel, lambda module, args, kwargs: _told(module, args, kwargs, signature, parallel))
+
+
+def _arguments(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]:
+    bound = signature.bind_partial(*args, **kwargs)
+    given = {**bound.arguments, **bound.arguments.get("kwargs", {})}
+    given.pop("kwargs", None)
+    return given
+
+
+def _check_whole(
+    signature: inspect.Signature, compared: Any, parallel: SequenceParallel, model: nn.Module, args: Any, kwargs: Any
+) -> None:
+    """Check what a model of texts and images is given: whole inputs."""
+    if parallel.is_paused:
+        return
+    given, name = _arguments(signature, args, kwargs), type(model).__name__
+    if given.get("labels") is not None and given.get("shift_labels") is None:
+        raise _unshifted(name)
+    for key in ("input_ids", "inputs_embeds"):
+        if given.get(key) is not None:
+            compared(name, given[key])
+
+
+def _check_result(parallel: SequenceParallel, model: nn.Module, args: Any, output: Any) -> None:
+    """Refuse one result for all tokens of a sample: it would be one of this rank's tokens alone."""
+    if parallel.is_paused or parallel.size == 1 or not hasattr(output, "get"):
+        return
+    logits, pooled = output.get("logits"), output.get("pooler_output")
+    if pooled is not None or (isinstance(logits, torch.Tensor) and logits.dim() < 3):
+        what, fix = "logits", "take the model without its head, and compute the loss of each token"
+        if pooled is not None:
+            what, fix = "pooler_output", "make the model with add_pooling_layer=False"
+        raise ActivationArgumentError(
+            f"sequence_parallel: {type(model).__name__} gives {what} for all tokens of a sample together, which would"
+            f" be computed from this rank's tokens alone; {fix}"
+        )
 
 
 def _told(
-    model: nn.Module, args: Any, kwargs: Any, signature: inspect.Signature, parallel: SequenceParallel
+    model: nn.Module, args: Any, kwargs: Any, signature: inspect.Signature, parallel: SequenceParallel, whole: bool
 ) -> tuple[Any, Any] | None:
-    """Arguments of a forward with positions of the whole sequence; what attention has to know is kept."""
+    """Arguments of a forward with positions of the whole sequence; what attention has to know is kept. `whole`: they
+    are those of all tokens, and are cut here.
+    """
     if parallel.is_paused:
         return None
-    bound = signature.bind_partial(*args, **kwargs)
-    given = {**bound.arguments, **bound.arguments.get("kwargs", {})}
-    name = type(model).__name__
-    tokens = next((given[key] for key in ("input_ids", "inputs_embeds") if given.get(key) is not None), None)
-    if tokens is None:
+    given, name = _arguments(signature, args, kwargs), type(model).__name__
+    if all(given.get(key) is None for key in ("input_ids", "inputs_embeds")):
         raise ActivationArgumentError(f"sequence_parallel: {name}: got no input_ids and no inputs_embeds")
+    if whole:
+        parallel.begin()
+        given, documents, length = cut_inputs(name, given, parallel), parallel.documents, parallel.length
+    else:
+        described = parallel.take_described()
+        documents, length = described.documents, described.length
+    tokens = next(given[key] for key in ("input_ids", "inputs_embeds") if given.get(key) is not None)
     batch, number = tokens.shape[:2]
     _check_labels(name, given)
     mask, positions = given.get("attention_mask"), given.get("position_ids")
@@ -98,15 +205,11 @@ def _told(
             f"sequence_parallel: {name}: attention_mask: got shape {tuple(mask.shape)}, expected {(batch, number)}:"
             " ones and zeros for this rank's tokens, cut as input_ids"
         )
-    described = parallel.take_described()
-    length = described.length
     if length is None:
         length = parallel.agreed_length(number, tokens.device)
-    documents = described.documents
     if documents is None:
         documents = _documents(mask, positions, batch, length, parallel, tokens.device)
     parallel.begin(Described(length, documents))
-    given.pop("kwargs", None)
     if positions is None:
         _check_positions(name, model, signature)
         given["position_ids"] = parallel.positions(length, tokens.device)
@@ -117,10 +220,14 @@ def _told(
 
 def _check_labels(name: str, given: dict[str, Any]) -> None:
     if given.get("labels") is not None and given.get("shift_labels") is None and "CausalLM" in name:
-        raise ActivationArgumentError(
-            f"sequence_parallel: {name}: got labels without shift_labels: the model would shift the labels of this"
-            " rank's part alone; shift them before the sequence is cut (SequenceLoader does) and pass shift_labels"
-        )
+        raise _unshifted(name)
+
+
+def _unshifted(name: str) -> ActivationArgumentError:
+    return ActivationArgumentError(
+        f"sequence_parallel: {name}: got labels without shift_labels: the model would shift the labels of this rank's"
+        " part alone; shift them before the sequence is cut (SequenceLoader does) and pass shift_labels"
+    )
 
 
 def _check_positions(name: str, model: nn.Module, signature: inspect.Signature) -> None:
@@ -145,6 +252,8 @@ def _documents(
     device: torch.device,
 ) -> torch.Tensor | None:
     """Document numbers of the whole sequence: from a mask of padding, or from positions that begin anew."""
+    if positions is not None and positions.dim() == 3 and positions.shape[0] == 4:
+        positions = positions[0]  # those of texts, before the three of images (Qwen2-VL)
     if mask is not None:
         found = mask.to(torch.int64) - 1
     elif positions is not None and positions.dim() == 2:

@@ -83,7 +83,8 @@ def run_in_host_chunks(
     check_visible(name, window, 0.0)
     known = list(parameters) if parameters is not None else _parameters_of(name, project, finish)
     one = x[:, None]  # what the ranks have to agree in, as of one head
-    facts = Facts.of(name, one, one, one, group, order, length, (window or 0, chunks, int(documents is not None)))
+    further = {"window": window or 0, "chunks": chunks, "documents": int(documents is not None)}
+    facts = Facts.of(name, one, one, one, group, order, length, further)
     if documents is not None and tuple(documents.shape) != (x.shape[0], facts.length):
         raise ActivationArgumentError(
             f"{name}: documents: got shape {tuple(documents.shape)}, expected {(x.shape[0], facts.length)}: those of"

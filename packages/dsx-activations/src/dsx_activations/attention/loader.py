@@ -31,6 +31,7 @@ class SequenceLoader:
         own_batches: False: all ranks of the group get the same batches from their loaders (as from an engine's).
             True: each rank has batches of its own, as under DeepSpeed and Accelerate; they are gathered, and all ranks
             work on one after the other.
+        whole_inputs: labels alone are cut, for models that cut their tokens inside (vision-language models).
         device: where the parts are put; None: where they are.
     """
 
@@ -42,8 +43,9 @@ class SequenceLoader:
         order: str = "plain",
         own_batches: bool = False,
         device: Any = None,
+        whole_inputs: bool = False,
     ) -> None:
-        self.loader, self.group, self.order = loader, group, order
+        self.loader, self.group, self.order, self.whole_inputs = loader, group, order, whole_inputs
         self.own_batches, self.device = own_batches, device
         self.rank, self.size = place_in(group)
 
@@ -96,6 +98,9 @@ class SequenceLoader:
         labels = found.pop("labels", None)
         if labels is not None and found.get("shift_labels") is None:
             found["shift_labels"] = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        if self.whole_inputs:
+            cut = {key: self._part(key, one, length) for key, one in found.items() if key == "shift_labels"}
+            return {**{key: self._moved(one) for key, one in found.items()}, **cut}
         if found.get("position_ids") is None:
             found["position_ids"] = torch.arange(length, device=tokens.device).expand(tokens.shape[0], -1)
         return {key: self._part(key, one, length) for key, one in found.items()}
@@ -110,4 +115,7 @@ class SequenceLoader:
                 f"SequenceLoader: {key}: got shape {tuple(one.shape)}, expected (batch, {length}): one value for each"
                 " token, so that it can be cut as the tokens"
             )
-        return one if self.device is None else one.to(self.device)
+        return self._moved(one)
+
+    def _moved(self, one: Any) -> Any:
+        return one if self.device is None or not isinstance(one, torch.Tensor) else one.to(self.device)
