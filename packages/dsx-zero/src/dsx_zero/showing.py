@@ -13,6 +13,7 @@ import copy
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+import torch
 from dsx_core.modules import ModuleHook, outside_graphs
 from torch import nn
 
