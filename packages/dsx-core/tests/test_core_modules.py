@@ -1,6 +1,7 @@
 """What several packages put on one module: hooks vanish in copies, calls nest, and compiled parts are seen through."""
 
 import copy
+import functools
 import pickle
 import subprocess
 import sys
@@ -103,6 +104,7 @@ def graphs_with(mark):
 def test_what_stays_outside_of_graphs_is_what_torch_would_leave_out():
     expected = graphs_with(torch.compiler.disable)
     assert graphs_with(outside_graphs) == expected == ([["linear"], ["linear"]], {False})
+    assert graphs_with(lambda hook: outside_graphs(functools.partial(hook))) == expected
     assert graphs_with(lambda hook: hook) != expected, "this model cannot tell a hook that is traced"
 
 

@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from dsx_core.modules import is_compiled
 from dsx_testkit import run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -151,10 +152,10 @@ def test_copies_are_ordinary_modules():
 
     model = Block(32)
     assert dsx_zero.compile_units(model, backend="eager") == ("",)
-    assert dsx_zero.is_compiled(model)
+    assert is_compiled(model)
     x = torch.randn(2, 16)
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert not dsx_zero.is_compiled(copied)
+        assert not is_compiled(copied)
         with torch.no_grad():
             copied.up.weight.zero_()
         assert not torch.equal(copied(x), model(x))  # its own forward, not that of the original

@@ -34,7 +34,7 @@ GRADIENTS, PARAMETERS = "gradients", "parameters"
 
 @dataclass(frozen=True)
 class Crossing:
-    """What one rank sends over the link in a step, with another dtype at its other end.
+    """Bytes that one rank sends over the link in a step, with another dtype at its other end.
 
     Attributes:
         what: "gradients" or "parameters".
@@ -51,7 +51,7 @@ class Crossing:
 
 
 def crossings(optimizer: ZeroOptimizer, resident: Mapping[str, Mapping[str, int]]) -> list[Crossing]:
-    """What a step of this optimizer sends between a device and its host, with casts.
+    """The crossings of a step of this optimizer between a device and its host, with casts.
 
     Args:
         resident: the bytes of its state by class and tier when gradients are there (`state_bytes_by_tier`).

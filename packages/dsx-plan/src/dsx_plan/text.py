@@ -94,7 +94,7 @@ def describe_plan(plan: Plan) -> str:
 
 
 _CAST_ON_DEVICE = {"gradients": "data_types.grad_accum_dtype: fp32 casts them there"}
-"""How a configuration casts on the device; without it the host casts."""
+"""The setting with which the device casts; without it the host casts."""
 
 
 def _casts(plan: Plan) -> list[str]:

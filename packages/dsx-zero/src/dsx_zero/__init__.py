@@ -33,7 +33,7 @@ from .access import (
 from .alike import RanksDifferError, agree, telling
 from .api import shard
 from .checkpoints import load, save
-from .compiling import compile_units, is_compiled
+from .compiling import compile_units
 from .errors import ZeroConfigError, ZeroError, ZeroLoadError, ZeroModelError, ZeroOptimizerError, ZeroStateError
 from .estimate import (
     MemoryNeeds,
@@ -77,7 +77,6 @@ from .weights import LoadReport, load_weights
 __all__ = [
     "agree",
     "compile_units",
-    "is_compiled",
     "GatheredParameters",
     "Init",
     "MiCS_Init",

@@ -17,14 +17,14 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from dsx_core.modules import CompiledCall, block_names, is_compiled
+from dsx_core.modules import CompiledCall, block_names
 from torch import nn
 
 from .errors import ZeroModelError
 from .gather.registry import stage3_of
 from .showing import lift_out_of
 
-__all__ = ["compile_units", "is_compiled"]
+__all__ = ["compile_units"]
 
 
 class CompiledForward(CompiledCall):

@@ -49,11 +49,11 @@ class _AfterForward(ModuleHook):
 
     def __init__(self, gradients: Callable[[], ReducedGradients | None]) -> None:
         self._gradients = gradients
-        self._uncompiled = outside_graphs(self._run)
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._uncompiled(output)
+        self._run(output)
 
+    @outside_graphs
     def _run(self, output: Any) -> None:
         owner = self._gradients()
         if owner is not None:

@@ -55,7 +55,9 @@ class Scales:
 
 
 def _largest(shard: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.vector_norm(shard, float("inf"), dtype=torch.float32) if shard.numel() else torch.zeros(())
+    if not shard.numel():
+        return torch.zeros((), device=shard.device)
+    return torch.linalg.vector_norm(shard, float("inf"), dtype=torch.float32)
 
 
 def _scale(largest: torch.Tensor, hooks: GatherHooks) -> torch.Tensor:

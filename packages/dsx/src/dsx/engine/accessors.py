@@ -8,6 +8,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dsx_core.modules import is_compiled
+
 from .describe import describe
 from .errors import EngineArgumentError
 from .stepper import ScheduleDriver, learning_rates
@@ -168,8 +170,6 @@ class EngineAccessors:
     @property
     def is_compiled(self) -> bool:
         """Whether a part of the module was compiled with `torch.compile`, in place (`module.compile()`) or wrapped."""
-        from dsx_zero import is_compiled  # lazy import: only this answer needs it
-
         return is_compiled(self._parts.module)
 
     @property

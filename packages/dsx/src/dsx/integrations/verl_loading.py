@@ -1,4 +1,4 @@
-"""How verl's model gets its values at stage 3: each rank reads its part of the files, and none holds the model.
+"""Values for verl's model at stage 3: each rank reads its part of the files, and none holds the model.
 
 verl builds a model on the meta device on ranks that its device mesh tells not to load. Here no rank loads:
 `dsx_zero.Init` divides the parameters, and `dsx_zero.load_weights` reads each rank's ranges of the safetensors files.
