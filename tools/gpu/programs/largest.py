@@ -49,7 +49,7 @@ def settings(changes: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def trained(blocks: int, changes: Mapping[str, Any], data: tuple[torch.Tensor, ...]) -> int:
+def trained(blocks: int, changes: Mapping[str, Any], data: tuple[torch.Tensor, torch.Tensor]) -> int:
     """Train a model of so many blocks. Returns the most bytes of the device that it held."""
     torch.cuda.reset_peak_memory_stats()
     engine = engine_of(family(blocks), settings(changes))
@@ -84,7 +84,7 @@ def main() -> int:
     with one_rank():
         if not SIMULATED:
             torch.cuda.set_per_process_memory_fraction(DEVICE / torch.cuda.get_device_properties(0).total_memory)
-        data = tuple(tensor.cuda() for tensor in example)
+        data = example[0].cuda(), example[1].cuda()
         for name, best in promised.items():
             with recorded(name):
                 try:
