@@ -125,7 +125,7 @@ class StepRunner:
             factor = factor.item()  # the host steps masters that are in host memory, so it needs the number itself
         plan = self._whole_plan if has_step_hooks(self._inner) else self.plan
         plan = self.apart.plan if stepped else plan
-        if plan is not self.plan or self._transfers.are_stale():
+        if self._moves and (plan is not self.plan or self._transfers.are_stale()):
             self.forget_ahead()
         try:
             for action in plan.actions:
