@@ -190,6 +190,7 @@ def disk(rank, world, stage, kind, dtype, parameters, folder):
         (1, "adamw", torch.bfloat16, None, 1),
         (2, "fused", torch.float32, None, 2),
         (3, "sgd", torch.float32, "cpu", 1),
+        (3, "adamw", torch.float32, "nvme", 2),  # parameters on disk that are their own masters
         (3, "fused", torch.bfloat16, "nvme", 2),
     ],
 )

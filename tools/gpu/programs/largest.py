@@ -84,11 +84,11 @@ def main() -> int:
     with one_rank():
         if not SIMULATED:
             torch.cuda.set_per_process_memory_fraction(DEVICE / torch.cuda.get_device_properties(0).total_memory)
-        inputs, targets = (tensor.cuda() for tensor in example)
+        data = example[0].cuda(), example[1].cuda()
         for name, best in promised.items():
             with recorded(name):
                 try:
-                    peak = trained(best.size, PLACES[name], (inputs, targets))
+                    peak = trained(best.size, PLACES[name], data)
                 except torch.cuda.OutOfMemoryError as error:
                     record(name, "bad", f"{best.size} blocks were promised and do not fit: {error}")
                     continue

@@ -577,8 +577,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             run.averaging.announce_clipping(max_norm)
             local = run.averaging.local()
         beside = self._beside
-        if beside is None or not (beside.under_way or beside.groups() or beside.is_late(self.steps_done)):
-            self._failure.run(self._runner.read_ahead, None)  # a disk is busy while the norm is computed
+        taken = beside is not None and (beside.under_way or bool(beside.groups()) or beside.is_late(self.steps_done))
+        if self._runner.blocks is not None and not taken:  # a disk is busy while the norm is computed
+            self._failure.run(self._runner.read_ahead, None)
         self._norm.finish_gradients(local=local)
         if beside is not None:
             beside.complete(grad_scale, max_norm)

@@ -104,15 +104,13 @@ class HostSteps:
         self._runtime, self._runner, self._edits, self._channel, self._inner = runtime, runner, edits, channel, inner
         self._units, self._undoable, self._norm_on_host = frozenset(units), frozenset(undoable), norm_on_host
         self._sub_groups = {unit: runner.sub_groups_of(unit) for unit in {*units, *undoable}}
-        self._blocks = runner.blocks
         self._by_flat = hasattr(inner, "step_flat")
         """Whether the optimizer's kernels only read gradients and release Python's lock. Another optimizer may hold it
         while the user's code waits and goes on, so that its steps can always be undone.
         """
         self._names = {unit.index: str(unit.plan) for unit in runtime.units}
-        self._worker = worker_beside(runtime)
+        self._worker, self._was_announced = worker_beside(runtime), False
         self._announced: AnnouncedStep | None = None
-        self._was_announced = False
         self._asks = runtime.ranks.size == 1
         """Whether each reduction also asks all ranks: from the step after the first announced one, on every rank."""
         self._answers: dict[int, Answer] = {}
@@ -191,7 +189,7 @@ class HostSteps:
         wait_for_gradients(groups)
         self._edits.take_over([entry.group for entry in groups])
         homes = {entry.group: entry.gradients for entry in groups}
-        gradients = gradients_in(homes, self._blocks, self._inner, copied=not self._by_flat)
+        gradients = gradients_in(homes, self._runner.blocks, self._inner, copied=not self._by_flat)
         self._runner.apart.step(
             sub_groups, announced.factor, announced.inner_step, gradients, keep_old=announced.undoable
         )
@@ -301,8 +299,9 @@ class HostSteps:
         number = factor.item() if isinstance(factor, torch.Tensor) else factor
         apart = self._runner.apart
         apart.drop_copies()  # a late update is not undone
+        apart.hold_parameters()
         self.kept.take(self._runtime)
-        gradients = gradients_in(self.kept.homes, self._blocks, self._inner)
+        gradients = gradients_in(self.kept.homes, self._runner.blocks, self._inner)
         inner_step = self._runner.inner_step.for_twin(settings_of(self._inner))
 
         def update() -> None:
@@ -327,6 +326,7 @@ class HostSteps:
             problem = _OVERWRITTEN
         raise_on_all_ranks(self._channel, self._runtime.ranks, problem, failure)
         self.under_way = False
+        self._runner.apart.settle()
         self._runner.run(1.0, range(len(self._runner.apart.plan.sub_groups)))
         return True
 

@@ -180,6 +180,8 @@ class ApartSteps:
         self._waiting: dict[int, list[NewValues]] = {}
         self._blocks = states.blocks
         self._old = OldValues(states)
+        own = {m.group: m.group.master for m in masters if m.group.own_master is None}
+        self._parameters_on_disk = [home for home in own.values() if isinstance(home, StoredHome)]
         self.on_host_step: Callable[[int], AbstractContextManager[object]] = lambda sub_group: nullcontext()
         """Makes a context; each sub-group is stepped inside it."""
 
@@ -239,6 +241,7 @@ class ApartSteps:
         """Drop all new values: masters, states and parameters are about to get others."""
         self._waiting.clear()
         self._transfers.abandon()
+        self._settle_parameters(keep=False)
 
     def undo(self) -> None:
         """Undo every step since `settle` that was made with `keep_old`; nothing of them is left. `end` comes before."""
@@ -247,8 +250,20 @@ class ApartSteps:
         self._old.undo()
 
     def settle(self) -> None:
-        """The steps made with `keep_old` are valid, and will not be undone."""
+        """The steps made with `keep_old` or after `hold_parameters` are valid, and will not be undone."""
         self._old.settle()
+        self._settle_parameters(keep=True)
+
+    def hold_parameters(self) -> None:
+        """Until `settle`, parameters on disk that are their own masters keep their values: what is stored meanwhile is
+        written beside them, so that forwards do not read it.
+        """
+        for home in self._parameters_on_disk:
+            home.hold()
+
+    def _settle_parameters(self, *, keep: bool) -> None:
+        for home in self._parameters_on_disk:
+            home.settle(keep=keep)
 
     def drop_copies(self) -> None:
         """Let go of the memory for copies of old values."""
