@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 import dsx_comm
@@ -28,7 +27,7 @@ from .homes.home import discard, read
 from .params.flat import FlatGroup
 from .params.kept import KeptGroups
 from .params.partitioned_unit import is_partitioned
-from .params.whole import join_whole, read_whole
+from .params.whole import join_ranges, join_whole, read_whole
 from .plan.layout import LocalSlice
 from .plan.rank_sets import RankSet
 from .plan.units import ParameterInfo, find_parameters
@@ -310,13 +309,10 @@ class _Moves:
 
 
 def _join_shaped(held: ShapedState | None, shape: tuple[int, ...], ranks: RankSet, like: torch.Tensor) -> torch.Tensor:
-    """All of a state with a shape of its own, 1-D (collective): no element is held twice, so that the sum is exact."""
-    whole = like.new_zeros(prod(shape))
-    if held is not None:
-        whole[held.start : held.start + held.values.numel()] = held.values.to(like.device)
-    if ranks.size > 1:
-        dsx_comm.all_reduce(whole, group=ranks.group)
-    return whole
+    """All that the ranks have of a state with a shape of its own, 1-D (collective)."""
+    start, values = (0, like) if held is None else (held.start, held.values)
+    groups = (ranks.group,) if ranks.size > 1 else ()
+    return join_ranges(shape, start, values, groups=groups, device=like.device).view(-1)
 
 
 def _first_known(one: dict[str, _Described], other: dict[str, _Described]) -> dict[str, _Described]:

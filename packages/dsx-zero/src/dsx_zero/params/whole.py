@@ -14,7 +14,6 @@ import dsx_comm
 import torch
 from dsx_comm import RankSet
 
-from ..errors import ZeroStateError
 from ..homes.home import Home, opened, read, write
 from ..plan.layout import FlatLayout, LocalSlice
 from .dtensors import GlobalTensor
@@ -97,32 +96,18 @@ def join_ranges(
     shape: tuple[int, ...], start: int, values: torch.Tensor, *, groups: Sequence[Any], device: torch.device
 ) -> torch.Tensor:
     """Join ranges of a tensor of this shape, in row-major order, into a new tensor on `device` (collective over each of
-    the groups).
+    the groups). No element is held twice, so that the sums are exact; elements that no rank has are zero.
 
     Args:
         start, values: this rank's elements and the place of the first, 1-D on any device; possibly none. The dtype is
             that of every rank.
-        groups: process groups, one after the other. Behind each of them its ranks have one range, without a gap.
+        groups: process groups, one after the other.
     """
-    values = values.detach().reshape(-1).to(device)
+    whole = torch.zeros(prod(shape), dtype=values.dtype, device=device)
+    whole[start : start + values.numel()] = values.detach().reshape(-1).to(device)
     for group in groups:
-        found: list[Any] = [None] * dsx_comm.get_world_size(group)
-        dsx_comm.all_gather_object(found, (start, values.numel()), group=group)
-        longest = max(count for _, count in found)
-        pieces = values.new_empty(longest * len(found))
-        if longest:
-            sent = values.new_zeros(longest)
-            sent[: values.numel()] = values
-            dsx_comm.all_gather_into_tensor(pieces, sent, group=group)
-        there = sorted((first, count, rank) for rank, (first, count) in enumerate(found) if count)
-        if there:
-            start = there[0][0]
-            values = torch.cat([pieces[rank * longest : rank * longest + count] for _, count, rank in there])
-    if values.numel() != prod(shape):
-        raise ZeroStateError(
-            f"got {values.numel()} elements of all ranks, expected {prod(shape)} for the shape {shape}"
-        )
-    return values.reshape(shape).clone() if not groups else values.reshape(shape)
+        dsx_comm.all_reduce(whole, group=group)
+    return whole.view(shape)
 
 
 def _elements(home: Home, part: LocalSlice | None) -> torch.Tensor:
