@@ -1,7 +1,7 @@
 """The page on compatibility: which clients were run with which ZeRO stages and features, from a file of results.
 
 `python tools/compatibility.py record REPORT.xml` reads pytest's report of a whole run of tests_clients into
-docs/reference/compatibility.json, with the versions that are installed beside it; `tools/dev.py clients` calls it.
+docs/reference/compatibility.json, with the versions that the report has; `tools/dev.py clients` calls it.
 Without an argument the page is made from that file; `--check` changes nothing and fails where page and file differ.
 
 A cell is green only if a run of the file passed. What no test runs is said to be so, with the reason. Tests that look
@@ -17,7 +17,6 @@ import re
 import subprocess
 import sys
 from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -25,7 +24,6 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "reference" / "compatibility.json"
 PAGE = RESULTS.with_suffix(".md")
-CLIENTS = ("accelerate", "transformers", "peft", "trl", "openrlhf", "lightning", "datasets", "torch")
 STAGES = "0123"
 
 # Test: client, feature, and the stage where it is no parameter of the test.
@@ -44,6 +42,8 @@ TESTS = {
     "test_trl_generates_with_its_own_loop": ("trl and peft", "GRPO, generation in the loop", None),
     "test_openrlhf_scores_trains_sleeps_and_pushes": (
         "OpenRLHF", "actor and reference: PPO's loss, sleep, push, saved model", None),
+    "test_verl_steps_pushes_and_resumes": ("verl", "{}: steps, push, checkpoint, resume", None),
+    "test_llamafactory_trains_by_its_own_call": ("LLaMA-Factory", "{}", None),
     "test_lightning_trains_and_resumes": ("Lightning", "{}: train, save, resume", None),
 }  # fmt: skip
 CHECKS_OF_THE_CHECK = {
@@ -51,16 +51,22 @@ CHECKS_OF_THE_CHECK = {
     "test_trainer_notices_a_resume_that_loads_nothing",
     "test_a_curve_of_trl_shows_an_update_that_was_left_out",
     "test_a_curve_of_openrlhf_shows_an_update_that_was_left_out",
+    "test_a_curve_of_verl_shows_an_update_that_was_left_out",
+    "test_a_curve_of_llamafactory_shows_an_update_that_was_left_out",
 }
 VARIANTS = {
     "sft-lora": "supervised fine-tuning, LoRA", "sft-adalora": "supervised fine-tuning, AdaLoRA",
     "dpo-reference": "DPO with a reference model", "dpo-lora": "DPO, LoRA", "trainer": "Trainer", "fabric": "Fabric",
+    "actor": "actor", "actor-asleep": "actor, states in host memory between phases", "lora": "actor with LoRA",
+    "critic": "critic", "actor-ulysses": "actor, each sequence over two ranks",
 }  # fmt: skip
 NOT_RUN = {
     "Accelerate": "training has one at every stage; other features have one at a low and a high stage, or at one",
     "transformers Trainer": "stages 0 and 1 have none; the Trainer's loop is Accelerate's, which has",
     "trl and peft": "stages 0 and 1 have none; the loop is the Trainer's",
     "OpenRLHF": "its users train at stages 2 and 3; its trainer wants vLLM and Ray actors on GPUs",
+    "verl": "stages 0 and 1 have none; its engine's code is run, not its trainer, which wants vLLM and Ray on GPUs",
+    "LLaMA-Factory": "stages 0 and 1 have none; the loop is the Trainer's",
     "Lightning": "stages 0 and 1 have none",
 }
 MARKS = {"not run": "not run", "passed": "✅", "timed out": "timed out"}
@@ -81,7 +87,8 @@ def record(*reports: Path) -> None:
     """
     results: dict[str, dict[str, dict[str, str]]] = {}
     seen = set()
-    for case in (case for report in reports for case in ElementTree.parse(report).iter("testcase")):
+    trees = [ElementTree.parse(report) for report in reports]
+    for case in (case for tree in trees for case in tree.iter("testcase")):
         if not (case.get("classname") or "").endswith("test_clients"):
             continue  # pytest's own, where a run was ended early
         name, _, words = case.get("name", "").partition("[")
@@ -105,11 +112,21 @@ def record(*reports: Path) -> None:
     content = {
         "date": datetime.now(timezone.utc).date().isoformat(),
         "commit": commit.stdout.strip() or "not known",
-        "versions": {"Python": platform.python_version(), **{name: metadata.version(name) for name in CLIENTS}},
+        "versions": {"Python": platform.python_version(), **_versions(trees)},
         "results": results,
     }
     RESULTS.write_text(json.dumps(content, indent=2) + "\n")
     PAGE.write_text(page(content))
+
+
+def _versions(trees: list[Any]) -> dict[str, str]:
+    """The clients' versions as the reports give them; of a client in two environments both."""
+    found: dict[str, list[str]] = {}
+    for tree in trees:
+        for one in tree.iter("property"):
+            for name, version in json.loads(one.get("value", "{}") if one.get("name") == "versions" else "{}").items():
+                found.setdefault(name, []).append(version)
+    return {name: " and ".join(dict.fromkeys(versions)) for name, versions in found.items()}
 
 
 def _outcome(case: ElementTree.Element) -> str:

@@ -39,7 +39,7 @@ TEST_ENV = {**QUIET, "OMP_NUM_THREADS": "1"}
 LONG_PARTS = ("packages/dsx-zero", "tests/integration", "tests/device", "packages/dsx-checkpoint", "packages/dsx-comm")
 SHARES_OF_DSX = 4  # into which the tests of dsx are cut, which take as long as those of ten other packages
 AT_ONCE = 2  # parts; each starts processes of its own, and tests of time limits fail on a crowded machine
-TESTS_FAILED = 1  # pytest's exit code
+TESTS_FAILED, NO_TESTS = 1, 5  # pytest's exit codes
 RELEASE_TOOLS = ("twine>=6", "cyclonedx-bom>=6")  # checks metadata and uploads; writes the bill of materials
 MOST_RUN_AGAIN = 5  # more failures than this have a cause in the code
 
@@ -192,22 +192,32 @@ CLIENT_TESTS = (
 )
 """Tests that are skipped where a client is not installed, beside those of `tests_clients`."""
 
+CLIENT_ENVIRONMENTS = (
+    ("clients", ("requirements.txt", "alone.txt"), CLIENT_TESTS),
+    ("clients-older", ("older.txt", "older_alone.txt"), ("-k", "llamafactory")),
+)
+"""Name, requirements and what is run. A test whose client is in the second is skipped in the first."""
+
 
 def clients(arguments: list[str]) -> int:
     """Programs of other projects with dsx and dsx-compat, in an environment of their own, from the package index."""
     folder = all_packages()["dsx-compat"].path / "tests_clients"
-    wanted, alone = (
-        [line for line in (folder / name).read_text().splitlines() if line[:1] not in ("", "#")]
-        for name in ("requirements.txt", "alone.txt")
-    )
-    environment = ensure(".venvs/clients", extra=wanted)
-    environment.pip("--no-deps", *alone)
-    report = ROOT / "build" / "clients.xml"
-    command = ["-m", "pytest", "-q", str(folder), *CLIENT_TESTS, f"--junit-xml={report}", *arguments]
-    code = environment.run(*command, env=TEST_ENV, check=False)
-    if not arguments and code in (0, TESTS_FAILED):  # a whole run: what passed and what did not stands on the page
-        environment.run("tools/compatibility.py", "record", str(report))
-    return code
+    reports, worst = [], 0
+    for name, files, tests in CLIENT_ENVIRONMENTS:
+        wanted, alone = (
+            [line for line in (folder / file).read_text().splitlines() if line[:1] not in ("", "#")] for file in files
+        )
+        environment = ensure(f".venvs/{name}", extra=wanted)
+        environment.pip("--no-deps", *alone)
+        reports.append(str(ROOT / "build" / f"{name}.xml"))
+        command = ["-m", "pytest", "-q", str(folder), *tests, f"--junit-xml={reports[-1]}", *arguments]
+        code = environment.run(*command, env=TEST_ENV, check=False)
+        if code not in (0, TESTS_FAILED, NO_TESTS):
+            return code
+        worst = max(worst, code if code != NO_TESTS else 0)
+    if not arguments:  # a whole run: what passed and what did not stands on the page
+        environment.run("tools/compatibility.py", "record", *reports)
+    return worst
 
 
 def device(arguments: list[str]) -> int:

@@ -2,7 +2,7 @@
 
 Each case starts a program of `programs/` on two ranks. The program compares its curve of losses with plain PyTorch's
 itself; where that is not written down (trl), the same program runs without an engine and the curves are compared here.
-Skipped where the clients are not installed: `tools/dev.py clients` makes an environment that has them.
+Skipped where the clients are not installed: `tools/dev.py clients` makes the environments that have them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,12 @@ NEEDS = {
     "trl_loop": ("accelerate", "transformers", "peft", "trl", "datasets"),
     "lightning_loop": ("lightning",),
     "openrlhf_loop": ("openrlhf", "peft", "pylatexenc", "torchdata"),
+    "verl_loop": ("verl", "peft", "tensordict", "ray", "codetiming", "hydra", "PIL"),
+    "llamafactory_loop": ("llamafactory", "peft", "trl", "omegaconf"),
 }
+CLIENTS = (
+    "accelerate", "transformers", "peft", "trl", "openrlhf", "verl", "llamafactory", "lightning", "datasets", "torch",
+)  # fmt: skip
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -31,6 +37,13 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_NUM_THREADS": "1",
 }
+
+
+@pytest.fixture(scope="session", autouse=True)
+def versions(record_testsuite_property):
+    """The report says which versions ran: the page on compatibility is made from it."""
+    installed = {name: metadata.version(name) for name in CLIENTS if importlib.util.find_spec(name) is not None}
+    record_testsuite_property("versions", json.dumps(installed))
 
 
 def run(program: str, *words: object, results: Path, launcher: tuple[str, ...] = (), check: bool = True) -> list[dict]:
@@ -120,7 +133,7 @@ def test_trainer_notices_a_resume_that_loads_nothing(tmp_path):
 
 @pytest.fixture(scope="module")
 def without_engine(tmp_path_factory):
-    """What a program of trl or OpenRLHF does in two plain processes; each kind is run once."""
+    """What a program does in two plain processes; each kind is run once."""
     known: dict[tuple, list[dict]] = {}
 
     def reference(*words: str, program: str = "trl_loop") -> dict:
@@ -177,6 +190,54 @@ def test_a_curve_of_openrlhf_shows_an_update_that_was_left_out(tmp_path, without
     found = run("openrlhf_loop", "--stage", 2, "--folder", tmp_path / "run", "--gap", results=tmp_path)[0]
     with pytest.raises(AssertionError):
         close(found["curve"], without_engine(program="openrlhf_loop")["curve"], absolute=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind", "words"),
+    [
+        (2, "actor", ()),
+        (3, "actor", ("--offload",)),
+        (3, "lora", ()),
+        (3, "critic", ()),
+        (3, "actor", ("--sequence", 2)),
+    ],
+    ids=["2-actor", "3-actor-asleep", "3-lora", "3-critic", "3-actor-ulysses"],
+)
+def test_verl_steps_pushes_and_resumes(stage, kind, words, tmp_path, without_engine):
+    words = ("--kind", kind, *words)
+    alone = [word for word in words if word != "--offload"]
+    expected = without_engine(*alone, program="verl_loop")
+    found = run("verl_loop", "--stage", stage, "--folder", tmp_path / "run", *words, results=tmp_path)[0]
+    for name in ("curve", "norms", "before"):
+        close(found[name], expected[name], absolute=1e-6)
+    assert found["sent"] == pytest.approx(expected["sent"], rel=1e-4)
+
+
+def test_a_curve_of_verl_shows_an_update_that_was_left_out(tmp_path, without_engine):
+    found = run("verl_loop", "--stage", 3, "--folder", tmp_path / "run", "--gap", results=tmp_path)[0]
+    with pytest.raises(AssertionError):
+        close(found["curve"], without_engine("--kind", "actor", program="verl_loop")["curve"], absolute=1e-6)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("words", [("--tuner", "lora"), ("--kind", "dpo", "--tuner", "full")],
+                         ids=["sft-lora", "dpo-reference"])  # fmt: skip
+def test_llamafactory_trains_by_its_own_call(stage, words, tmp_path, without_engine):
+    expected = without_engine(*words, program="llamafactory_loop")
+    found = run("llamafactory_loop", "--stage", stage, "--folder", tmp_path / "run", *words, results=tmp_path)[0]
+    close(found["curve"], expected["curve"], absolute=1e-6)
+    assert {name: shape for name, (shape, _) in found["saved"].items()} == {
+        name: shape for name, (shape, _) in expected["saved"].items()
+    }
+    for name, (_, norm) in found["saved"].items():
+        assert norm == pytest.approx(expected["saved"][name][1], rel=1e-4), name
+
+
+def test_a_curve_of_llamafactory_shows_an_update_that_was_left_out(tmp_path, without_engine):
+    words = ("--tuner", "lora")
+    found = run("llamafactory_loop", "--stage", 2, "--folder", tmp_path / "run", *words, "--gap", results=tmp_path)[0]
+    with pytest.raises(AssertionError):
+        close(found["curve"], without_engine(*words, program="llamafactory_loop")["curve"], absolute=1e-6)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

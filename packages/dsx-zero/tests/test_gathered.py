@@ -130,6 +130,32 @@ class Borrower(nn.Module):
         return self.blocks[2](torch.tanh(self.blocks[0](x))).square().mean()
 
 
+def in_the_order_of_a_set(rank, world, when):
+    import dsx_zero
+
+    if when == "divided":
+        with dsx_zero.Init():
+            model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    else:
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    if when == "sharded":
+        model, _ = _sharded(model)
+    model.register_buffer("mean", torch.zeros(4))
+    chosen = [*model.parameters(), model.mean]
+    for round_ in range(2):
+        wanted = [torch.full(p.shape, 10.0 * round_ + number) for number, p in enumerate(chosen)]
+        with dsx_zero.GatheredParameters(chosen[:: 1 if rank else -1], modifier_rank=0):
+            for parameter, value in zip(chosen, wanted) if rank == 0 else ():
+                parameter.data.copy_(value)
+        with dsx_zero.GatheredParameters(chosen):
+            assert all(torch.equal(p.detach(), value) for p, value in zip(chosen, wanted))
+
+
+@pytest.mark.parametrize("when", ["plain", "divided", "sharded"])
+def test_ranks_may_give_parameters_in_different_orders(when):
+    run_ranks(in_the_order_of_a_set, 2, when)
+
+
 @pytest.mark.parametrize("when", ["never", "before", "after"])
 def test_external_parameters(when):
     def work(rank, world):

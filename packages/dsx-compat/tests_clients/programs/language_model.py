@@ -22,6 +22,26 @@ def language_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(configuration())
 
 
+def tokenizer():
+    """Words `w3`, `w4`, ... for the ids of the vocabulary."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{number}": number for number in range(3, VOCABULARY)}
+    made = Tokenizer(models.WordLevel({"<pad>": 0, "<bos>": 1, "<eos>": 2, **words}, unk_token="<eos>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<eos>"
+    )
+
+
+def text(count: int, length: int, seed: int) -> list[str]:
+    """Rows of random words."""
+    made = torch.Generator().manual_seed(seed)
+    rows = torch.randint(3, VOCABULARY, (count, length), generator=made).tolist()
+    return [" ".join(f"w{number}" for number in row) for row in rows]
+
+
 def samples(count: int) -> list[dict[str, torch.Tensor]]:
     """Rows of ids without padding."""
     made = torch.Generator().manual_seed(1)

@@ -10,27 +10,9 @@ import os
 
 import torch
 from common import RANK, report, skip_one_update
-from language_model import VOCABULARY, language_model
+from language_model import language_model, text, tokenizer
 
 MICRO, STEPS = 2, 6
-
-
-def tokenizer():
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {f"w{number}": number for number in range(3, VOCABULARY)}
-    made = Tokenizer(models.WordLevel({"<pad>": 0, "<bos>": 1, "<eos>": 2, **words}, unk_token="<eos>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<eos>"
-    )
-
-
-def text(count: int, length: int, seed: int) -> list[str]:
-    made = torch.Generator().manual_seed(seed)
-    rows = torch.randint(3, VOCABULARY, (count, length), generator=made).tolist()
-    return [" ".join(f"w{number}" for number in row) for row in rows]
 
 
 def in_order(cls):

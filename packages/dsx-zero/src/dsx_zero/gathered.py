@@ -46,7 +46,9 @@ class GatheredParameters:
 
     Args:
         params: a parameter, a module, or any nesting of lists and tuples of them, None among them for a parameter that
-            a module does not have. Parameters that are not partitioned are taken as they are.
+            a module does not have. Parameters that are not partitioned are taken as they are. Their order does not
+            matter, also not that of a set, which differs between ranks; only of buffers and the like with one shape
+            and equal values it has to be the same on all ranks.
         modifier_rank: the rank whose values all ranks have at the end (its number among the ranks that share the
             parameter: all data-parallel ranks, or those of an expert's own group); None for reading.
         fwd_module: a module whose forward uses the parameters although they are not its own; they are registered with
@@ -85,6 +87,7 @@ class GatheredParameters:
         for owner in {id(o[0]): o[0] for p in self._parameters if (o := OWNERS.find(p)) is not None}.values():
             owner.check_states(OffloadStateTypeEnum.lp_params)
         sources = [p.source for p in self._parameters if isinstance(p, PartitionedParameter)]
+        sources.sort(key=_order)
         by_owner: dict[int, list[UnitParameter]] = {}
         for source in sources:
             if isinstance(source, UnitParameter):
@@ -105,7 +108,7 @@ class GatheredParameters:
                     self._stack.callback(source.on_refresh.remove, remember)
         else:
             plain = (p for p in self._parameters if not isinstance(p, PartitionedParameter) and p.numel())
-            self._plain = [(p, fingerprint(p)) for p in plain]
+            self._plain = sorted(((p, fingerprint(p)) for p in plain), key=_order_of_plain)
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
         modifier = self._modifier if kind is None else None
@@ -139,6 +142,21 @@ class GatheredParameters:
             parameter.detach().copy_(whole)
             if owner is not None and owner[0].group_of(owner[1]).trainable:
                 safe_set_full_fp32_param(parameter, whole)
+
+
+def _order(source: Any) -> tuple[int, int, str]:
+    """A place that every rank gives to the parameter: programs pass sets, whose order differs between ranks, and then
+    one parameter would get another one's values.
+    """
+    if isinstance(source, UnitParameter):
+        return 1, source.unit.index, source.name
+    return (0, source.number, "") if isinstance(source, InitParameter) else (2, 0, "")
+
+
+def _order_of_plain(plain: tuple[torch.Tensor, int]) -> tuple[str, tuple[int, ...], str, int]:
+    parameter, values = plain
+    owner = OWNERS.find(parameter)
+    return "" if owner is None else owner[1], tuple(parameter.shape), str(parameter.dtype), values
 
 
 def _flatten(params: Any) -> Iterator[torch.Tensor]:

@@ -19,6 +19,7 @@ Only torch's registration hooks are used; no class or function of torch is repla
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import uuid
@@ -46,6 +47,8 @@ from .whole import read_whole, write_whole
 __all__ = ["Init", "InitParameter", "MiCS_Init"]
 
 
+_NUMBERS = itertools.count()
+"""Of parameters. All ranks divide them in one order, so a parameter's number is the same everywhere."""
 _AT_ONCE = 1 << 24
 """Elements of one piece, when values are copied between homes without a view."""
 
@@ -61,6 +64,7 @@ class InitParameter:
     def __init__(
         self, name: str, layout: FlatLayout, ranks: RankSet, *, dtype: torch.dtype, device: torch.device, tier: Tier
     ) -> None:
+        self.number = next(_NUMBERS)
         self.name, self.layout, self.ranks, self.device, self._tier = name, layout, ranks, device, tier
         stored = f"init.{uuid.uuid4().hex}.{name}"  # the names alone repeat: they begin with the class of a module
         self.shard: Home = tier.home(stored, layout.shard_numel, dtype, device, OrdinaryMemory())
@@ -156,7 +160,7 @@ class InitParameter:
         made = InitParameter(self.name, self.layout, self.ranks, dtype=dtype, device=device, tier=self._tier)
         for start, stop in pieces(self.shard.numel, _AT_ONCE) if self.has_values else ():
             write(made.shard, read(self.shard, start, stop), start)
-        made.has_values = self.has_values
+        made.has_values, made.number = self.has_values, self.number
         return made
 
     def open(self) -> torch.Tensor:
