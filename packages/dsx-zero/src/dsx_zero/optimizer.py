@@ -205,8 +205,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.qk_clip: Any = None
         """The `dsx_zero.qk_clip.QKClip` that clips the logits of attention behind each step; None: there is none."""
         self.steps_done = 0
-        """Steps so far, those that an overflow skipped included. To be set where training goes on from a checkpoint:
-        `offload_optimizer.late_update_after` counts them.
+        """Steps so far, those that an overflow skipped included. To be set where training goes on from a checkpoint,
+        before `step_during_backward`: `offload_optimizer.late_update_after` counts them.
         """
         self._take(parts)
         self._state_dict_hook: Any = None

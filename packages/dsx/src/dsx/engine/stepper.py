@@ -175,13 +175,18 @@ class ShardedStepper:
         known before.
         """
         if self._announces:
+            self._count_steps()
             scale = self._scaler.scale * self._gradient_scale()
             self._optimizer.step_during_backward(grad_scale=scale, max_norm=self._max_norm)
 
-    def step(self) -> StepOutcome:
-        """Do one update. On overflow only the loss scale changes, and the gradients are dropped."""
+    def _count_steps(self) -> None:
+        """Whether an update is a late one depends on how many there were, also in a run that was resumed."""
         if self._counters is not None:
             self._optimizer.steps_done = self._counters.global_steps
+
+    def step(self) -> StepOutcome:
+        """Do one update. On overflow only the loss scale changes, and the gradients are dropped."""
+        self._count_steps()
         scale = self._scaler.scale * self._gradient_scale()
         outcome = self._optimizer.step(grad_scale=scale, max_norm=self._max_norm)
         self._optimizer.zero_grad()
