@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import dsx_zero
 import torch
-
-if TYPE_CHECKING:
-    from .verl import DSXEngine
 
 __all__ = ["LoadingRanks", "divided_module"]
 
@@ -36,10 +33,10 @@ class LoadingRanks:
         return (0 if self.load else 1,)
 
 
-def divided_module(engine: DSXEngine) -> torch.nn.Module | None:
+def divided_module(engine: Any) -> torch.nn.Module | None:
     """verl's model with the files' values, divided over the ranks (collective); None: it has to be loaded whole.
 
-    It warns where that is so because of the files.
+    It warns where that is so because of the files. `engine` is a `DSXEngine` that has its `device_mesh`.
     """
     config, ranks = engine.model_config, engine.device_mesh
     tied = getattr(getattr(config, "hf_config", None), "tie_word_embeddings", True)
