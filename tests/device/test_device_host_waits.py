@@ -66,7 +66,8 @@ BUDGETS = [
     Budget("activations-alone", 1, 0),
     Budget("activations-under-ddp", 2, 0),
     Budget("activations-under-fsdp", 2, 0),
-    Budget("sequences-by-heads", 2, 0),
+    # The first 16 calls of a group compare their shapes, with two waits each; this case is within them.
+    Budget("sequences-by-heads", 2, 6),
     Budget("sequences-in-a-ring", 2, 0),
     Budget("sequences-with-attention-on-host", 2, 0),
     Budget("sequences-in-host-chunks", 1, 0),

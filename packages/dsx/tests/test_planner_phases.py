@@ -50,6 +50,25 @@ def test_sleep_leaves_nothing_and_a_push_takes_one_bucket(stage):
     assert Plan.from_json(found.to_json()).phases == found.phases
 
 
+def test_torchs_kernels_are_given_copies_of_gradients_where_a_step_clips():
+    def peak(kernels, **settings):
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        } | settings
+        batch = torch.zeros(4, WIDTH, dtype=torch.bfloat16)
+        found = plan(Stack, config, world_size=1, machine="H100-SXM", batch=batch, changes=False, kernels=kernels)
+        return found.peak_bytes
+
+    compiled, by_torch = peak("compiled"), peak("torch")  # clipping is the default
+    assert 0.9 * 4 * PARAMETERS <= by_torch - compiled <= 4 * PARAMETERS
+    assert peak("torch", gradient_clipping=0.0) == compiled
+    with pytest.raises(PlanError, match="kernels: got 'triton', expected 'compiled' or 'torch'"):
+        peak("triton")
+
+
 def test_keys_and_values_are_those_of_the_model():
     t = pytest.importorskip("transformers")
     config = t.LlamaConfig(vocab_size=64, hidden_size=64, num_hidden_layers=3, num_attention_heads=4,

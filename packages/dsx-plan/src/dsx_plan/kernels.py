@@ -39,11 +39,14 @@ class Kernels:
         fused: neighbouring operators that are no products become one.
         fp8: products with weights multiply FP8, but those of the output layer.
         vocabulary: sizes by which the output layer is known.
+        copies_gradients: torch's fused kernels update the parameters on a device, and are given scaled copies of the
+            gradients, because the job clips or unscales them. Those that dsx compiles scale what they read.
     """
 
     fused: bool = False
     fp8: bool = False
     vocabulary: frozenset[int] = frozenset()
+    copies_gradients: bool = False
 
     def in_fp8(self, name: str, factors: Iterable[torch.Tensor]) -> bool:
         """Whether a product multiplies FP8: of 16-bit factors whose sizes are multiples of 16, as the hardware asks."""

@@ -48,6 +48,7 @@ def plan(
     changes: bool = True,
     engine: EngineToPlan | None = None,
     generator: Generator | None = None,
+    kernels: str = "compiled",
 ) -> Plan:
     """Say what a job needs and how long its steps take, without running it.
 
@@ -75,6 +76,8 @@ def plan(
         generator: what generates on the same devices between the updates: plan the memory of each phase. Not for
             models in stages.
         engine: what is run; None: the installed one (`dsx_plan.engine`).
+        kernels: that update the parameters on a device: "compiled" (those of dsx-ops), or "torch" (its fused ones,
+            where none are compiled: to clip or to unscale they copy gradients, 256 MiB at a time).
 
     Raises:
         NoEngineError: there is no engine to plan with.
@@ -82,13 +85,20 @@ def plan(
         DsxConfigError: the configuration is wrong.
     """
     found = Machine.of(machine).with_attention(attention)
-    asked = Asked(model, world_size, ranks_per_host, found, batch, sequence, loss, optimizer, engine, fp8, generator)
+    asked = Asked(
+        model, world_size, ranks_per_host, found, batch, sequence, loss, optimizer, engine, fp8, generator, kernels
+    )
     answer = asked.plan(config, recompute)
     if changes and answer.fits:
         answer.without = plans_without(answer, asked.plan)
     elif changes:
         answer.changes = changes_that_fit(answer, asked.plan)
     return answer
+
+
+def _scales(config: Mapping[str, Any]) -> bool:
+    """Whether a step multiplies gradients by a factor: it clips, which it does by default, or scales the loss."""
+    return bool(config.get("gradient_clipping", 1.0)) or bool((config.get("fp16") or {}).get("enabled"))
 
 
 def _on_host(world_size: int, ranks_per_host: int | None, machine: Machine) -> int:
@@ -110,13 +120,16 @@ class Asked:
     def __init__(
         self, model: Model, world_size: int, ranks_per_host: int | None, machine: Machine, batch: Any,
         sequence: int | None, loss: Any, optimizer: Any, engine: EngineToPlan | None = None, fp8: bool = False,
-        generator: Generator | None = None,
+        generator: Generator | None = None, kernels: str = "compiled",
     ) -> None:  # fmt: skip
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
             raise PlanError(f"world_size: got {world_size!r}, expected a number of ranks from 1")
         if fp8 and "float8" not in machine.flops:
             raise PlanError(f"fp8: {machine.name} has no rate for float8; expected a machine with products in FP8")
+        if kernels not in ("compiled", "torch"):
+            raise PlanError(f"kernels: got {kernels!r}, expected 'compiled' or 'torch'")
         self.world_size, self.machine, self._fp8 = world_size, machine, fp8
+        self._by_torch = kernels == "torch"
         self.engine = engine_to_plan(engine)
         self.on_host = _on_host(world_size, ranks_per_host, machine)
         self._name, self._make = describe(model), model_maker(model)
@@ -141,8 +154,10 @@ class Asked:
             world_size=self.world_size, rank=0, ranks_per_host=self.on_host, batch=self._batch, micro=prepared.micro,
             accumulation=prepared.accumulation, sequence=self._sequence, loss=self._loss,
             streams=self.machine.streams, optimizer=self._optimizer, recompute=recompute, stages=stages,
-            shards=prepared.layout["sequence"], kernels=Kernels(fused=prepared.compiled, fp8=self._fp8),
-            generator=self._generator,
+            shards=prepared.layout["sequence"], generator=self._generator,
+            kernels=Kernels(
+                fused=prepared.compiled, fp8=self._fp8, copies_gradients=self._by_torch and _scales(prepared.config)
+            ),
         )  # fmt: skip
         if stages > 1 and self._generator is not None:
             raise PlanError(f"generator: got one for a model in {stages} stages, whose phases are not planned")

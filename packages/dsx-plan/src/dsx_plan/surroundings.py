@@ -15,6 +15,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
+from .ledger import DEVICE
 from .recorder import Recorder
 
 __all__ = ["DeviceAttention", "address_space", "kernels_recorded", "quiet"]
@@ -85,6 +86,18 @@ def quiet() -> Iterator[None]:
                 log.setLevel(level)
 
 
+def _scaled_bytes(recorder: Recorder, batch: Any) -> int:
+    """Bytes of the scaled gradients that torch's fused kernels are given at one time (at most). A replay's norm has no
+    value, so that its own factor says nothing.
+    """
+    from dsx_ops.backends import torch_cuda  # lazy import: only a replay needs it
+
+    if not (recorder.kernels.copies_gradients and batch.slots and torch_cuda.fusable(batch)):
+        return 0
+    sizes = [s.grad.nbytes for s in batch.slots if recorder.ledger.tier_of(s.param) == DEVICE]
+    return min(sum(sizes), max(torch_cuda.PIECE_BYTES, *sizes)) if sizes else 0
+
+
 @contextlib.contextmanager
 def kernels_recorded(recorder: Recorder) -> Iterator[None]:
     """Inside the block the optimizers of dsx_ops compute nothing in this thread: their kernels are handed addresses,
@@ -96,6 +109,9 @@ def kernels_recorded(recorder: Recorder) -> Iterator[None]:
     lane = recorder.lane(torch.device("cpu"))
 
     def note(batch: Any) -> None:
+        scaled = _scaled_bytes(recorder, batch)
+        recorder.ledger.add_bytes(DEVICE, "workspace", scaled)
+        recorder.ledger.add_bytes(DEVICE, "workspace", -scaled)
         for slot in batch.slots:
             given = [t for t in (slot.param, slot.grad, *slot.states, slot.low_bits) if t is not None]
             written = [slot.param, *slot.states]

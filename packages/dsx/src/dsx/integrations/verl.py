@@ -22,6 +22,7 @@ import dsx_zero
 import torch
 import torch.distributed as dist
 from dsx_core.device import Device
+from torch.distributed.device_mesh import init_device_mesh
 from verl.utils import tensordict_utils, ulysses  # pyright: ignore[reportMissingImports]
 from verl.utils.device import get_device_name  # pyright: ignore[reportMissingImports]
 from verl.workers.config.engine import EngineConfig, FSDPEngineConfig  # pyright: ignore[reportMissingImports]
@@ -78,6 +79,9 @@ class DSXEngine(BaseEngine):
         engine_config: `DSXEngineConfig`.
     """
 
+    module: Any
+    lr_scheduler: Any
+
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
         self._mark: dsx_zero.export.WeightMark | None = None
         # verl's FSDP engine keeps what its handling of batches reads, and calls `_init_device_mesh`.
@@ -95,7 +99,7 @@ class DSXEngine(BaseEngine):
             raise ValueError(f"ulysses_sequence_parallel_size: got {size}, expected a divisor of {world} ranks")
         self._data_group: Any = dist.group.WORLD
         if size > 1:
-            mesh = dist.init_device_mesh(self._device().type, (world // size, size), mesh_dim_names=("dp", "sp"))
+            mesh = init_device_mesh(self._device().type, (world // size, size), mesh_dim_names=("dp", "sp"))
             self._data_group, self.ulysses_device_mesh = mesh.get_group("dp"), mesh
             self.ulysses_parallel_group = mesh.get_group("sp")
 
@@ -318,7 +322,7 @@ class DSXEngine(BaseEngine):
         import dsx_checkpoint  # lazy import: training alone does not need it
 
         _no_copies(hdfs_path)
-        state = {"global_step": global_step}
+        state: dict[str, Any] = {"global_step": global_step}
         if self.lr_scheduler is not None:
             state["lr_scheduler"] = {k: v for k, v in self.lr_scheduler.state_dict().items() if _plain(v)}
         dsx_checkpoint.save_training(local_path, "dsx", self.module, self.shards, state=state)

@@ -37,7 +37,7 @@ def divided_module(engine: Any) -> torch.nn.Module | None:
     """The model of a `DSXEngine` with the files' values, divided over the ranks (collective); None: it has to be loaded
     whole.
 
-    It warns where that is so because of the files.
+    It warns where that is so because of the files. `engine` is a `DSXEngine` that has its `device_mesh`.
     """
     config, ranks = engine.model_config, engine.device_mesh
     tied = getattr(getattr(config, "hf_config", None), "tie_word_embeddings", True)
