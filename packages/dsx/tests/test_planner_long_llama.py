@@ -27,7 +27,7 @@ def room(bench):
     return int(bench.Machine.of("H100-SXM").memory_bytes * bench.RESERVE)
 
 
-@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("chunked", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_3_7_million_tokens_and_a_quarter_more_fit_on_eight_devices(bench, chunked):
     row = bench.ALST[1].longer() if chunked else bench.ALST[1]
     found = bench.planned(row, sizes={**bench.LLAMA_8B, "num_hidden_layers": LAYERS})
