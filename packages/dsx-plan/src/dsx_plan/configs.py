@@ -10,7 +10,7 @@ from typing import Any
 from .engine import EngineToPlan
 from .errors import PlanError
 
-__all__ = ["ONE_BIT", "Ready", "ready", "value_of", "with_values"]
+__all__ = ["ONE_BIT", "Ready", "clipping_of", "ready", "value_of", "with_values"]
 
 _OBSERVING = (
     "tensorboard", "wandb", "csv_monitor", "jsonl", "comet", "flops_profiler", "comms_logger", "timeline", "straggler",
@@ -180,3 +180,8 @@ def with_values(given: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[st
         else:
             place[key] = copy.deepcopy(value)
     return made
+
+
+def clipping_of(config: Mapping[str, Any]) -> float:
+    """The norm to which a job clips its gradients: 1.0 where its configuration says nothing, 0 where it does not."""
+    return float(config.get("gradient_clipping", 1.0))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .configs import value_of
+from .configs import clipping_of, value_of
 from .errors import PlanError
 from .plans import Plan
 
@@ -97,7 +97,7 @@ def _accelerate(plan: Plan) -> Emitted:
     hosts = plan.world_size // plan.ranks_per_host
     zero = {
         "gradient_accumulation_steps": plan.layout["accumulation"],
-        "gradient_clipping": plan.config.get("gradient_clipping", 1.0),
+        "gradient_clipping": clipping_of(plan.config),
         "offload_optimizer_device": _offloaded(plan, "offload_optimizer"),
         "offload_param_device": _offloaded(plan, "offload_param"),
         "zero3_init_flag": plan.layout["stage"] == 3,
@@ -183,7 +183,7 @@ def _megatron(plan: Plan) -> Emitted:
         "--micro-batch-size": layout["micro_batch"],
         "--global-batch-size": _samples(plan),
         "--seq-length": _length(plan),
-        "--clip-grad": plan.config.get("gradient_clipping", 1.0),
+        "--clip-grad": clipping_of(plan.config),
     }
     if layout["expert"]:
         values["--expert-model-parallel-size"] = layout["expert"]

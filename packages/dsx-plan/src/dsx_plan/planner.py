@@ -12,7 +12,7 @@ from torch import nn
 
 from .answer import answer_of
 from .changes import changes_that_fit
-from .configs import Ready, ready
+from .configs import Ready, clipping_of, ready
 from .engine import EngineToPlan, engine_to_plan
 from .errors import PlanError
 from .kernels import Kernels
@@ -98,7 +98,7 @@ def plan(
 
 def _scales(config: Mapping[str, Any]) -> bool:
     """Whether a step multiplies gradients by a factor: it clips, which it does by default, or scales the loss."""
-    return bool(config.get("gradient_clipping", 1.0)) or bool((config.get("fp16") or {}).get("enabled"))
+    return bool(clipping_of(config)) or bool((config.get("fp16") or {}).get("enabled"))
 
 
 def _on_host(world_size: int, ranks_per_host: int | None, machine: Machine) -> int:
