@@ -433,6 +433,7 @@ def in_codes(rank, world, name, stage, other):
         resumed, again = dsx_zero.shard(Wide(), make, config={**config, "stage": other})
         assert dsx_checkpoint.load(folder, "here", module=resumed, optimizer=again) is not None
     assert {type(s["exp_avg"]).__name__ for p, s in again.inner.state.items() if p.numel() >= 4096} == kinds
+    close(resumed, whole(model))
     train(model, optimizer, range(4, 6))
     train(resumed, again, range(4, 6))
     close(resumed, whole(model))

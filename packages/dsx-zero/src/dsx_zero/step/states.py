@@ -31,6 +31,7 @@ from ..homes.tiers import Tier
 from ..params.flat import label_of
 from ..params.memory import OrdinaryMemory
 from ..plan.matrices import MatrixState
+from .codes import is_coded, values_of_codes, write_codes
 from .masters import Master
 from .matrix_rules import matrix_rule, stateful
 from .sliced_matrices import states_of_tensor
@@ -54,15 +55,6 @@ def without_containers(state: Mapping[str, Any]) -> dict[str, Any]:
         elif value is not None:
             found[key] = value
     return found
-
-
-def _is_coded(value: Any) -> bool:
-    """Is a state a tensor subclass that says itself which values its codes mean?"""
-    return isinstance(value, torch.Tensor) and type(value).dequantize is not torch.Tensor.dequantize
-
-
-def _values(value: Any) -> Any:
-    return value.dequantize() if _is_coded(value) else value
 
 
 @dataclass(frozen=True)
@@ -213,7 +205,7 @@ class OptimizerStates:
         in memory.
         """
         state = without_containers(self.inner.state.get(master.tensor, {}))
-        found = {key: _values(value) for key, value in state.items()}
+        found = {key: values_of_codes(value) for key, value in state.items()}
         left_out = () if stored else self.stored(master)
         homes = {key: home for key, home in self._homes[id(master.tensor)].items() if key not in left_out}
         return found | {key: _there(home).view(master.shape) for key, home in homes.items()}
@@ -250,7 +242,7 @@ class OptimizerStates:
         if make is None or not self._is_per_element(master, value):
             return value
         coded = make(master.tensor, key == "exp_avg")  # the others have no sign
-        return coded.copy_(value) if _is_coded(coded) else value
+        return write_codes(coded, value) if is_coded(coded) else value
 
     def make_containers(self, master: Master, containers: Mapping[str, Any]) -> None:
         """Give a master copies of these containers, where it has none of the name."""
@@ -263,10 +255,10 @@ class OptimizerStates:
         home = self._homes[id(master.tensor)].get(key)
         if home is None:
             held = self.inner.state[master.tensor][key]
-            flat = _values(held).reshape(-1)
+            flat = values_of_codes(held).reshape(-1)
             yield flat
-            if _is_coded(held):
-                held.copy_(flat.view(held.shape))
+            if is_coded(held):
+                write_codes(held, flat.view(held.shape))
             return
         with opened(home) as values:
             yield values
@@ -387,5 +379,5 @@ class OptimizerStates:
         """Has the state one value per element of the master? False for a master of one element: its states stay with
         the optimizer, because a home would not pay.
         """
-        plain = isinstance(value, torch.Tensor) and not _is_coded(value)
+        plain = isinstance(value, torch.Tensor) and not is_coded(value)
         return plain and master.numel > 1 and value.shape == master.shape
