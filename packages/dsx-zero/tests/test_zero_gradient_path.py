@@ -205,14 +205,20 @@ REDUCTIONS = [
 ]
 
 
+PRECISIONS = [
+    None,
+    dsx_zero.Precision(gradients=torch.float64),
+    dsx_zero.Precision(communication=torch.float64),
+]
+
+
 def run_reductions(rank, world):
-    for reduction, scale in REDUCTIONS:
+    """Every reduction at every stage, in small and large buckets; on several ranks with one of the dtypes each time, so
+    that every stage and every reduction meets all of them.
+    """
+    for number, (reduction, scale) in enumerate(REDUCTIONS):
         for stage in range(4):
-            for precision in (
-                None,
-                dsx_zero.Precision(gradients=torch.float64),
-                dsx_zero.Precision(communication=torch.float64),
-            ):
+            for precision in PRECISIONS if world == 1 else [PRECISIONS[(number + stage) % len(PRECISIONS)]]:
                 for bucket in (500_000_000, 64):
                     reference = tiny.MLP()
                     config = {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket}

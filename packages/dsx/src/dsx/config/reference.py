@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
@@ -80,9 +81,10 @@ the scale doubles are still divided by the old scale.
 def reference() -> str:
     """Return the page as Markdown."""
     root = whole_model()
-    parts = [_HEAD, _BATCH, _PRECISION, _table("Top level", "", root)]
+    states = _States.of(root)
+    parts = [_HEAD, _BATCH, _PRECISION, _table("Top level", "", root, states)]
     for path, model in _sections(root, ""):
-        parts.append(_table(f"`{path}`", path, model))
+        parts.append(_table(f"`{path}`", path, model, states))
     parts += [_optimizers(), _schedules(), _second_names()]
     return "\n".join(part.rstrip() + "\n" for part in parts)
 
@@ -98,11 +100,11 @@ def _sections(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, type[B
             yield from _sections(inner, path + ".")
 
 
-def _table(title: str, path: str, model: type[BaseModel]) -> str:
+def _table(title: str, path: str, model: type[BaseModel], states: _States) -> str:
     lines = [f"## {title}", ""]
     if path and model.__doc__:
         lines += [model.__doc__.strip().split("\n\n")[0].replace("\n", " "), ""]
-    state = _state(path)
+    state = states(path)
     if state:
         lines += [f"Works: {state}.", ""]
     lines += ["| key | type | default | what it does | works |", "|---|---|---|---|---|"]
@@ -110,7 +112,7 @@ def _table(title: str, path: str, model: type[BaseModel]) -> str:
         full = f"{path}.{name}" if path else name
         default = "" if field.is_required() else _default(field.get_default(call_default_factory=True))
         note = " ".join(part for part in (field.description or "", _note(full)) if part)
-        cells = (f"`{name}`", type_text(field), default, note, _state(full) or _state(path) or "yes")
+        cells = (f"`{name}`", type_text(field), default, note, states(full) or states(path) or "yes")
         lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
     return "\n".join(lines)
 
@@ -125,25 +127,35 @@ def _note(path: str) -> str:
     return f"**{NOTES[path]}**" if path in NOTES else ""
 
 
-def _state(path: str) -> str:
-    """Return ``not available: ...``, ``refused: ...`` or ``no effect: ...`` for a key or a section that contains it;
-    for an old name, what it is read as.
-    """
-    parts = path.split(".")
-    model = whole_model()
-    without_effect = {**MEANINGLESS, **judged(model, "NO_EFFECT")}
-    not_yet, old_names = judged(model, "NOT_YET"), judged(model, "OLD_NAMES")
-    for end in range(len(parts), 0, -1):
-        head = ".".join(parts[:end])
-        if head in not_yet:
-            return f"not available: {not_yet[head]}"
-        if head in REFUSED:
-            return f"refused: {REFUSED[head]}"
-        if head in without_effect:
-            return f"no effect: {without_effect[head]}"
-        if head in old_names:
-            return old_names[head]
-    return ""
+@dataclass(frozen=True)
+class _States:
+    """Judgements of keys and sections, by path."""
+
+    not_yet: Mapping[str, str]
+    without_effect: Mapping[str, str]
+    old_names: Mapping[str, str]
+
+    @classmethod
+    def of(cls, model: type[BaseModel]) -> _States:
+        without_effect = {**MEANINGLESS, **judged(model, "NO_EFFECT")}
+        return cls(judged(model, "NOT_YET"), without_effect, judged(model, "OLD_NAMES"))
+
+    def __call__(self, path: str) -> str:
+        """Return ``not available: ...``, ``refused: ...`` or ``no effect: ...`` for a key or a section that contains
+        it; for an old name, what it is read as.
+        """
+        parts = path.split(".")
+        for end in range(len(parts), 0, -1):
+            head = ".".join(parts[:end])
+            if head in self.not_yet:
+                return f"not available: {self.not_yet[head]}"
+            if head in REFUSED:
+                return f"refused: {REFUSED[head]}"
+            if head in self.without_effect:
+                return f"no effect: {self.without_effect[head]}"
+            if head in self.old_names:
+                return self.old_names[head]
+        return ""
 
 
 def _optimizers() -> str:

@@ -84,7 +84,7 @@ def root_model(sections: Sections) -> type[Root]:
     return _composed(tuple(sections.items())) if sections else Root
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=1024)  # more than there are sections, which are asked one in another
 def judged(model: type[BaseModel], table: str) -> dict[str, str]:
     """The sections' own judgements of their keys: path -> text.
 
