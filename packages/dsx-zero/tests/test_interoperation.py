@@ -352,6 +352,8 @@ ROWS = [
     Row("`get_model_state_dict`, `set_model_state_dict`", weights_only),
     Row("`get_state_dict`, `set_...`: each rank's part", rolled_back(), **ADAMW),
     Row("`full_state_dict=True`", rolled_back(full_state_dict=True), **ADAMW),
+    Row("states with shapes of their own (Adafactor, Dion, SOAP, 8-bit Adam)", rolled_back(full_state_dict=True),
+        optimizer=lambda parameters: torch.optim.Adafactor(parameters, lr=0.05)),
     Row("`cpu_offload=True`", rolled_back(cpu_offload=True), **ADAMW),
     Row("`flatten_optimizer_state_dict=True`", rolled_back(flatten_optimizer_state_dict=True), **ADAMW),
     Row("`dcp.save`, `dcp.load` of what `get_state_dict` gives", saved, **ADAMW),
