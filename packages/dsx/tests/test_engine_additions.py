@@ -227,9 +227,9 @@ class Fp8Section(Section):
 
 
 class Fp8(dsx.Extension):
-    """The section `fp8`."""
+    """The section `eight_bits`; `fp8` is that of dsx itself."""
 
-    name, section = "fp8", Fp8Section
+    name, section = "eight_bits", Fp8Section
 
     def before_shard(self, request, config, topology):
         settings = config.use(self.name)
@@ -240,7 +240,7 @@ class Fp8(dsx.Extension):
 
 
 def in_8_bits(rank, world, stage):
-    return trained(model(), {"fp8": {"enabled": True, "skip": ["2"]}}, stage, [Fp8()])[0]
+    return trained(model(), {"eight_bits": {"enabled": True, "skip": ["2"]}}, stage, [Fp8()])[0]
 
 
 def test_a_conversion_to_fp8_is_an_extension():
@@ -257,7 +257,7 @@ def test_a_conversion_to_fp8_is_an_extension():
     assert in_8_bits(0, 1, 3) == pytest.approx(expected, rel=1e-6)
     for losses in run_ranks(in_8_bits, 2, 3):
         assert losses == pytest.approx(expected, rel=1e-5)
-    assert trained(model(), {"fp8": {"enabled": False}}, 0, [Fp8()])[0] != pytest.approx(expected, rel=1e-6)
+    assert trained(model(), {"eight_bits": {"enabled": False}}, 0, [Fp8()])[0] != pytest.approx(expected, rel=1e-6)
 
 
 # - A checkpoint importer

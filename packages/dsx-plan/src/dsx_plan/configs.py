@@ -10,8 +10,9 @@ from typing import Any
 from .engine import EngineToPlan
 from .errors import PlanError
 
-__all__ = ["ONE_BIT", "Ready", "clipping_of", "ready", "value_of", "with_values"]
+__all__ = ["CLIPPING", "ONE_BIT", "Ready", "clipping_of", "ready", "value_of", "with_values"]
 
+CLIPPING = "gradient_clipping"
 _OBSERVING = (
     "tensorboard", "wandb", "csv_monitor", "jsonl", "comet", "flops_profiler", "comms_logger", "timeline", "straggler",
     "eigenvalue", "gradient_noise_scale", "wall_clock_breakdown", "memory_breakdown", "dump_state", "log_level",
@@ -184,4 +185,4 @@ def with_values(given: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[st
 
 def clipping_of(config: Mapping[str, Any]) -> float:
     """The norm to which a job clips its gradients: 1.0 where its configuration says nothing, 0 where it does not."""
-    return float(config.get("gradient_clipping", 1.0))
+    return float(config.get(CLIPPING, 1.0))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .configs import clipping_of, value_of
+from .configs import CLIPPING, clipping_of, value_of
 from .errors import PlanError
 from .plans import Plan
 
@@ -97,7 +97,7 @@ def _accelerate(plan: Plan) -> Emitted:
     hosts = plan.world_size // plan.ranks_per_host
     zero = {
         "gradient_accumulation_steps": plan.layout["accumulation"],
-        "gradient_clipping": clipping_of(plan.config),
+        CLIPPING: clipping_of(plan.config),
         "offload_optimizer_device": _offloaded(plan, "offload_optimizer"),
         "offload_param_device": _offloaded(plan, "offload_param"),
         "zero3_init_flag": plan.layout["stage"] == 3,
