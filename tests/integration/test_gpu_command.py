@@ -125,7 +125,7 @@ def test_unknown_stages_are_refused_and_versions_come_first():
     from gpu.command import chosen_stages
 
     assert chosen_stages(["speed"]) == ["versions", "speed"]
-    assert chosen_stages([]) == chosen_stages(["all"]) and len(chosen_stages([])) == 8
+    assert chosen_stages([]) == chosen_stages(["all"]) and len(chosen_stages([])) == 9
     with pytest.raises(DevError, match="no stage 'spede'; expected some of all, versions, build"):
         chosen_stages(["spede"])
 
