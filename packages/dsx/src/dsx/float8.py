@@ -96,7 +96,7 @@ def _torchao() -> Any:
         import torchao.float8 as conversion  # lazy import: an extra
     except ImportError as error:
         raise MissingPartError(
-            "fp8: training in 8-bit floating point needs torchao, which is not installed; pip install 'dsx[fp8]'"
+            "fp8: training in 8-bit floating point needs torchao, which is not installed; pip install torchao"
         ) from error
     return conversion
 
