@@ -150,6 +150,6 @@ def test_what_cannot_be_converted_is_named():
 def test_without_torchao_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     model = Net()
-    with pytest.raises(MissingPartError, match=r"pip install 'dsx\[fp8\]'"):
+    with pytest.raises(MissingPartError, match=r"pip install torchao"):
         dsx.initialize(model=model, config=config(0, False))
     assert type(model.layers[0][0]) is nn.Linear
