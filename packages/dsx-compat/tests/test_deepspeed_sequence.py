@@ -5,6 +5,7 @@ attention of its own in both layouts.
 import pytest
 import torch
 from dsx_testkit import RankError, run_ranks
+from dsx_testkit.sequences import small_llama
 from torch.nn import functional as F
 
 CONFIG = {
@@ -13,16 +14,6 @@ CONFIG = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}},
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
 }
-
-
-def llama():
-    import transformers as t
-
-    torch.manual_seed(0)
-    return t.LlamaForCausalLM(
-        t.LlamaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                      intermediate_size=32, max_position_embeddings=64)
-    )  # fmt: skip
 
 
 def samples():
@@ -37,7 +28,7 @@ def trained(rank, world):
     from deepspeed.utils import groups
     from dsx_testkit.sequences import loss_of_shards
 
-    model = llama()
+    model = small_llama()
     mpu = UlyssesSPAttentionHF.register_with_transformers(
         model_name_or_path=model, core_attn_implementation="sdpa", sequence_parallel_size=world, micro_batch_size=1,
         seq_length_is_variable=True,
@@ -62,7 +53,7 @@ def trained(rank, world):
 
 def test_a_hugging_face_model_with_the_ulysses_classes():
     pytest.importorskip("transformers")
-    model, expected = llama(), []
+    model, expected = small_llama(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     for tokens in samples():
         loss = model(tokens, labels=tokens).loss

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed.nn.functional as differentiable
 from dsx_testkit import run_ranks
+from dsx_testkit.sequences import small_llama
 
 STEPS, ACCUMULATION, LENGTH, LR = 2, 2, 15, 1e-2
 CONFIG = {
@@ -15,16 +16,6 @@ CONFIG = {
     "gradient_clipping": 0.0,
     "zero_allow_untested_optimizer": True,
 }
-
-
-def llama():
-    import transformers as t
-
-    torch.manual_seed(0)
-    return t.LlamaForCausalLM(
-        t.LlamaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                      intermediate_size=32, max_position_embeddings=64)
-    )  # fmt: skip
 
 
 def samples(count):
@@ -40,7 +31,7 @@ def samples(count):
 
 
 def one_process(accumulation):
-    model, found = llama(), []
+    model, found = small_llama(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     data = iter(samples(STEPS * accumulation))
     for _ in range(STEPS):
@@ -62,7 +53,7 @@ def prepared(rank, world, accumulation, stage, **length):
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
     from deepspeed.utils import groups
 
-    model = llama()
+    model = small_llama()
     mpu = UlyssesSPAttentionHF.register_with_transformers(
         model_name_or_path=model, sequence_parallel_size=world, core_attn_implementation="sdpa", micro_batch_size=1,
         **length,

@@ -92,6 +92,11 @@ class AroundCall:
         """The function that is called inside, with the module's hooks."""
         return self.module._call_impl if self.inner is None else self.inner
 
+    def remove(self) -> None:
+        """Put back what stood there. If another package has put its own around it since, nothing changes."""
+        if getattr(self.module, CALL, None) is self:
+            setattr(self.module, CALL, self.inner)
+
 
 class CompiledCall:
     """Base of objects that replace a module's `forward` and run compiled code."""

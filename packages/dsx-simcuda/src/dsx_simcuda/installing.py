@@ -67,9 +67,10 @@ def _start_without_compiler() -> None:
         def run(*args: Any, **kwargs: Any) -> Any:
             return function(*args, **kwargs)
 
-        frames.set_code_exec_strategy(run.__code__, skip)
-        run._torchdynamo_disable = run._torchdynamo_disable_recursive = True  # pyright: ignore[reportFunctionMemberAccess]
-        return run
+        marked: Any = run
+        frames.set_code_exec_strategy(marked.__code__, skip)
+        marked._torchdynamo_disable = marked._torchdynamo_disable_recursive = True
+        return marked
 
     tables = (*_decomp.global_decomposition_table.values(), vars(_refs))
     left = [value for table in tables for value in table.values() if isinstance(value, FunctionType)]

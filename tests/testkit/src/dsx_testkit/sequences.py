@@ -131,3 +131,14 @@ def check(case, dtype=torch.float64, rtol=1e-9, atol=1e-9):
         torch.testing.assert_close(
             mine.double(), wanted, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name} of {case}: {text}"
         )
+
+
+def small_llama():
+    """A Llama of two layers, four heads and two heads of keys, with the same random weights everywhere."""
+    import transformers as t
+
+    torch.manual_seed(0)
+    return t.LlamaForCausalLM(
+        t.LlamaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                      intermediate_size=32, max_position_embeddings=64)
+    )  # fmt: skip

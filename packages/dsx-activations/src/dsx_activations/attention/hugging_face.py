@@ -117,11 +117,6 @@ class _Outermost(AroundCall):
         finally:
             self._running.pop()
 
-    def remove(self) -> None:
-        """Put back what stood there; another package may have put its own around it since."""
-        if getattr(self.module, CALL, None) is self:
-            setattr(self.module, CALL, self.inner)
-
 
 def _use_our_name(model: Any, name: str, parallel: SequenceParallel) -> None:
     """Let a model call attention by our name until the conversion ends.

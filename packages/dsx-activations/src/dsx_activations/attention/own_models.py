@@ -56,11 +56,6 @@ class _ReplacedAttention(AroundCall):
         finally:
             mode.entered.pop()
 
-    def remove(self) -> None:
-        """Put back what stood there; another package may have put its own around it since."""
-        if getattr(self.module, CALL, None) is self:
-            setattr(self.module, CALL, self.inner)
-
 
 class _Attention(TorchFunctionMode):
     def __init__(self, parallel: SequenceParallel) -> None:
