@@ -49,7 +49,7 @@ class Departures:
     def of_group(self, name: str) -> dict[int, str]:
         """{global rank: why} of the other members of the group `name` that have said so."""
         world = dist.distributed_c10d._world
-        group = next((group for group, known in world.pg_names.items() if known == name), None)
+        group = next((group for group, known in list(world.pg_names.items()) if known == name), None)
         if self._store is None or group is None:
             return {}
         others = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}

@@ -262,5 +262,7 @@ def _groups_of_this_rank() -> dict[str, list[int]]:
     if not dist.is_initialized():
         return {}
     world: Any = dist.distributed_c10d._world
-    ranks = {str(name): dist.get_process_group_ranks(group) for group, name in list(world.pg_names.items())}
-    return {name: own for name, own in ranks.items() if len(own) < dist.get_world_size()}
+    # Another thread may be making or destroying a group: it has a name and no ranks then, and nobody waits in it.
+    named, ranks = list(world.pg_names.items()), dict(world.pg_group_ranks)
+    own = {str(name): list(ranks[group]) for group, name in named if group in ranks}
+    return {name: members for name, members in own.items() if len(members) < dist.get_world_size()}
