@@ -395,5 +395,5 @@ def _one_fails(rank, world):
 
 def test_a_stage_that_fails_on_one_rank_of_a_sequence_is_named():
     """Its neighbour waits for it in the exchange of heads, and ends with it."""
-    with pytest.raises(RankError, match=r"rank 3 of 4 failed first: StageError: .*planted"):
+    with pytest.raises(RankError, match=r"StageError: stage 1 \(rank 3\), .*planted"):
         run_ranks(_one_fails, 4, timeout=60)

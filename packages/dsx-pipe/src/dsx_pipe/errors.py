@@ -22,7 +22,7 @@ class StageError(PipelineError):
 
     Attributes:
         stage: index of the stage that failed.
-        rank: its rank in the pipeline's group.
+        rank: its global rank.
         micro_batch: index of the micro-batch, or None if it failed outside a micro-batch.
         layer: name of the layer, or None where it is not known (inside autograd's backward).
     """

@@ -36,9 +36,9 @@ class Agreement:
         self._everyone = groups.host if everyone is None else everyone
 
     def name_of(self, rank: int) -> str:
-        """The name of a rank in errors."""
+        """The name in errors of a rank of the pipeline's group: its stages and its global rank."""
         stages = ", ".join(map(str, self._schedule.stages_of(rank)))
-        return f"stage {stages} (rank {rank})"
+        return f"stage {stages} (rank {self._groups.ranks[rank]})"
 
     # - before a step
 
@@ -109,7 +109,7 @@ class Agreement:
             except Exception:  # noqa: BLE001  (the search must not hide the failure that it explains)
                 continue
             if place is not None:
-                found = (index, self._groups.rank, *place)
+                found = (index, self._groups.world_rank, *place)
         known = sorted(tuple(answer) for answer in self._gather_objects(found) if answer is not None)
         if not known:
             return failure
@@ -147,9 +147,8 @@ class Agreement:
 
     def _describe(self, doing: str, error: Exception) -> bytes:
         """The failure of this rank in a block of `together`, packed."""
-        place = f" on global rank {dsx_comm.get_rank()}" if dsx_comm.get_world_size() > self._groups.size else ""
         reason = f"{type(error).__name__}: {error}"
-        return Failure(min(self._stages), self._groups.rank, None, None, doing + place, reason).pack()
+        return Failure(min(self._stages), self._groups.world_rank, None, None, doing, reason).pack()
 
     # - messages
 

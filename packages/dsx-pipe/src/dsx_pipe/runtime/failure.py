@@ -17,7 +17,7 @@ class Failure:
 
     Attributes:
         stage: index of the stage; None if it is not known.
-        rank: rank in the pipeline's group.
+        rank: global rank, by which a launcher names its output.
         micro_batch: index of the micro-batch; None if it failed outside a micro-batch.
         layer: name of the layer; None if it is not known.
         operation: what failed, such as "forward", "backward" or "loading data".

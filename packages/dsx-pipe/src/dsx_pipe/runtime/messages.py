@@ -130,6 +130,7 @@ class Groups:
         self.group, self.device = group, device
         self.ranks = dsx_comm.get_all_ranks_from_group(group)
         self.rank, self.size = dsx_comm.get_rank(group), dsx_comm.get_world_size(group)
+        self.world_rank = self.ranks[self.rank]
         self.batched = batched or device.type != "cpu"
         self.host = self.payload = group
         if device.type != "cpu" and self.size > 1:

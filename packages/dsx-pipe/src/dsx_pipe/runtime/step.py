@@ -139,9 +139,9 @@ class Step:
         except PeerLost as error:
             self._peer_lost(error)
         except NonFiniteLoss as error:
-            self._fail(Failure(action.stage, self.rank, error.micro_batch, None, "forward", str(error), nonfinite=True))
+            self._fail(action.stage, error.micro_batch, None, "forward", str(error), nonfinite=True)
         except NonFiniteGradient as error:
-            self._fail(Failure(action.stage, self.rank, error.micro_batch, error.layer, operation, str(error)))
+            self._fail(action.stage, error.micro_batch, error.layer, operation, str(error))
         except Exception as error:  # noqa: BLE001  (every rank must be told, whatever the error is)
             layer = layer_of(stage.module, error.__traceback__) if action.kind is Kind.FORWARD else None
             reason = f"{type(error).__name__}: {error}"
@@ -149,7 +149,7 @@ class Step:
                 reason, operation = str(error), "loading data" if isinstance(error, DataError) else operation
             elif action.kind is Kind.FORWARD:
                 reason += self._context(stage, arrived, labels)
-            self._fail(Failure(action.stage, self.rank, action.micro_batch, layer, operation, reason))
+            self._fail(action.stage, action.micro_batch, layer, operation, reason)
         return _MISSING
 
     @staticmethod
@@ -251,7 +251,7 @@ class Step:
             raise
         except Exception as error:  # noqa: BLE001  (a value that cannot be pickled, a tensor that cannot be sent)
             reason = str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}"
-            self._fail(Failure(action.stage, self.rank, action.micro_batch, None, "sending its output", reason))
+            self._fail(action.stage, action.micro_batch, None, "sending its output", reason)
 
     def _flush(self) -> None:
         """Send the payloads of consecutive sends as one batch, if payloads are sent in batches."""
@@ -269,9 +269,20 @@ class Step:
                 action()
             except Exception as error:  # noqa: BLE001  (every rank must be told, whatever the error is)
                 reason = str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}"
-                self._fail(Failure(min(self.stages), self.rank, None, None, operation, reason))
+                self._fail(min(self.stages), None, None, operation, reason)
 
-    def _fail(self, failure: Failure) -> None:
+    def _fail(
+        self,
+        stage: int,
+        micro_batch: int | None,
+        layer: str | None,
+        operation: str,
+        reason: str,
+        *,
+        nonfinite: bool = False,
+    ) -> None:
+        rank = self.mailbox.groups.world_rank
+        failure = Failure(stage, rank, micro_batch, layer, operation, reason, nonfinite=nonfinite)
         self.failures.append(failure)
         if self.failure_message is None:
             self.failure_message = (FAILURE, failure.pack())
@@ -281,6 +292,7 @@ class Step:
             return
         self.lost.add(error.rank)
         stages = self.schedule.stages_of(error.cause)
-        failure = Failure(stages[0], error.cause, None, None, "communication with it", str(error))
+        rank = self.mailbox.groups.ranks[error.cause]
+        failure = Failure(stages[0], rank, None, None, "communication with it", str(error))
         self.failures.append(failure)
         self.failure_message = (LOST, failure.pack())
