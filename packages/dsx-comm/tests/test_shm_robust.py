@@ -118,7 +118,8 @@ def test_the_first_to_go_is_named_in_a_group_it_does_not_belong_to(tmp_path):
             job.kill()
             job.wait()
     assert "PeerLostError" in texts[1] and "rank(s) 0 ended while rank 1 waited" in texts[1], texts[1]
-    assert texts[1].strip().endswith("ended by now: rank(s) 0, 2 [DSX206] docs: dsx explain DSX206"), texts[1]
+    ended = "; ended by now: rank(s) 0, 2 [DSX206] docs: dsx explain DSX206"  # torch's store warns before and after it
+    assert any(line.endswith(ended) for line in texts[1].splitlines()), texts[1]
     assert "rank(s) 2 ended while rank 0 waited" in texts[0], texts[0]
 
 
