@@ -6,7 +6,8 @@ loss.backward()
 optimizer.step()
 optimizer.zero_grad()
 
-Where things are (each folder has a map of its own): `api` builds, `runtime` names the parts, `optimizer` steps them;
+Where things are (each folder has a map of its own): `api` builds, `runtime` names the parts, `optimizer` is what users
+call, `update` one step, `held` this rank's values, `control` for an engine, `replanning` another layout;
 `plan` who owns what, `params` flat buffers and parameters, `order` of the collectives, `grads` reduction, `gather` at
 stage 3 and after a step, `step` masters and norms, `state` slices by name, `full_state` all of it whole,
 `checkpoints` all of it in a folder, `torch_state` and `torch_forms` the form of torch's checkpoints, `copies` an EMA
@@ -51,7 +52,7 @@ from .gathered import GatheredParameters, UnownedEditError
 from .generation import gather_hooks_paused, unwrap_model_for_generation
 from .grads.reduction import Reduction
 from .inspection import Partition, partition_of
-from .optimizer import StepOutcome, ZeroOptimizer
+from .optimizer import ZeroOptimizer
 from .order.agreed import ScheduleDivergence
 from .params.init import Init, MiCS_Init
 from .params.partitioned import PartitionedParameter, PartitionedParameterError
@@ -72,6 +73,7 @@ from .state.moving import OffloadDeviceEnum, OffloadStateTypeEnum
 from .state.slices import ParamSlice, Reader, StoredValues
 from .tiled import TiledLinear, TiledLinearReturnBias
 from .uneven import uneven_forwards
+from .update import StepOutcome
 from .weights import LoadReport, load_weights
 
 __all__ = [

@@ -12,7 +12,6 @@ those that scripts use.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +20,8 @@ import torch
 
 from .errors import ZeroStateError
 from .homes.home import read, write
+from .owners import Owners
 from .params.restored import current_parameter
-from .plan.layout import LocalSlice
 from .plan.units import first_name
 
 if TYPE_CHECKING:
@@ -49,26 +48,8 @@ __all__ = [
 Parameter = torch.Tensor | str
 
 
-class _Owners:
-    """Which optimizer a parameter object belongs to. It keeps neither of them alive."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref, weakref.ref, str]] = {}
-
-    def add(self, parameter: torch.Tensor, optimizer: ZeroOptimizer, name: str) -> None:
-        key = id(parameter)
-        gone = weakref.ref(parameter, lambda _: self._known.pop(key, None))
-        self._known[key] = (gone, weakref.ref(optimizer), name)
-
-    def find(self, parameter: torch.Tensor) -> tuple[ZeroOptimizer, str] | None:
-        entry = self._known.get(id(parameter))
-        if entry is None or entry[0]() is not parameter:
-            return None
-        owner = entry[1]()
-        return None if owner is None else (owner, entry[2])
-
-
-OWNERS = _Owners()
+OWNERS: Owners[ZeroOptimizer] = Owners()
+"""Of all models of the process."""
 
 
 class View:
@@ -78,24 +59,21 @@ class View:
 
     def __init__(self, parameter: Parameter, optimizer: ZeroOptimizer | None, *, gradient: bool = False) -> None:
         self.optimizer, self.name = _resolve(parameter, optimizer)
-        self.optimizer.check_states()
+        self.optimizer.moved.check()
         if not gradient:
-            self.optimizer.check_update_ended()
+            self.optimizer.update.check_ended()
         self.runtime = self.optimizer.runtime
-        self.group: FlatGroup = self.optimizer.group_of(self.name)
+        self.group: FlatGroup = self.optimizer.layout.group_of(self.name)
         if not self.group.trainable:
             raise ZeroStateError(
                 f"{self.name}: is frozen and has no master, gradient or optimizer state; change the parameter itself"
                 " (at stage 3 inside dsx_zero.GatheredParameters)"
             )
-        self.masters: tuple[Master, ...] = self.optimizer.masters_of(self.name)
+        self.masters: tuple[Master, ...] = self.optimizer.layout.masters_of(self.name)
         self.index = self.group.layout.index(self.name)
         self.shape = self.group.layout.shapes[self.index]
         self.tensor = self.group.global_of(self.name)
-        if self.runtime.stage == 0:
-            self.part = self.group.whole_slice(self.index)
-        else:
-            self.part = self.group.layout.local_slice(self.name, self.group.rank) or LocalSlice(0, 0, 0)
+        self.part, _ = self.optimizer.layout.part_of(self.name, whole=self.runtime.stage == 0)
 
     def empty(self, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(0, dtype=dtype, device=self.group.key.device)
@@ -213,7 +191,7 @@ def _resolve(parameter: Parameter, optimizer: ZeroOptimizer | None) -> tuple[Zer
 def _is_frozen(parameter: Parameter, optimizer: ZeroOptimizer | None) -> bool:
     """Whether the parameter has neither gradient nor states, on any rank. Scripts ask for those of every parameter."""
     owner, name = _resolve(parameter, optimizer)
-    return not owner.group_of(name).trainable
+    return not owner.layout.group_of(name).trainable
 
 
 # Whole tensors --------------------------------------------------------------------------------------------------------

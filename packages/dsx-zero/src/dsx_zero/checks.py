@@ -120,4 +120,4 @@ def _is_taken(parameter: torch.Tensor, trainable: bool) -> bool:
     owner = OWNERS.find(parameter)
     if owner is None or owner[0].released:
         return False
-    return trainable or owner[0].group_of(owner[1]).trainable
+    return trainable or owner[0].layout.group_of(owner[1]).trainable

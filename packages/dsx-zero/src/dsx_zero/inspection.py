@@ -71,7 +71,7 @@ def partition_of(parameter: torch.Tensor) -> Partition | None:
     if found is None or found[0].released or found[0].runtime.stage != 3:
         return None
     optimizer, name = found
-    group = optimizer.group_of(name)
+    group = optimizer.layout.group_of(name)
     if not is_partitioned(group):
         return Partition(name, parameter.shape, True, id(parameter), lambda: parameter.detach().reshape(-1))
     return _of_group(group, name, lambda: _shard_of(group, name))

@@ -129,7 +129,7 @@ def load_weights(
                 f"{error} Some parameters have their new values already: load again before training"
             ) from error.__cause__
     if plan.optimizer is not None:
-        plan.optimizer.parameters_loaded()
+        plan.optimizer.held.note_loaded()
     return plan.report
 
 
@@ -201,7 +201,7 @@ def _plan(model: nn.Module, path: str | Path, *, strict: bool, rename: Callable[
     to_initialise = tuple(_initialisers(model, report))
     optimizer = _optimizer(model)
     if optimizer is not None:
-        optimizer.check_model()
+        optimizer.update.check_model()
     return _Plan(files, tuple(sources), to_initialise, optimizer, report)
 
 
@@ -265,7 +265,7 @@ def _places(target: _Target, optimizer: ZeroOptimizer | None) -> Iterator[tuple[
     tensor = target.tensor
     owner = None if optimizer is None else OWNERS.find(tensor)
     if optimizer is not None and owner is not None:
-        for home, part in optimizer.homes_of(owner[1]):
+        for home, part in optimizer.layout.homes_of(owner[1]):
             yield _into(home, part), part
     elif isinstance(tensor, PartitionedParameter) and isinstance(tensor.source, InitParameter):
         source = tensor.source

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ..errors import ZeroConfigError
-from ..optimizer import ZeroOptimizer, parameter_slice
+from ..optimizer import ZeroOptimizer
 from ..plan.rank_sets import ranks_of_buffers
 from ..state.moving import OffloadStateTypeEnum
 from .adapters import Adapter, adapters_of, plain_name
@@ -188,14 +188,14 @@ def _held(
     run, held = optimizer.runtime, {}
     places = {} if part is None else part.places
     for info in run.infos:
-        group = optimizer.group_of(info.name)
+        group = optimizer.layout.group_of(info.name)
         held.update(dict.fromkeys((info.name, *info.aliases), group.ranks))
         whole = (
             not joined and group.visible is not None and OffloadStateTypeEnum.lp_params not in optimizer.moved.stashes
         )
         speaks = group.ranks.first_copy and group.ranks.counts_in_norm
         speaks = speaks and (part is None or part.speaks or info.name in places)
-        piece, read = parameter_slice(optimizer, info.name, whole=whole)
+        piece, read = optimizer.held.part_of(info.name, whole=whole)
         offset = tuple(places[info.name].box.offset) if info.name in places else (0,) * len(info.shape)
         source = Source(offset, tuple(info.shape), piece.start, piece.stop, speaks, read)
         yield info.name, tuple(info.shape), info.dtype, whole, source if piece.numel or whole else None
