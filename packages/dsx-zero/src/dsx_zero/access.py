@@ -164,7 +164,9 @@ class View:
         return self.own(value).detach().reshape(-1)[self.part.start : self.part.stop]
 
     def own(self, value: torch.Tensor) -> torch.Tensor:
-        """What this rank's parameter has of a whole tensor: all of it, or the part that tensor parallelism gave it."""
+        """The part of a whole tensor that this rank's parameter has: all of it, or the part that tensor parallelism
+        gave it.
+        """
         return value if self.tensor is None else self.tensor.part_of(value)
 
     def check_local(self, value: torch.Tensor) -> torch.Tensor:

@@ -91,7 +91,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Recipe:
-    """What was asked of `shard`, which stays the same while a model is sharded.
+    """The arguments of `shard`, as they stay the same while a model is sharded.
 
     Attributes:
         data: all data-parallel ranks.
@@ -166,7 +166,7 @@ class Planned:
         return {record.unit: record.placement for record in self.placements}
 
     def placed(self, unit: int) -> Placement:
-        """Where the state of a unit lives."""
+        """The place where the state of a unit lives."""
         return self._placed[unit]
 
 
@@ -176,7 +176,7 @@ def _shard_numel(plan: UnitPlan) -> int:
 
 @dataclass(frozen=True)
 class StepParts:
-    """What a `ZeroOptimizer` steps with.
+    """Everything that a `ZeroOptimizer` steps with.
 
     Attributes:
         masters: what this rank steps, in layout order; `by_parameter`: every parameter that trains with its masters.
@@ -216,7 +216,7 @@ class StepParts:
 
 @dataclass(frozen=True)
 class Kept:
-    """What of the parts before goes on.
+    """Parts of the earlier layout that go on.
 
     Attributes:
         groups: flat groups.
@@ -458,7 +458,7 @@ class _Build:
     def _order(
         self, executor: CollectiveExecutor, channel: Channel | None, limits: GatherLimits | None = None
     ) -> Order:
-        """What the ranks agree on over the channel; None: every need is executed as it comes."""
+        """The order that the ranks agree on over the channel; None: every need is executed as it comes."""
         if channel is None:
             return NullOrder(executor)
         names = {plan.index: str(plan) for plan in self.plans}
@@ -578,7 +578,7 @@ def _that_fit(units: Sequence[Unit], elements: Mapping[int, int], room: int) -> 
 
 
 def _faces(model: nn.Module, runtime: Runtime) -> dict[int, torch.Tensor]:
-    """What the model holds between uses, for the `id` of each plain parameter that only takes its place meanwhile
+    """The parameters that the model holds between uses, by the `id` of the plain one that takes their place meanwhile
     (stage 3).
     """
     plain = {

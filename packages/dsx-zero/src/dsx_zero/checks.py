@@ -1,4 +1,4 @@
-"""What `shard` refuses before it changes anything: models and optimizers that it cannot divide."""
+"""Checks of `shard` before it changes anything: models and optimizers that it cannot divide are refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _WRAPPERS: Mapping[str, str] = {
 
 
 _LINES: Mapping[str, str] = {"FSDPModule": "fully_shard(...), one for each block and one for the model"}
-"""What calls a wrapper, where that is not its name."""
+"""The calls that make a wrapper, where they are not its name."""
 
 
 def check_not_wrapped(model: nn.Module) -> None:

@@ -75,7 +75,7 @@ class ModelCopy:
         return sum(value.nbytes for value in (*self._values.values(), *self._buffers.values()))
 
     def _places(self) -> Iterator[tuple[str, Home, LocalSlice]]:
-        """Where this rank has the model's values of the copied parameters."""
+        """The places where this rank has the model's values of the copied parameters."""
         for name in self._names:
             for home, part in self._held.layout.homes_of(name):
                 yield name, home, part
@@ -221,7 +221,7 @@ class ModelCopy:
         return install
 
     def small_state(self) -> dict[str, Any]:
-        """What `slices` has no place for: buffers, and the number of updates. Equal on all ranks."""
+        """The state that `slices` has no place for: buffers, and the number of updates. Equal on all ranks."""
         return {"buffers": {n: b.clone() for n, b in self._buffers.items()}, _UPDATES: self.updates}
 
     def load_small_state(self, state: Mapping[str, Any]) -> None:

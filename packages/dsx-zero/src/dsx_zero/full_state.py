@@ -301,7 +301,7 @@ class _WholeReader:
         self._states = self._states_by_name(optimizer, state_dict["optimizer"]["state"])
 
     def facts(self) -> dict[str, str]:
-        """What has to be equal on all ranks."""
+        """Facts that have to be equal on all ranks."""
         names = (f"{name} {tuple(getattr(value, 'shape', ()))}" for name, value in self._model.items())
         states = (f"{name} {sorted(states)}" for name, states in self._states.items())
         return {"names and shapes": hash_of(names), "optimizer states": hash_of(states)}

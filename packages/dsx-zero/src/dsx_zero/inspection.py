@@ -54,7 +54,7 @@ class Partition:
 
 
 def partition_of(parameter: torch.Tensor) -> Partition | None:
-    """What stage 3, or `Init`, knows about a parameter; None for a tensor that neither manages.
+    """The facts that stage 3, or `Init`, knows about a parameter; None for a tensor that neither manages.
 
     Small parameters that stage 3 keeps whole (`stage3_param_persistence_threshold`) are managed, too.
     """

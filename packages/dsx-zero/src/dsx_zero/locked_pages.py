@@ -44,7 +44,7 @@ def ask_for_locked_pages(planned: Planned, *, stage: int, precision: Precision) 
 def _states(
     key: GroupKey, placement: Placement, precision: Precision, *, stage: int, resident: bool
 ) -> Iterator[tuple[Tier, torch.dtype]]:
-    """Where the shard of a flat group, its gradients and its masters will live, and in which dtype."""
+    """The tiers in which the shard of a flat group, its gradients and its masters will live, with their dtypes."""
     parameters = DeviceTier() if resident else placement.parameters
     yield parameters, key.dtype
     if not key.trainable:

@@ -113,7 +113,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.inner = self.optimizer = inner
         """The user's optimizer, which steps the masters."""
         self.store = store
-        """Where state on disk lies, as it was given to `shard`; None: nowhere."""
+        """The store of state on disk, as it was given to `shard`; None: there is none."""
         self._owners, self._replanner, self._torch_state = owners, replanner, torch_state
         self._latest: StepOutcome | None = None
         self.released = False
@@ -137,7 +137,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.runtime = parts.runtime
         """The parts this optimizer is made of."""
         self.placements = parts.placements
-        """Where the state of each unit is kept, by class; chosen when the model is sharded and when its layout
+        """The places of the state of each unit, by class; chosen when the model is sharded and when its layout
         changes.
         """
         self.states = parts.states
@@ -459,7 +459,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     # State ------------------------------------------------------------------------------------------------------------
 
     def slices(self, *, lazily: bool = False, held: bool = False) -> Iterator[ParamSlice]:
-        """What this rank owns of every parameter, frozen ones too, in definition order; over all ranks each element
+        """This rank's own part of every parameter, frozen ones too, in definition order; over all ranks each element
         once. Values that `offload_states` has moved are read in host memory.
 
         Args:

@@ -86,7 +86,7 @@ class Replanner:
         self._before_forward: Any = None
 
     def watch(self, model: torch.nn.Module, frozen: Frozen, replan: Callable[[], Callable[[], None] | None]) -> None:
-        """Where a parameter can be unfrozen, look before each forward of the model whether one was.
+        """Check before each forward of the model whether a parameter was unfrozen, where one can be.
 
         Args:
             replan: a weak reference to what changes the layout then.
@@ -196,7 +196,7 @@ def _check(run: Runtime, inner: Any) -> None:
 
 
 def stage3_of_parts(parts: StepParts) -> Any:
-    """What shards the model at stage 3; None at other stages."""
+    """The object that shards the model at stage 3; None at other stages."""
     if parts.runtime.stage != 3:
         return None
     from .gather.stage3 import Stage3  # lazy import: stages 0-2 need none of it
@@ -273,7 +273,7 @@ def _trained(run: Runtime) -> Sequence[tuple[torch.nn.Parameter, str]]:
 
 
 def _carry_errors(old: Runtime, new: Runtime) -> None:
-    """What quantised gradients have left out is made up for in the new layout (collective)."""
+    """Make up in the new layout for what quantised gradients have left out (collective)."""
     if old.errors and new.errors:
         units = [(before.trainable, after.trainable) for before, after in zip(old.units, new.units, strict=True)]
         carry_errors(units, old.errors, new.errors)

@@ -78,7 +78,7 @@ class Runtime:
     checks_overflow: bool
     load_masters: bool = True
     errors: tuple[KeepsErrors, ...] = ()
-    """What keeps errors of quantised messages."""
+    """The objects that keep errors of quantised messages."""
 
     @property
     def numel(self) -> int:

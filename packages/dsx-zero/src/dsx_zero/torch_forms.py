@@ -139,7 +139,7 @@ def _is_slice(master: Master) -> bool:
 
 
 def _plain_optimizer(optimizer: ZeroOptimizer, form: str) -> dict[str, Any]:
-    """What the user's optimizer gives where every rank has whole states, with the masters. What containers hold has
+    """The user's optimizer's own states where every rank has whole ones, with the masters. What containers hold has
     the names that it has at the other stages.
     """
     optimizer.update.collect_edits()

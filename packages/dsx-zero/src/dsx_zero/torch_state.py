@@ -79,7 +79,7 @@ def in_shape_of_parameter(master: Master, value: torch.Tensor) -> torch.Tensor:
 
 
 def asked_by_torch() -> Literal["whole", "parts"] | None:
-    """Which form the caller wants: "whole" tensors inside a function of torch's `state_dict` module that was given
+    """The form that the caller wants: "whole" tensors inside a function of torch's `state_dict` module that was given
     `full_state_dict=True`; "parts" inside its other functions and inside those that save and load; None elsewhere.
 
     torch has no hook for this, and an optimizer's `state_dict()` has no arguments.
@@ -261,7 +261,7 @@ class PartsReader:
                 self._check(name, key, value)
 
     def facts(self) -> dict[str, str]:
-        """What has to be equal on all ranks."""
+        """Facts that have to be equal on all ranks."""
         return {"optimizer states": hash_of(f"{name} {sorted(found)}" for name, found in self._states.items())}
 
     def _check(self, name: str, key: str, value: Any) -> None:

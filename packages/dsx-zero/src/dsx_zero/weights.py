@@ -44,7 +44,7 @@ Put = Callable[[int, torch.Tensor], None]
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What `load_weights` did, by names of the model (unexpected ones: of the files).
+    """The outcome of `load_weights`, by names of the model (unexpected ones: of the files).
 
     Attributes:
         loaded: have the files' values.
@@ -261,7 +261,7 @@ def _optimizer(model: nn.Module) -> ZeroOptimizer | None:
 
 
 def _places(target: _Target, optimizer: ZeroOptimizer | None) -> Iterator[tuple[Put, LocalSlice]]:
-    """Where this rank keeps a tensor, and which elements of it."""
+    """The places where this rank keeps a tensor, and the elements of it there."""
     tensor = target.tensor
     owner = None if optimizer is None else OWNERS.find(tensor)
     if optimizer is not None and owner is not None:

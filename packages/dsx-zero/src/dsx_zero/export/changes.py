@@ -120,7 +120,7 @@ class WeightMark:
                 yield item.name, item.shape, source
 
     def changes(self, *, advance: bool = True) -> Iterator[WeightChange]:
-        """What has changed since the mark, tensor by tensor; tensors without a change are left out.
+        """The changes since the mark, tensor by tensor; tensors without a change are left out.
 
         Args:
             advance: move the mark to the values of now, each tensor as it is given. False: the next call gives the

@@ -1,4 +1,4 @@
-"""Which tensors a model has for the outside, and which elements of them this rank holds.
+"""The tensors that a model has for the outside, and the elements of them that this rank holds.
 
 A tensor has the name that it has in the whole model, on one rank and without wrappers. This rank may hold all of it (a
 parameter below stage 3), a range of it (stage 3), a box (an expert, a tensor slice), or a range of a box. Every element
@@ -27,13 +27,13 @@ from .adapters import Adapter, adapters_of, plain_name
 __all__ = ["Contents", "Item", "Names", "PartOfModel", "Source", "WholePlace", "boxes_of_range", "contents_of"]
 
 Names = Callable[[str], str | None] | Collection[str] | None
-"""Which tensors, and under which names: a function from a name to another one, or to None for a tensor that is not
-wanted; or the wanted names; or None for all.
+"""The tensors that are wanted, and their names: a function from a name to another one, or to None for a tensor that is
+not wanted; or the wanted names; or None for all.
 """
 
 
 class WholePlace(Protocol):
-    """Where a rank's tensor belongs: name and shape of the whole one, and the box in it (`dsx_checkpoint.Place`)."""
+    """The place of a rank's tensor: name and shape of the whole one, and the box in it (`dsx_checkpoint.Place`)."""
 
     name: str
     shape: tuple[int, ...]
@@ -82,7 +82,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Source:
-    """What this rank holds of a tensor: elements `[start, stop)` of a box, in row-major order of the box.
+    """This rank's part of a tensor: elements `[start, stop)` of a box, in row-major order of the box.
 
     `read` gives them 1-D, or in the tensor's shape; not a copy where they are in memory.
     """
@@ -97,7 +97,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Contents:
-    """What `contents_of` found.
+    """The result of `contents_of`.
 
     Attributes:
         items: in one order on all ranks.

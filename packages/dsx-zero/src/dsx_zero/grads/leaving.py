@@ -36,7 +36,7 @@ class Leaving:
         self.norm: torch.Tensor | None = None
         """Norm of the values in the home, computed when they were moved; None: not known, or not yet."""
         self._norm_memory: torch.Tensor | None = None
-        """Where it is, if a job of the lane computes it: memory of this side, which stays."""
+        """The place of the value, if a job of the lane computes it: memory of this side, which stays."""
 
     def prepare(self, home: Home, dtype: torch.dtype) -> torch.Tensor:
         """Staging memory for a reduction whose result goes to `home`."""

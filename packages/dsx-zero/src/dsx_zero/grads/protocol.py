@@ -1,4 +1,4 @@
-"""What the optimizer asks of gradients (`Gradients`), and what they ask of the object that scales losses
+"""Gradients as the optimizer asks for them (`Gradients`), and their questions to the object that scales losses
 (`BackwardWatch`).
 """
 

@@ -299,7 +299,7 @@ class Reductions:
 
 
 class _Route(NamedTuple):
-    """How the gradients of one flat group are sent.
+    """The way in which the gradients of one flat group are sent.
 
     Attributes:
         start: `Transport.start` of the transport that carries them.

@@ -67,7 +67,7 @@ class ModelLayout:
         return group.layout.local_slice(name, group.rank) or LocalSlice(0, 0, 0), group.shard
 
     def homes_of(self, name: str) -> Iterator[tuple[Home, LocalSlice]]:
-        """Where this rank keeps the values of a parameter that all others follow: its master, or a frozen parameter
+        """The home of the values of a parameter that all others follow: its master, or a frozen parameter
         itself; and which elements lie there. After writing: `HeldState.note_loaded`.
         """
         group = self._groups[name]

@@ -19,7 +19,7 @@ __all__ = ["count_bytes", "load_local", "save_local", "unique_bytes"]
 
 
 class LocalState(OrderedDict[str, Any]):
-    """What `ZeroOptimizer.state_dict` gives on a rank that has parts of tensors. Saved and copied, it is an ordinary
+    """The result of `ZeroOptimizer.state_dict` on a rank that has parts of tensors. Saved and copied, it is an ordinary
     dictionary.
     """
 

@@ -34,7 +34,7 @@ class OffloadStateTypeEnum(str, Enum):
     """The classes of state that can be moved, by the names that scripts use."""
 
     optim_states = "optim_states"
-    """What the optimizer keeps per element."""
+    """The values that the optimizer keeps per element."""
     hp_params = "hp_params"
     """Masters, where they are memory of their own."""
     lp_params = "lp_params"
@@ -46,7 +46,7 @@ class OffloadStateTypeEnum(str, Enum):
 
 
 class OffloadDeviceEnum(str, Enum):
-    """Where state can live, by the names of configurations."""
+    """The devices where state can live, by the names of configurations."""
 
     none = "none"
     cpu = "cpu"
@@ -120,7 +120,7 @@ class MovedStates:
     def __init__(self, runtime: Runtime, states: OptimizerStates) -> None:
         self._runtime, self._states = runtime, states
         self.stashes: dict[OffloadStateTypeEnum, _Moved] = {}
-        """What is in host memory now, by class."""
+        """The states that are in host memory now, by class."""
         self._guards: list[Any] = []
 
     @property

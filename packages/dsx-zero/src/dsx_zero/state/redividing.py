@@ -78,7 +78,7 @@ single value.
 
 @dataclass(frozen=True)
 class Moves:
-    """What moves from one layout to the other, in definition order."""
+    """The parameters whose states move from one layout to the other, in definition order."""
 
     moves: tuple[_Move, ...]
     states: OptimizerStates
@@ -141,7 +141,7 @@ class Moves:
         return own_states(self.states, move.masters, move.part, templates, lazily, lambda tensor: tensor)
 
     def _describe(self, templates: StateTemplates) -> dict[str, _Described]:
-        """Which states each parameter has, on all ranks alike: some may own nothing of it."""
+        """The states that each parameter has, on all ranks alike: some may own nothing of it."""
         mine: dict[Any, dict[str, _Described]] = {}
         for move in self.moves:
             found: _Described = {}

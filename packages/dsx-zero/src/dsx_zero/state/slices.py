@@ -1,4 +1,4 @@
-"""What this rank owns, by name: the view from which checkpoints are written.
+"""This rank's own values, by name: the view from which checkpoints are written.
 
 A `ParamSlice` is a range of a parameter in row-major order, with its master and its optimizer states. Over all ranks
 the slices cover every element exactly once. That holds at stage 0 too: every rank has all elements there, and the work
@@ -149,7 +149,7 @@ def iter_slices(
     held: bool = False,
     lazily: bool = False,
 ) -> Iterator[ParamSlice]:
-    """What this rank owns of every parameter, in definition order.
+    """This rank's own part of every parameter, in definition order.
 
     `held`: give everything that this rank keeps, not only what it owns (all elements of a parameter at stage 0, all
     elements of frozen ones up to stage 2). `lazily`: give values that are not in memory as `StoredValues`.

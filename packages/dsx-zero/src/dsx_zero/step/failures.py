@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class StepFailure:
-    """What failed first on this rank in the running step.
+    """The first failure on this rank in the running step.
 
     With `deferred`, the parts of a step that follow a failure are left out, but not their collectives, and the failure
     is raised at the end of the step. That is for an owner whose ranks agree then whether all could step. Without, a

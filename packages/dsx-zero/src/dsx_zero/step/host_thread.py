@@ -64,7 +64,8 @@ class _Old:
 
 
 class OldValues:
-    """What a step changes, from before it, so that it can be undone: every bit, also of states that are no tensors.
+    """The values that a step changes, from before it, so that it can be undone: every bit, also of states that are no
+    tensors.
 
     Masters and states in memory are copied. What is stored in a `StoredHome` stays where it is: new values are written
     beside it until `settle`.

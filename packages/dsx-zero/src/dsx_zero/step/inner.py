@@ -45,7 +45,7 @@ ReadGradients = Callable[[FlatGroup, Sequence[Part]], tuple[torch.Tensor, ...]]
 _TORCH = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 
 Settings = list[dict[str, Any]]
-"""What an optimizer's parameter groups say, without their parameters."""
+"""The settings of an optimizer's parameter groups, without their parameters."""
 
 
 def why_at_once(inner: Any) -> str | None:

@@ -154,7 +154,9 @@ class SquaresAndRows:
         self._under_way = handle, sums
 
     def _begin(self, row: Sequence[float]) -> torch.Tensor:
-        """What this rank adds: no squares, and the row. The sums of an earlier step end first: all ranks took part."""
+        """The numbers that this rank adds: no squares, and the row. The sums of an earlier step end first: all ranks
+        took part.
+        """
         if self._under_way is not None:
             self._under_way[0].wait()
             self._under_way = None
@@ -272,13 +274,13 @@ class StepNorm:
 
 
 def usual_factor(grad_scale: float, max_norm: float | None, *, on_host: bool) -> float:
-    """What `clip_factor` gives where the norm is at most `max_norm`, bit for bit. `on_host`: where the norm is."""
+    """The result of `clip_factor` where the norm is at most `max_norm`, bit for bit. `on_host`: where the norm is."""
     factor = 1.0 / grad_scale if grad_scale else math.inf
     return factor if on_host or not max_norm else torch.tensor(factor, dtype=torch.float32, device="cpu").item()
 
 
 def clip_factor(norm: torch.Tensor, grad_scale: float, max_norm: float | None) -> float | torch.Tensor:
-    """What gradients are multiplied with. A number on the host's device, a tensor elsewhere (no waiting)."""
+    """The factor that gradients are multiplied with. A number on the host's device, a tensor elsewhere (no waiting)."""
     if not max_norm:
         return 1.0 / grad_scale
     if norm.device.type == "cpu":

@@ -1,4 +1,4 @@
-"""What the host steps beside the device's work: the step that was announced, its flat groups and what shows that
+"""The host's steps beside the device's work: the step that was announced, its flat groups and what shows that
 somebody has changed something since, and the gradients of a late update.
 """
 
