@@ -37,7 +37,6 @@ from .checkpoints import load, save
 from .compiling import compile_units
 from .errors import ZeroConfigError, ZeroError, ZeroLoadError, ZeroModelError, ZeroOptimizerError, ZeroStateError
 from .estimate import (
-    MemoryNeeds,
     estimate_zero2_model_states_mem_needs,
     estimate_zero2_model_states_mem_needs_all_cold,
     estimate_zero2_model_states_mem_needs_all_live,
@@ -51,7 +50,7 @@ from .gather.external import register_external_parameter, unit_index, unregister
 from .gathered import GatheredParameters, UnownedEditError
 from .generation import gather_hooks_paused, unwrap_model_for_generation
 from .grads.reduction import Reduction
-from .inspection import Partition, partition_of
+from .inspection import partition_of
 from .optimizer import ZeroOptimizer
 from .order.agreed import ScheduleDivergence
 from .params.init import Init, MiCS_Init
@@ -68,13 +67,12 @@ from .plan.leaves import (
 )
 from .precision import Precision
 from .resharding import release_model
-from .state.loading import SliceLoad
 from .state.moving import OffloadDeviceEnum, OffloadStateTypeEnum
-from .state.slices import ParamSlice, Reader, StoredValues
+from .state.slices import Reader
 from .tiled import TiledLinear, TiledLinearReturnBias
 from .uneven import uneven_forwards
 from .update import StepOutcome
-from .weights import LoadReport, load_weights
+from .weights import load_weights
 
 __all__ = [
     "agree",
@@ -82,7 +80,6 @@ __all__ = [
     "GatheredParameters",
     "Init",
     "MiCS_Init",
-    "LoadReport",
     "load",
     "load_weights",
     "save",
@@ -103,18 +100,13 @@ __all__ = [
     "unset_z3_leaf_modules",
     "z3_leaf_module",
     "z3_leaf_parameter",
-    "MemoryNeeds",
     "OffloadDeviceEnum",
     "OffloadStateTypeEnum",
-    "ParamSlice",
-    "Partition",
     "Precision",
     "RanksDifferError",
     "Reader",
     "Reduction",
-    "SliceLoad",
     "StepOutcome",
-    "StoredValues",
     "ZeroConfigError",
     "ZeroError",
     "ZeroLoadError",
