@@ -93,15 +93,15 @@ class View:
 
     def complete_gradients(self) -> None:
         """Reduce what the last backward should have reduced (collective)."""
-        self.runtime.gradients.complete_due()
+        self.runtime.gradients.complete(due=True)
 
     def grad_slice(self) -> torch.Tensor | None:
         """This rank's reduced gradient, to be read; None when there is none."""
-        return self.runtime.gradients.read(self.group, self.index, self.part)
+        return self.runtime.gradients.reductions.read(self.group, self.index, self.part)
 
     def unreduced(self) -> torch.Tensor | None:
         """This rank's own gradient that no reduction has taken, in the parameter's shape."""
-        return self.runtime.gradients.unreduced(self.group, self.index)
+        return self.runtime.gradients.reductions.unreduced(self.group, self.index)
 
     def state(self, key: str) -> Any:
         """This rank's part of a state, 1-D, to be read; a single value as it is; None where there is none."""
@@ -415,8 +415,8 @@ def _write_grad(view: View, part: torch.Tensor) -> None:
             " the step"
         )
     if view.part.numel:
-        view.runtime.gradients.write(view.group, view.index, view.part, part)
-    view.runtime.gradients.changed()
+        view.runtime.gradients.reductions.write(view.group, view.index, view.part, part)
+    view.runtime.gradients.reductions.changed()
 
 
 def _sum(reduced: torch.Tensor | None, own: torch.Tensor | None) -> torch.Tensor | None:

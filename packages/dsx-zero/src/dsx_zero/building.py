@@ -22,9 +22,8 @@ from .alike import hash_of
 from .errors import HAS_NO_EFFECT
 from .gather.publishing import Gathering, Replicated, broadcast_first
 from .grads.averaging import ByOptimizer, averaging_of
-from .grads.gradients import ReducedGradients
-from .grads.local import LocalGradients
-from .grads.protocol import Gradients
+from .grads.gradients import Gradients
+from .grads.local import NoReductions
 from .grads.reduction import LocalReducer, Reduction, ReductionEngine
 from .grads.reductions import Reducer, Reductions
 from .grads.unused import UnusedParameters
@@ -365,7 +364,7 @@ class _Build:
         clock = BackwardClock(order)
         # Before the gradients: a backward begins for it first, and ends for it last.
         lifetime = GatherLifetime(found.partitioned, executor=gathers, order=order, clock=clock)
-        gradients = ReducedGradients(
+        gradients = Gradients(
             self.model,
             reductions,
             order,
@@ -408,11 +407,12 @@ class _Build:
         # Plain gradients of slices would let each rank clip by the norm of its own.
         sliced = any(group.ranks.tensor_groups for unit in units for group in unit.groups)
         if stage == 0 and self.data.size == 1 and dense and same and not sliced:
-            return LocalGradients(units)
+            order = NullOrder(CollectiveExecutor(lambda unit: None))
+            return Gradients(self.model, NoReductions(units), order, BackwardClock(order))
         reductions = self._reductions(units, stage, lambda: gradients.complete())
         order = self._order(CollectiveExecutor(reductions.run_reduce), self._builder.channel())
         clock = BackwardClock(order)
-        gradients = ReducedGradients(self.model, reductions, order, clock, keeps_local=self._keeps_local)
+        gradients = Gradients(self.model, reductions, order, clock, keeps_local=self._keeps_local)
         return gradients
 
     def _reductions(self, units: tuple[Unit, ...], stage: int, complete: Callable[[], None]) -> Reductions:

@@ -230,7 +230,7 @@ class Prepared:
     def carry_out(self) -> StepParts:
         """Change the layout (collective); the new parts."""
         old, wanted = self.old, {info.name: info.requires_grad for info in self.planned.infos}
-        had = old.runtime.gradients.has_any()
+        had = old.runtime.gradients.reductions.has_any()
         self._end_old()
         with torch.no_grad():
             for parameter, _ in _trained(old.runtime):
@@ -246,16 +246,16 @@ class Prepared:
                 if group not in self.kept.groups:
                     _let_go(group)
         if had:
-            runtime.gradients.refuse_until_clear(_GONE)
+            runtime.gradients.lost = _GONE
         return new
 
     def _end_old(self) -> None:
         """Remove the hooks of the old layout; a backward through an earlier graph raises."""
         gradients, stage = self.old.runtime.gradients, stage3_of_parts(self.old)
-        gradients.refuse_backwards(_STALE)
+        gradients.refusal = _STALE
         if self.old.unused is not None:
             self.old.unused.remove_hooks()
-        homes = gradients.homes()
+        homes = gradients.reductions.homes()
         gradients.remove_hooks()
         for home in homes:
             discard(home)

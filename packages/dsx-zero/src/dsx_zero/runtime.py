@@ -13,7 +13,7 @@ import torch
 from dsx_comm import RankSet
 
 from .grads.averaging import ByOptimizer
-from .grads.protocol import Gradients
+from .grads.gradients import Gradients
 from .groups import AuxiliaryGroups
 from .params.flat import FlatGroup, Unit
 from .plan.units import ParameterInfo

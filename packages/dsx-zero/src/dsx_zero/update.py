@@ -127,7 +127,7 @@ class Update:
                 late_after=parts.late_after,
             )
         self.agreement = EditAgreement(flat, runtime.ranks)
-        runtime.gradients.watch_edits(self.agreement)
+        runtime.gradients.order.watch_edits(self.agreement)
         self._stepped_in_place = [p for g in flat if g.trainable and not is_partitioned(g) for p in g.parameters]
         self._model_check = ModelCheck(
             runtime.model, flat, faces={key: id(face) for key, face in faces.items()}, moved=moved

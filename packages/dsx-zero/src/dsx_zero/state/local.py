@@ -181,10 +181,11 @@ class _Count:
 def count_bytes(runtime: Runtime, states: OptimizerStates) -> dict[str, dict[str, int]]:
     """See `ZeroOptimizer.state_bytes_by_tier`."""
     groups, count = [group for unit in runtime.units for group in unit.groups], _Count()
+    reductions = runtime.gradients.reductions
     found = {
         "params": count.of([g.visible for g in groups if g.visible is not None], [group.shard for group in groups]),
         "master": count.of(homes=[group.master for group in groups if group.master is not None]),
-        "grads": count.of(runtime.gradients.tensors(), runtime.gradients.homes()),
+        "grads": count.of(reductions.tensors(), reductions.homes()),
         "optimizer": count.of(homes=states.homes()),
         "buffers": count.of(runtime.publisher.tensors()),
     }
@@ -194,5 +195,5 @@ def count_bytes(runtime: Runtime, states: OptimizerStates) -> dict[str, dict[str
         for tensor in states.inner.communication_tensors():
             count.add(found["optimizer"], "device", tensor)
     found["buffers"]["host"] = found["buffers"].get("host", 0) + states.blocks.idle_bytes
-    found["buffers"]["device"] = found["buffers"].get("device", 0) + runtime.gradients.idle_bytes()
+    found["buffers"]["device"] = found["buffers"].get("device", 0) + reductions.idle_bytes()
     return found

@@ -124,7 +124,7 @@ class HostSteps:
         self._disturbed: str | None = None
         self._late_after, self.under_way, self.kept = late_after, False, KeptGradients()
         if self._sub_groups:
-            runtime.gradients.watch_reductions(self)
+            runtime.gradients.reductions.watch = self
         before_edit = weakref.WeakMethod(self.before_edit)
         for group in (group for unit in runtime.trainable_units() for group in unit.trainable):
             group.before_edit = lambda: None if (call := before_edit()) is None else call()
@@ -176,7 +176,7 @@ class HostSteps:
             return
         if not (final or announced.trial):
             return
-        groups = tuple(SteppedGroup(*found) for found in self._runtime.gradients.reduced(unit))
+        groups = tuple(SteppedGroup(*found) for found in self._runtime.gradients.reductions.reduced(unit))
         self._stepped[unit] = groups
         if announced.trial:
             wait_for_gradients(groups)
@@ -212,7 +212,7 @@ class HostSteps:
             problem = f"the step of a unit during backward failed: {type(failure).__name__}: {failure}"
         elif announced is not None and self._stepped:
             now = settings_of(self._inner)
-            writes = writes_since(self._stepped, self._runtime.gradients, self._edits, self._names)
+            writes = writes_since(self._stepped, self._runtime.gradients.reductions, self._edits, self._names)
             changes = chain(announced.differences(grad_scale, max_norm, now), writes)
             problem = problem or next(changes, None)
         if problem is not None and self._is_undoable():

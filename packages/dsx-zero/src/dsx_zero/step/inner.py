@@ -40,7 +40,7 @@ __all__ = [
 ]  # fmt: skip
 
 ReadGradients = Callable[[FlatGroup, Sequence[Part]], tuple[torch.Tensor, ...]]
-"""Reads the reduced gradients of parts of a flat group, as `Gradients.parts` does."""
+"""Reads the reduced gradients of parts of a flat group, as `Reductions.parts` does."""
 
 _TORCH = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 

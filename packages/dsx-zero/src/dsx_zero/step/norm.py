@@ -186,7 +186,7 @@ class StepNorm:
         self._with_rows: SquaresAndRows | None = None
         if group is not None:
             self._with_rows = SquaresAndRows(group, device, self._squares_to_add_up)
-            runtime.gradients.agree_by(self._with_rows)
+            runtime.gradients.order.agree_by(self._with_rows)
 
     @property
     def on_host(self) -> bool:
@@ -252,7 +252,9 @@ class StepNorm:
         """This rank's part of the square of the norm; zero where it could not be computed and the step ends so."""
 
         def squares() -> tuple[torch.Tensor, bool]:
-            return sum_of_squares(self._runtime.gradients.norms(), device=self._device, alone=not groups, whole=whole)
+            return sum_of_squares(
+                self._runtime.gradients.reductions.norms(), device=self._device, alone=not groups, whole=whole
+            )
 
         dtype = torch.float32 if self._device.type == "mps" else torch.float64
         return self._failure.run(squares, (torch.zeros((), dtype=dtype, device=self._device), False))

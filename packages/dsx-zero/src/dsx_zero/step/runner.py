@@ -175,7 +175,7 @@ class StepRunner:
         *,
         by_flat: bool,
     ) -> None:
-        read = self._runtime.gradients.parts
+        read = self._runtime.gradients.reductions.parts
         if self.blocks is not None:
             read = partial(read, blocks=self.blocks)
         if by_flat and self._takes_narrow:
