@@ -9,13 +9,13 @@ import torch
 from dsx_core.errors import first_few
 from torch import nn
 
-from .access import OWNERS
 from .errors import ZeroModelError, ZeroOptimizerError
 from .optimizer import ZeroOptimizer
 from .params.init import InitParameter
 from .params.partitioned import PartitionedParameter
 from .plan.units import ParameterInfo, RanksOf, find_parameters
 from .step.masters import check_optimizer
+from .view import OWNERS
 
 __all__ = ["check_given", "check_marked_in_time", "check_model", "check_not_wrapped", "check_values"]
 

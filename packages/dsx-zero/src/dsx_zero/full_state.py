@@ -23,7 +23,6 @@ import dsx_comm
 import torch
 from dsx_comm import RankSet
 
-from .access import OWNERS, View
 from .alike import agree, hash_of, telling
 from .errors import ZeroOptimizerError, ZeroStateError
 from .grads.averaging import averages_itself
@@ -32,6 +31,7 @@ from .params.partitioned import PartitionedParameter
 from .state.shapes import ShapedKind, ShapedState, held_elements, joining_ranges, keeps_shaped, range_of
 from .step.states import Form, forms_of, with_containers, without_containers
 from .torch_state import MASTER, Number, in_shape_of_parameter, numbered_groups
+from .view import OWNERS, View
 
 if TYPE_CHECKING:
     from torch import nn

@@ -17,7 +17,7 @@ from dsx_comm import RankSet
 from dsx_comm.fingerprint import fingerprint
 from torch import nn
 
-from .access import OWNERS, safe_set_full_fp32_param
+from .access import safe_set_full_fp32_param
 from .errors import ZeroStateError
 from .gather.external import register_external_parameter
 from .params.init import InitParameter
@@ -25,6 +25,7 @@ from .params.partitioned import PartitionedParameter
 from .params.partitioned_unit import UnitParameter
 from .params.restored import current_parameter
 from .state.moving import OffloadStateTypeEnum
+from .view import OWNERS
 
 __all__ = ["GatheredParameters", "UnownedEditError"]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .building import StepParts
+from .assembling import StepParts
 from .errors import ZeroStateError
 from .plan.layout import LocalSlice
 from .state.layout import ModelLayout

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .access import OWNERS
 from .homes.home import read
 from .params.flat import FlatGroup
 from .params.init import InitParameter
 from .params.partitioned import PartitionedParameter
 from .params.partitioned_unit import UnitParameter, is_partitioned
 from .params.restored import current_parameter
+from .view import OWNERS
 
 __all__ = ["Partition", "partition_of"]
 

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 
 import torch
 
-from .building import Planned
 from .homes.home import HostHome
 from .homes.tiers import DeviceTier, HostTier, Placement, Tier
 from .plan.units import GroupKey
 from .precision import Precision
+from .recipe import Planned
 
 __all__ = ["ask_for_locked_pages"]
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .building import StepParts
+from .assembling import StepParts
 from .control import Control
 from .copies import ModelCopy
 from .errors import ZeroOptimizerError

@@ -20,7 +20,8 @@ import torch
 from dsx_core.modules import CallingHook
 
 from .alike import agree, optimizer_facts, telling
-from .building import Builder, Kept, Planned, StepParts, assemble, plan_facts
+from .assembling import StepParts, assemble
+from .building import Builder, Kept
 from .errors import ZeroModelError, ZeroOptimizerError, ZeroStateError
 from .grads.averaging import averages_itself
 from .held import HeldState
@@ -29,6 +30,7 @@ from .params.flat import FlatGroup
 from .params.kept import KeptGroups
 from .params.partitioned_unit import is_partitioned
 from .plan.units import ParameterInfo, find_parameters
+from .recipe import Planned, plan_facts
 from .runtime import Runtime
 from .state.layout import ModelLayout
 from .state.redividing import Moves

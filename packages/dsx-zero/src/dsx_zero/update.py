@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .building import StepParts
+from .assembling import StepParts
 from .errors import ZeroStateError
 from .params.partitioned_unit import is_partitioned
 from .state.layout import ModelLayout

@@ -22,13 +22,13 @@ import torch
 from dsx_core.errors import first_few
 from torch import nn
 
-from .access import OWNERS
 from .errors import ZeroLoadError
 from .homes.home import Home, write
 from .params.init import InitParameter
 from .params.partitioned import PartitionedParameter
 from .plan.layout import LocalSlice, pieces
 from .state.weight_files import WeightFiles
+from .view import OWNERS
 
 if TYPE_CHECKING:
     from .optimizer import ZeroOptimizer

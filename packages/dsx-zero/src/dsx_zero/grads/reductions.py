@@ -20,7 +20,7 @@ from ..homes.blocks import HostBlocks
 from ..homes.home import Home, block_norm, read, write
 from ..homes.ring import Ring
 from ..homes.tiers import Tier
-from ..params.flat import FlatGroup, Part, Unit
+from ..params.flat import FlatGroup, Part, Unit, cut_parts
 from ..params.memory import Kind, Memory, OrdinaryMemory
 from ..plan.layout import LocalSlice
 from ..precision import Precision
@@ -31,7 +31,7 @@ from .protocol import ReductionWatch
 from .reduction import LocalReducer, PendingReduction, Reduction, ReductionEngine
 from .rows import RowGradients
 
-__all__ = ["Reducer", "Reductions", "cut_parts"]
+__all__ = ["Reducer", "Reductions"]
 
 IN_FLIGHT = 2
 """From stage 2 on, the number of units whose reductions may be in flight: while one is sent, the next one is filled.
@@ -402,24 +402,3 @@ class Reducer:
             out.add_(result)
         elif result is not out:
             out.copy_(result)
-
-
-def cut_parts(
-    values: Home, group: FlatGroup, parts: Sequence[Part], blocks: HostBlocks | None = None, *, as_kept: bool = False
-) -> tuple[torch.Tensor, ...]:
-    """Parts (at least one, in order of their offsets) of the reduced gradients of a group, 1-D, in the dtype and on the
-    device of its masters; in another dtype than they are kept in memory of `blocks`, if given and on the host.
-    `as_kept`: on the host in the dtype in which they are kept.
-    """
-    first, last = parts[0].slice.offset, parts[-1].slice.offset + parts[-1].slice.numel
-    block = read(values, first, last)
-    master = group.master
-    if master is not None and not (as_kept and block.device.type == master.device.type == "cpu"):
-        if blocks is not None and block.device.type == master.device.type == "cpu":
-            block = blocks.converted(block, master.dtype)
-        else:
-            block = block.to(device=master.device, dtype=master.dtype)
-    found = []
-    for part in parts:  # a loop: no call per parameter
-        found.append(block.narrow(0, part.slice.offset - first, part.slice.numel))
-    return tuple(found)

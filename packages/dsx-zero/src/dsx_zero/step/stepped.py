@@ -12,11 +12,11 @@ import torch
 from dsx_comm.lanes import Ticket
 
 from ..grads.local import NoReductions
-from ..grads.reductions import Reductions, cut_parts
+from ..grads.reductions import Reductions
 from ..homes.blocks import HostBlocks
 from ..homes.home import DeviceHome, Home, HostHome, read, write
 from ..homes.stored import StoredHome
-from ..params.flat import FlatGroup, Part
+from ..params.flat import FlatGroup, Part, cut_parts
 from ..runtime import Runtime
 from .edits import Edits
 from .inner import InnerStep, ReadGradients, Settings, same_settings, takes_narrow
