@@ -9,7 +9,7 @@ import torch
 
 from .grads.protocol import BackwardWatch
 from .held import HeldState
-from .step.failures import StepFailure
+from .step.runner import StepFailure
 
 __all__ = ["Control", "OnSpan"]
 

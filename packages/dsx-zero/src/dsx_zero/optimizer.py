@@ -30,11 +30,11 @@ from .state.layout import ModelLayout
 from .state.loading import SliceLoad
 from .state.moving import OffloadStateTypeEnum
 from .state.slices import ParamSlice, Reader
-from .step.failures import StepFailure
 from .step.inner import StateView, checked_state
 from .step.masters import refresh_master, write_parameters
 from .step.nonfinite import NonFiniteWarning
 from .step.plan import StepPlan
+from .step.runner import StepFailure
 from .update import StepOutcome, Update
 
 __all__ = ["ZeroOptimizer"]

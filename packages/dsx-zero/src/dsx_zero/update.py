@@ -22,12 +22,11 @@ from .params.partitioned_unit import is_partitioned
 from .state.layout import ModelLayout
 from .state.moving import MovedStates, OffloadStateTypeEnum
 from .step.edits import EditAgreement, Edits
-from .step.failures import StepFailure
 from .step.host_step import HostSteps
 from .step.model_check import Frozen, ModelCheck
 from .step.nonfinite import NonFiniteWarning
 from .step.norm import StepNorm, clip_factor
-from .step.runner import StepRunner
+from .step.runner import StepFailure, StepRunner
 from .step.segments import connect_norms
 
 __all__ = ["StepOutcome", "Update"]

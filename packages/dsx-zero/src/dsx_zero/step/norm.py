@@ -29,7 +29,7 @@ import torch
 from dsx_comm import RankSet
 
 from ..errors import ZeroModelError
-from .failures import StepFailure
+from .runner import StepFailure
 
 if TYPE_CHECKING:
     from ..runtime import Runtime
