@@ -68,7 +68,7 @@ def found_layers(
         raise ZeroOptimizerError(
             f"layers: the model has no module {first_few(unknown)}; expected names of named_modules()"
         )
-    held = frozenset(id(p) for members in optimizer.step_groups.shown for p in members)
+    held = frozenset(id(p) for members in optimizer.held.parts.groups.shown for p in members)
     number = 0
     for name in modules if wanted is None else wanted:
         parts = _Projections.of(optimizer, held, name, modules[name])

@@ -142,8 +142,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         self.states = parts.states
         """The inner optimizer's states, wherever they live."""
-        self.step_groups = parts.groups
-        """Puts masters in the place of parameters in the inner optimizer's groups."""
         self.layout = ModelLayout(parts.runtime, parts.masters, parts.faces)
         """The flat group and this rank's masters of each parameter."""
         self.update = Update(

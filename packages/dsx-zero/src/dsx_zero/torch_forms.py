@@ -130,7 +130,7 @@ def _every_rank_has_whole_states(optimizer: ZeroOptimizer) -> bool:
     if run.stage > 0:
         return False
     sliced = [master for info in run.infos for master in optimizer.layout.masters_of(info.name) if _is_slice(master)]
-    with optimizer.step_groups.masters():
+    with optimizer.held.parts.groups.masters():
         return not any(optimizer.states.of_matrices(master) for master in sliced)
 
 
@@ -155,7 +155,7 @@ def _plain_optimizer(optimizer: ZeroOptimizer, form: str) -> dict[str, Any]:
             found["state"][number] = {key: of.shown(v) if _is_part(v, of) else v for key, v in states}
         if number in found["state"]:
             states, (master,) = found["state"][number], optimizer.layout.masters_of(name)
-            with optimizer.step_groups.masters():
+            with optimizer.held.parts.groups.masters():
                 shown = {key: _shown(optimizer, master, key, value) for key, value in states.items()}
             found["state"][number] = _by_place(shown, keep=forms_of(shown) if form == "whole" else {})
     return found
@@ -191,7 +191,7 @@ def _load_plain(optimizer: ZeroOptimizer, state_dict: Mapping[str, Any]) -> None
     state_dict = {**state_dict, "state": dict(state_dict["state"])}
     for name, number in numbers_of(optimizer).items():
         if number < len(saved) and (given := state_dict["state"].get(saved[number])):
-            with optimizer.step_groups.masters():
+            with optimizer.held.parts.groups.masters():
                 state_dict["state"][saved[number]] = _in_own_forms(optimizer, name, given, templates)
         if (of := optimizer.layout.group_of(name).global_of(name)) is not None and number < len(saved):
             states = state_dict["state"].get(saved[number], {}).items()

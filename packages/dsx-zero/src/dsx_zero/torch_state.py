@@ -184,7 +184,7 @@ def fresh_states(optimizer: ZeroOptimizer) -> dict[str, dict[str, Any]]:
     1-D or `ShapedState`, by the names of parameters and states.
     """
     templates, found = StateTemplates(optimizer.inner), dict[str, dict[str, Any]]()
-    with optimizer.step_groups.masters():
+    with optimizer.held.parts.groups.masters():
         for info in optimizer.runtime.infos:
             if info.trainable:
                 pieces = [(m, templates.of(m)) for m in optimizer.layout.masters_of(info.name)]
