@@ -21,7 +21,7 @@ class Control:
     """The settings of one `ZeroOptimizer` that its owner makes, and what is shown to the owner alone.
 
     Attributes:
-        watch: the object that has a word on every backward; None: there is none.
+        watch: the object that scales losses and is asked at every backward; None: there is none.
         loss_scale: gives the factor on the loss of the next backward.
         dynamic: whether this factor follows overflows; False without one.
         on_release: what is called when the optimizer is released: by `release`, or because its model is sharded again.
@@ -35,7 +35,7 @@ class Control:
         self.on_release: list[Callable[[], object]] = []
 
     def follow_backward(self, watch: BackwardWatch) -> None:
-        """Let the owner of the loss scale have a word on every backward: see `BackwardWatch`."""
+        """Let the object that scales losses correct or refuse each backward: see `BackwardWatch`."""
         self.watch = watch
         self._held.parts.runtime.gradients.follow(watch)
 
@@ -65,7 +65,7 @@ class Control:
                 yield from group.parameters
 
     def listen(self, on_span: OnSpan) -> Callable[[], None]:
-        """Tell `on_span` of copies between tiers and of steps on the host's own thread, for a timeline.
+        """Tell `on_span` of copies between tiers and of CPU optimizer steps on their own thread, for a timeline.
 
         Args:
             on_span: gets the lane ("device-host" or "host step"), what is done, and bytes or elements; it is done

@@ -223,7 +223,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Change the layout of the model, with memory for gradients and states of all that trains now (collective).
 
         The next forward of the model does it automatically for parameters that were unfrozen and that the optimizer
-        holds; call this where only parts of the model are called. Values, states and masters stay bit for bit.
+        holds; call this where only parts of the model are called. Values, states and masters stay bitwise identical.
         Parameters that are frozen now keep their states.
 
         Raises:
@@ -341,7 +341,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             closure: called once, before anything else, with gradients enabled; does forward and backward.
             grad_scale: the gradients are this many times too large (loss scaling).
             max_norm: clip so that the global norm is at most this; None or 0 does not clip. In steps of an optimizer
-                that works on local gradients each rank clips its own by its own norm, which is said once.
+                that works on local gradients each rank clips its own by its own norm; a warning says so once.
 
         Raises:
             ZeroStateError: the optimizer was released; the model holds other parameters than those that were sharded;

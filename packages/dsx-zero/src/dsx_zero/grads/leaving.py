@@ -30,7 +30,7 @@ class Leaving:
     def __init__(self, device: torch.device, lane: Lane, ring: Ring | None) -> None:
         self._device, self._lane, self._ring = device, lane, ring
         self.ticket: Ticket | None = None
-        """Of the move; None: nobody needs to wait for it any more."""
+        """Of the move; None: there is nothing left to wait for."""
         self._staging: torch.Tensor | None = None
         """The staging memory, unless the ring has it."""
         self.norm: torch.Tensor | None = None

@@ -132,7 +132,7 @@ class Reductions:
         self._limit = IN_FLIGHT if stage >= 2 or leaves else len(units)
         self._in_flight: list[int] = []
         self._leaving: list[int] = []
-        self._newest: list[GroupGradients | RowGradients] = []  # what left last, until somebody has waited for it
+        self._newest: list[GroupGradients | RowGradients] = []  # what left last, until it was waited for
         self.watch: ReductionWatch | None = None
         """Is told of every reduction. No null object, because a call per unit costs time (test_python_calls.py)."""
 

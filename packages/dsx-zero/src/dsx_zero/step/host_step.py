@@ -3,7 +3,7 @@
 *During backward.* `announce` says that the coming backward is the last one before the step. When the last reduction of
 a unit is complete, the thread steps the unit's masters, in host memory or on disk. The parameters keep their old values
 until `step()`: backward, other ranks' gathers and the user see the values from before the update (`host_thread`). The
-result has the same bits as a step after backward: a unit is stepped only after all ranks have said, together with the
+result is bitwise identical to a step after backward: a unit is stepped only after all ranks have said, together with the
 unit's reduction, that it was the last one, and with the settings (learning rates) of the announcement.
 
 Where the step clips or checks for overflow, the norm decides on the update, and it is known when backward has ended.
@@ -60,7 +60,7 @@ _TRIALS = 2
 """Announced steps in which nothing is stepped early, where a step cannot be undone."""
 
 _MOST_UNDONE = 2
-"""So many times an early step is undone because somebody read or changed something; then there are no more."""
+"""The number of early steps that may be undone because values were read or changed; then there are no more."""
 
 _REMEDY = (
     "do it before the last backward of an update or after step(), or set"

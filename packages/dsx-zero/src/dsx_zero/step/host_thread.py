@@ -38,7 +38,7 @@ __all__ = ["ApartSteps", "NewValues", "OldValues", "new_values_wait", "worker_be
 
 
 def worker_beside(runtime: Runtime) -> Worker:
-    """A thread for the host's step of a model."""
+    """A thread for the CPU optimizer step of a model."""
     device = next((group.key.device for u in runtime.trainable_units() for group in u.trainable), "cpu")
     return Worker(torch.device(device), "dsx-zero-step")
 

@@ -276,7 +276,7 @@ class StepNorm:
 
 
 def usual_factor(grad_scale: float, max_norm: float | None, *, on_host: bool) -> float:
-    """The result of `clip_factor` where the norm is at most `max_norm`, bit for bit. `on_host`: where the norm is."""
+    """The result of `clip_factor` where the norm is at most `max_norm`, bitwise. `on_host`: the norm is on the host."""
     factor = 1.0 / grad_scale if grad_scale else math.inf
     return factor if on_host or not max_norm else torch.tensor(factor, dtype=torch.float32, device="cpu").item()
 

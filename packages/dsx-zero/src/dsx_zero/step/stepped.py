@@ -1,5 +1,5 @@
-"""The host's steps beside the device's work: the step that was announced, its flat groups and what shows that
-somebody has changed something since, and the gradients of a late update.
+"""The CPU optimizer step beside the device's work: the step that was announced, its flat groups with what shows later
+writes, and the gradients of a late update.
 """
 
 from __future__ import annotations
