@@ -187,9 +187,7 @@ class Update:
         if not self.moved.stashes:
             self.edits.take_over()
             return
-        parameters_away = (
-            OffloadStateTypeEnum.lp_params in self.moved.stashes
-        )  # then the program cannot have written them
+        parameters_away = OffloadStateTypeEnum.lp_params in self.moved.stashes  # so they cannot have been written
         if self._runtime.averaging is not None or (not parameters_away and self.edits.were_written()):
             self.moved.check()
 

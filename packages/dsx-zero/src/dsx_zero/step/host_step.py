@@ -3,8 +3,8 @@
 *During backward.* `announce` says that the coming backward is the last one before the step. When the last reduction of
 a unit is complete, the thread steps the unit's masters, in host memory or on disk. The parameters keep their old values
 until `step()`: backward, other ranks' gathers and the user see the values from before the update (`host_thread`). The
-result is bitwise identical to a step after backward: a unit is stepped only after all ranks have said, together with the
-unit's reduction, that it was the last one, and with the settings (learning rates) of the announcement.
+result is bitwise identical to a step after backward: a unit is stepped only after all ranks have said, together with
+the unit's reduction, that it was the last one, and with the settings (learning rates) of the announcement.
 
 Where the step clips or checks for overflow, the norm decides on the update, and it is known when backward has ended.
 There the thread *speculates* that gradients are neither clipped nor infinite, and keeps what it overwrites. In `step`
