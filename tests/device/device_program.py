@@ -161,7 +161,7 @@ def hidden_host_step(settings: dict[str, Any]) -> list[float]:
     for step in range(3):
         if step and SIMULATED:  # the first step shows that nothing is clipped
             begun[0], done[0] = 0, 0
-            made.optimizer.listen(span)
+            made.optimizer.control.listen(span)
             handles = [block.register_forward_hook(slow) for block in made.module]
         loss = made(inputs).square().mean() * 1e-3
         made.backward(loss)

@@ -148,7 +148,7 @@ def carried(stage, pin):
         found[lane, what] += size
         return nullcontext()
 
-    end = optimizer.listen(note)
+    end = optimizer.control.listen(note)
     model(torch.ones(2, 96, device="cuda", dtype=low)).float().square().mean().backward()
     optimizer.step(max_norm=1.0)
     end()

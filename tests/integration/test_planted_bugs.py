@@ -418,7 +418,7 @@ def freeze_on_one_rank() -> Any:
 
     def step(self, *arguments, **options):
         if torch.distributed.get_rank() == 1:
-            next(self.gradient_parameters()).requires_grad_(False)
+            next(self.control.gradient_parameters()).requires_grad_(False)
         return right(self, *arguments, **options)
 
     return patch.object(optimizer, "step", step)

@@ -19,7 +19,7 @@ def test_the_functions_of_zero_to_fp32(tmp_path):
     train(engine, 0, 2)
     engine.save_checkpoint(tmp_path / "dsx")
     write_stage3(engine, tmp_path / "ds")
-    masters = {p.name: p.master.reshape(p.shape).float() for p in engine.optimizer.held_slices() if p.trainable}
+    masters = {p.name: p.master.reshape(p.shape).float() for p in engine.optimizer.slices(held=True) if p.trainable}
     for folder in (tmp_path / "dsx", tmp_path / "ds"):
         found = scripts.get_fp32_state_dict_from_zero_checkpoint(folder)
         assert set(found) == set(engine.module.state_dict()) and found["a.weight"] is not None
@@ -103,7 +103,7 @@ def test_the_command_and_the_function_that_round_to_16_bits(tmp_path, capsys):
     engine = build(bf16={"enabled": True})
     train(engine, 0, 2)
     engine.save_checkpoint(tmp_path / "dsx")
-    masters = {p.name: p.master.reshape(p.shape).float() for p in engine.optimizer.held_slices() if p.trainable}
+    masters = {p.name: p.master.reshape(p.shape).float() for p in engine.optimizer.slices(held=True) if p.trainable}
     assert zero_to_torch([str(tmp_path / "dsx"), str(tmp_path / "out"), "--dtype", "float16"]) == 0
     found = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
     assert all(torch.equal(found[name], value.half()) for name, value in masters.items())

@@ -178,7 +178,7 @@ def before_the_boundary(rank, world, stage, dtype):
         assert_close_named({n: safe_get_full_grad(p) for n, p in now.items()}, expected, **tolerance)
         for name, p in now.items():
             part = safe_get_local_grad(p)
-            view = optimizer.group_of(name).layout.local_slice(name, rank)
+            view = optimizer.layout.group_of(name).layout.local_slice(name, rank)
             flat = expected[name].reshape(-1)
             want = flat if world == 1 or stage == 0 else flat[:0] if view is None else flat[view.start : view.stop]
             if part is not None and want.numel():

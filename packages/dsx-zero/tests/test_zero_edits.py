@@ -74,7 +74,7 @@ def check_data_edit(rank, world, stage):
     train(model, optimizer, rank, 1)
     assert torch.equal(whole(model.get_parameter(name)), torch.full_like(whole(model.get_parameter(name)), 0.75))
     assert optimizer.get_global_grad_norm() > 0 and not optimizer.overflow
-    optimizer.follow_loss_scale(lambda: 8.0)
+    optimizer.control.follow_loss_scale(lambda: 8.0)
     assert optimizer.loss_scale == optimizer.cur_scale == 8.0
 
 

@@ -102,7 +102,7 @@ def trained(rank, world, stage, kind):
             assert torch.allclose(p, want, rtol=1e-4, atol=1e-6)
     assert not any(torch.equal(a, b) for a, b in zip(late, oracle.model.parameters()))
     grads = optimizer.state_bytes_by_tier()["grads"]
-    numel = sum(m.numel for name, _ in model.named_parameters() for m in optimizer.masters_of(name))
+    numel = sum(m.numel for name, _ in model.named_parameters() for m in optimizer.layout.masters_of(name))
     assert grads["host"] >= 4 * numel
 
 
@@ -124,7 +124,7 @@ def shared(rank, world, kind):
         done.extend([what] if lane == "host step" else [])
 
     model, optimizer = built(3, kind, offload_param="cpu")
-    optimizer.listen(span)
+    optimizer.control.listen(span)
     updates, sub_groups = 0, len(optimizer.step_plan.sub_groups)
     for step in range(6):
         expected = oracle.train(step, world)
@@ -141,7 +141,7 @@ def shared(rank, world, kind):
         assert loss.item() == pytest.approx(expected[rank], rel=2e-5), step
         held = optimizer.state_bytes_by_tier()["params"]["host"]
         assert held == (2 if step >= WARM_UP else 1) * 4 * sum(
-            m.numel for n, _ in model.named_parameters() for m in optimizer.masters_of(n)
+            m.numel for n, _ in model.named_parameters() for m in optimizer.layout.masters_of(n)
         )
     optimizer.synchronize()
     oracle.flush()

@@ -99,7 +99,7 @@ class Merged:
 
 def everything(optimizer):
     found = {}
-    for s in optimizer.held_slices():
+    for s in optimizer.slices(held=True):
         found[s.name] = s.param.clone()
         found |= {f"{k}/{s.name}": torch.as_tensor(v).clone() for k, v in s.states.items()}
     return found

@@ -404,14 +404,14 @@ def after_a_failure(rank, world):
 
     model = Model()
     model, optimizer = dsx_zero.shard(model, ours(model), stage=2)
-    optimizer.defer_failures()
+    optimizer.control.defer_failures()
     model([1, 2]).backward()
     if rank == 1:
 
         def fail(*arguments):
             raise ValueError("the masters of rank 1")
 
-        optimizer._edits.take_over = fail
+        optimizer.update.edits.take_over = fail
         with pytest.raises(ValueError, match="rank 1"):
             optimizer.step()
     else:

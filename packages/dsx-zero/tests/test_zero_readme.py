@@ -32,7 +32,7 @@ def experts(rank, world, code):
     model, optimizer = scope["model"], scope["optimizer"]
     (model["dense"](torch.ones(1, 8)) + model["expert"](torch.ones(1, 8))).sum().backward()
     optimizer.step()
-    return optimizer.group_of("expert.weight").ranks.size
+    return optimizer.layout.group_of("expert.weight").ranks.size
 
 
 def test_example_of_experts():
@@ -49,7 +49,7 @@ def fewer_bytes(rank, world, code):
             x = block(x)
         x.sum().backward()
         optimizer.step()
-    return scope["hybrid_optimizer"].group_of("0.weight").ranks.size
+    return scope["hybrid_optimizer"].layout.group_of("0.weight").ranks.size
 
 
 def test_example_of_fewer_bytes_between_nodes():

@@ -303,7 +303,7 @@ def said_by(rank, world, section):
         for step in range(3):
             update(model, optimizer, [model.batch(rank, step)], 1e-3, 1.0, counted)
         copied = optimizer.state_bytes_by_tier()["optimizer"]["host"]
-        held = 8 * sum(m.numel for name, _ in model.named_parameters() for m in optimizer.masters_of(name))
+        held = 8 * sum(m.numel for name, _ in model.named_parameters() for m in optimizer.layout.masters_of(name))
         optimizer.release()
     return counted.announced, counted.stepped, (copied - held) // 12
 

@@ -50,11 +50,11 @@ class Watch:
     def __init__(self, model, optimizer):
         self.optimizer, self.seen, self.waits = optimizer, [], False
         model.blocks[0].register_forward_hook(lambda module, args, out: void(out.register_hook(self.arrived)))
-        for parameter in optimizer.gradient_parameters():
+        for parameter in optimizer.control.gradient_parameters():
             parameter.register_hook(lambda grad: time.sleep(0.002) if self.waits else None)  # reductions go on
 
     def master(self):
-        return [m.tensor.detach().clone() for m in self.optimizer.masters_of("blocks.5.weight")]
+        return [m.tensor.detach().clone() for m in self.optimizer.layout.masters_of("blocks.5.weight")]
 
     def before(self):
         self.old = self.master()

@@ -122,9 +122,9 @@ class Spans:
 
     def __init__(self, model, optimizer):
         self.seen, self.early, self.waits = [], [], False
-        self.end = optimizer.listen(self.span)
+        self.end = optimizer.control.listen(self.span)
         model.blocks[0].register_forward_hook(lambda module, args, out: self.watch(out))
-        for parameter in optimizer.gradient_parameters():
+        for parameter in optimizer.control.gradient_parameters():
             if parameter.requires_grad:
                 parameter.register_hook(lambda grad: time.sleep(0.002) if self.waits else None)  # reductions go on
 

@@ -193,7 +193,7 @@ def failing(rank, world):
     with pytest.raises(RuntimeError, match="broken"):
         optimizer.step()
     assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], before, strict=True))
-    assert all(m.tensor.grad is None for name, _ in model.named_parameters() for m in optimizer.masters_of(name))
+    assert all(m.tensor.grad is None for name, _ in model.named_parameters() for m in optimizer.layout.masters_of(name))
 
 
 def test_an_error_inside_the_optimizer():

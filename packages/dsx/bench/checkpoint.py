@@ -98,7 +98,7 @@ def timed(call: Callable[[], Any]) -> float:
 
 def plain_state(engine: Any) -> dict[str, Any]:
     """Weights and states of the engine as a program of plain torch has them."""
-    parts = list(engine.optimizer.held_slices())
+    parts = list(engine.optimizer.slices(held=True))
     return {
         "model": {p.name: p.param.view(p.shape) for p in parts},
         "optimizer": {p.name: {k: v for k, v in p.states.items()} for p in parts if p.states},
@@ -261,7 +261,7 @@ def loads(engine: Any, folder: Path, width: int, layers: int) -> dict[str, float
 def shard_bytes(engine: Any) -> int:
     """Bytes of parameters, masters and optimizer states that this rank holds."""
     total = 0
-    for part in engine.optimizer.held_slices():
+    for part in engine.optimizer.slices(held=True):
         values = [part.param, part.master, *part.states.values()]
         total += sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
     return total

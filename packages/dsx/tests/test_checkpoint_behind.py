@@ -56,7 +56,7 @@ def test_what_is_saved_is_what_was_there_at_the_call(tmp_path, monkeypatch):
     engine, held = build(asynchronous=True), Held(monkeypatch)
     train(engine)
     expected = {name: value.clone() for name, value in engine.module.state_dict().items()}
-    moments = {p.name: p.states["exp_avg"].clone() for p in engine.optimizer.held_slices()}
+    moments = {p.name: p.states["exp_avg"].clone() for p in engine.optimizer.slices(held=True)}
     folder = engine.save_checkpoint(tmp_path)
     assert not Path(folder).exists()
     train(engine, 2)

@@ -46,7 +46,7 @@ def saved(tmp_path_factory):
         train(engine)
         engine.save_checkpoint(folder, client_state={"note": 1})
     engine.save_checkpoint(folder, tag="best", client_state={"note": 1}, save_latest=False)
-    masters = {p.name: p.master.reshape(p.shape).clone() for p in engine.optimizer.held_slices()}
+    masters = {p.name: p.master.reshape(p.shape).clone() for p in engine.optimizer.slices(held=True)}
     return folder, engine.module_state_dict(), masters
 
 

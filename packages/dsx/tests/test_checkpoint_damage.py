@@ -47,7 +47,7 @@ def train(engine, steps):
 def everything(engine):
     """Copies of all that a load may change."""
     tensors = {name: value.clone() for name, value in engine.module.state_dict().items()}
-    for part in engine.optimizer.held_slices():
+    for part in engine.optimizer.slices(held=True):
         tensors[f"master/{part.name}"] = part.master.clone()
         tensors |= {f"{k}/{part.name}": torch.as_tensor(v).clone() for k, v in part.states.items()}
     groups = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]

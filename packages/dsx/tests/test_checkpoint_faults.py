@@ -42,7 +42,7 @@ def train(engine, rank, steps):
 
 def everything(engine):
     tensors = {n: b.clone() for n, b in engine.module.named_buffers()}
-    for part in engine.optimizer.held_slices():
+    for part in engine.optimizer.slices(held=True):
         tensors[part.name] = part.param.clone()
         tensors |= {f"{k}/{part.name}": torch.as_tensor(v).clone() for k, v in part.states.items()}
     return tensors, vars(engine.counters).copy()

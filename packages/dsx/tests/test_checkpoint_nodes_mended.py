@@ -33,7 +33,7 @@ def build(world, seed=0):
 
 def state(engine):
     found = dict(engine.module_state_dict())
-    for part in engine.optimizer.held_slices():
+    for part in engine.optimizer.slices(held=True):
         found |= {f"{key}/{part.name}": torch.as_tensor(value).clone() for key, value in part.states.items()}
     return found
 

@@ -26,7 +26,9 @@ def train(engine):
 
 
 def moments(engine):
-    return {p.name: p.states["exp_avg"].reshape(p.shape).clone() for p in engine.optimizer.held_slices() if p.states}
+    return {
+        p.name: p.states["exp_avg"].reshape(p.shape).clone() for p in engine.optimizer.slices(held=True) if p.states
+    }
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ def read(rank, world, folder, stage, low):
     client = open_checkpoint(folder).index.tensors["client"]
     same_ranks = f"rank{world}.random.torch" not in client and f"rank{world - 1}.random.torch" in client
     held = sum(e.spec.nbytes for n, e in client.items() if same_ranks and n.startswith(f"rank{rank}."))
-    for part in engine.optimizer.held_slices():
+    for part in engine.optimizer.slices(held=True):
         held += part.master.nbytes + sum(v.nbytes for v in part.states.values() if torch.is_tensor(v) and v.dim())
     return count, held
 

@@ -177,7 +177,7 @@ def uneven(rank, world, sizes, folder, loads):
         engine.backward(engine(batch(0, 0)[0]).square().sum())
         engine.step()
         engine.save_checkpoint(folder)
-    held = [part for part in engine.optimizer.held_slices() if part.stop > part.start]
+    held = [part for part in engine.optimizer.slices(held=True) if part.stop > part.start]
     moments = {part.name: (part.start, part.stop, part.states["exp_avg"].clone()) for part in held}
     return mpu.get_model_parallel_rank(), engine.module_state_dict(), moments
 

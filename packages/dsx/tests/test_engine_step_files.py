@@ -60,7 +60,7 @@ def _measure(rank, world_size, stage):
         _step(engine, batch)
     with count_calls(*PACKAGES) as step:
         _step(engine, batch)
-    with files_on_the_way("ReducedGradients._hook.<locals>.arrived", "ReduceScatter.start") as reduce:
+    with files_on_the_way("Gradients._hook.<locals>.arrived", "ReduceScatter.start") as reduce:
         _step(engine, batch)
     return _ours(step.files), _ours(reduce)
 

@@ -252,7 +252,7 @@ def _overflow(rank, world_size):
         def spoil(grad):
             return grad * float("inf")
 
-        for leaf in list(engine.optimizer.gradient_parameters())[:1]:
+        for leaf in list(engine.optimizer.control.gradient_parameters())[:1]:
             handle = leaf.register_hook(spoil)
     batches = micro_batches(2 * MICRO_BATCHES)
     engine.train_batch(iter(batches[:MICRO_BATCHES]))

@@ -149,7 +149,7 @@ def _one_bit_overflow(rank, world):
         fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1},
     )
     engine.set_batch_fn(lambda batch: tuple(t.half() for t in batch))
-    leaf = next(iter(engine.optimizer.gradient_parameters()))
+    leaf = next(iter(engine.optimizer.control.gradient_parameters()))
     handle = leaf.register_hook(lambda grad: grad * float("inf")) if rank == 3 else None
     train(engine, 1)
     skipped = engine.last_step.skipped

@@ -144,7 +144,7 @@ def _in_the_norm(rank, world, where):
 
             at.sum_of_squares = _raise
         else:
-            import dsx_zero.optimizer as at
+            import dsx_zero.update as at
 
             at.clip_factor = _raise
     return outcome(lambda: engine.train_batch(batch(engine, 0)))

@@ -5,8 +5,8 @@ model parallelism gives a rank a part of the model (a slice of a tensor, a stage
 says which part.
 
 Pieces hold views of the tensors in use, so that taking a snapshot costs nothing; training must wait until they are
-written. Values that are not in memory (`dsx_zero.StoredValues`) are read when their piece is written, and freed
-afterwards. An asynchronous save replaces the pieces by copies (`Piece.fetch`), so that training can go on.
+written. Values that are not in memory (`dsx_zero.state.slices.StoredValues`) are read when their piece is written, and
+freed afterwards. An asynchronous save replaces the pieces by copies (`Piece.fetch`), so that training can go on.
 """
 
 from __future__ import annotations

@@ -244,9 +244,9 @@ def save(directory: str | os.PathLike[str], tag: str, *, ranks: Ranks | None = N
 
     Args:
         module: the module whose persistent buffers are saved; of replicas, those of the lowest rank.
-        slices: the slices of this rank (`dsx_zero.ParamSlice`: name, aliases, shape, start, stop, trainable, param,
-            master, states, ranges). Over all ranks they must cover every parameter; elements that several ranks hold
-            must be equal.
+        slices: the slices of this rank (`dsx_zero.state.slices.ParamSlice`: name, aliases, shape, start, stop,
+            trainable, param, master, states, ranges). Over all ranks they must cover every parameter; elements that
+            several ranks hold must be equal.
         state: values that `encode.py` accepts. Rank 0's state is saved.
         rank_state: the same kinds of values, saved for each rank; a rank gets its own back if as many ranks load.
         ranks: all ranks that hold a part of the model; None: all ranks.

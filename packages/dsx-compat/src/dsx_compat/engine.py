@@ -232,12 +232,12 @@ class DeepSpeedOptimizer(ZeroOptimizer):
     def _masters_in_memory(self) -> list[torch.Tensor]:
         found = []
         for info in self.runtime.infos:
-            if any(home.view() is None for home, _ in self.homes_of(info.name)):
+            if any(home.view() is None for home, _ in self.layout.homes_of(info.name)):
                 raise RuntimeError(
                     f"got the master weights of '{info.name}' on disk, expected them in memory; read them with"
                     " deepspeed.utils.safe_get_local_fp32_param(parameter)"
                 )
-            found += [master.tensor.detach() for master in self.masters_of(info.name)]
+            found += [master.tensor.detach() for master in self.layout.masters_of(info.name)]
         return found
 
     def _below_stage_3(self, name: str, found: Any) -> Any:

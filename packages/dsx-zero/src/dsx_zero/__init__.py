@@ -6,7 +6,8 @@ loss.backward()
 optimizer.step()
 optimizer.zero_grad()
 
-Where things are (each folder has a map of its own): `api` builds, `runtime` names the parts, `optimizer` steps them;
+Where things are (each folder has a map of its own): `api` builds, `runtime` names the parts, `optimizer` is what users
+call, `update` one step, `held` this rank's values, `control` for an engine, `replanning` another layout;
 `plan` who owns what, `params` flat buffers and parameters, `order` of the collectives, `grads` reduction, `gather` at
 stage 3 and after a step, `step` masters and norms, `state` slices by name, `full_state` all of it whole,
 `checkpoints` all of it in a folder, `torch_state` and `torch_forms` the form of torch's checkpoints, `copies` an EMA
@@ -36,7 +37,6 @@ from .checkpoints import load, save
 from .compiling import compile_units
 from .errors import ZeroConfigError, ZeroError, ZeroLoadError, ZeroModelError, ZeroOptimizerError, ZeroStateError
 from .estimate import (
-    MemoryNeeds,
     estimate_zero2_model_states_mem_needs,
     estimate_zero2_model_states_mem_needs_all_cold,
     estimate_zero2_model_states_mem_needs_all_live,
@@ -50,8 +50,8 @@ from .gather.external import register_external_parameter, unit_index, unregister
 from .gathered import GatheredParameters, UnownedEditError
 from .generation import gather_hooks_paused, unwrap_model_for_generation
 from .grads.reduction import Reduction
-from .inspection import Partition, partition_of
-from .optimizer import StepOutcome, ZeroOptimizer
+from .inspection import partition_of
+from .optimizer import ZeroOptimizer
 from .order.agreed import ScheduleDivergence
 from .params.init import Init, MiCS_Init
 from .params.partitioned import PartitionedParameter, PartitionedParameterError
@@ -67,12 +67,12 @@ from .plan.leaves import (
 )
 from .precision import Precision
 from .resharding import release_model
-from .state.loading import SliceLoad
 from .state.moving import OffloadDeviceEnum, OffloadStateTypeEnum
-from .state.slices import ParamSlice, Reader, StoredValues
+from .state.slices import Reader
 from .tiled import TiledLinear, TiledLinearReturnBias
 from .uneven import uneven_forwards
-from .weights import LoadReport, load_weights
+from .update import StepOutcome
+from .weights import load_weights
 
 __all__ = [
     "agree",
@@ -80,7 +80,6 @@ __all__ = [
     "GatheredParameters",
     "Init",
     "MiCS_Init",
-    "LoadReport",
     "load",
     "load_weights",
     "save",
@@ -101,18 +100,13 @@ __all__ = [
     "unset_z3_leaf_modules",
     "z3_leaf_module",
     "z3_leaf_parameter",
-    "MemoryNeeds",
     "OffloadDeviceEnum",
     "OffloadStateTypeEnum",
-    "ParamSlice",
-    "Partition",
     "Precision",
     "RanksDifferError",
     "Reader",
     "Reduction",
-    "SliceLoad",
     "StepOutcome",
-    "StoredValues",
     "ZeroConfigError",
     "ZeroError",
     "ZeroLoadError",

@@ -13,10 +13,10 @@ from dsx_comm.lanes import CudaLane, Lane
 from dsx_core import with_code
 from torch import nn
 
-from ._version import __version__
-from .access import OWNERS
 from .alike import agree, model_facts, optimizer_facts, telling
-from .building import Builder, Recipe, assemble, plan_facts
+from .asked_settings import bucket_size, setting_facts, settings_of, without_tiny_pieces
+from .assembling import assemble
+from .building import Builder
 from .checks import check_given, check_marked_in_time, check_model, check_not_wrapped, check_values
 from .errors import HAS_NO_EFFECT, ZeroConfigError, ZeroOptimizerError
 from .from_codes import check_codes, codes_of, is_taken_apart
@@ -31,7 +31,6 @@ from .homes.chosen import (
     offload_ratio,
     placement_of,
     states_at_once,
-    steps_during_backward,
 )
 from .homes.stored import TensorStore
 from .homes.tiers import DiskTier, HostTier, Placement, UnitPlacement
@@ -42,8 +41,9 @@ from .plan.leaves import fine_modules, named_leaves
 from .plan.rank_sets import choose_rank_sets, ranks_of_mesh
 from .plan.secondary import SecondaryRanks
 from .plan.sparse import sparse_parameters
-from .plan.units import ParameterInfo, RanksOf, UnitPlan, find_parameters
+from .plan.units import RanksOf, UnitPlan, find_parameters
 from .precision import Precision
+from .recipe import Recipe, plan_facts
 from .replanning import Replanner
 from .resharding import release_model
 from .step.inner import why_at_once
@@ -52,6 +52,7 @@ from .step.sparse import check_dense_gradients
 from .step.trial import check_divisible
 from .torch_forms import TorchForms
 from .transports.chosen import PlainTransports, Transports, transports_of
+from .view import OWNERS
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -148,7 +149,7 @@ def shard(
     process_group, mesh_shards = ranks_of_mesh(mesh, process_group)
     data = choose_rank_sets(process_group, mpu, ranks_of).data
     with telling(data.group):
-        settings = _settings(stage, config)
+        settings = settings_of(stage, config)
         precision, reduction = precision or Precision(), reduction or Reduction()
         settings.check_combinations(mesh=mesh_shards > 0)
         _check_sparse(sparse_gradients, settings.stage)
@@ -163,11 +164,11 @@ def shard(
         sets = parallel.joined(sets, given=process_group is not None, ranks_of=ranks_of)
     data = sets.data
     groups = AuxiliaryGroups(_device_type(model, device))
-    settings = _without_tiny_pieces(settings, model, data)
+    settings = without_tiny_pieces(settings, model, data)
     plain = PlainTransports(precision.wire_dtype, settings.size("reduce_bucket_size"))
     transports = transports or transports_of(settings, plain, groups)
     facts = {
-        **_setting_facts(settings, precision, reduction),
+        **setting_facts(settings, precision, reduction),
         "placement": str(placement),
         "transports": type(transports).__name__,
         "sparse_gradients": str(sparse_gradients),
@@ -212,7 +213,7 @@ def shard(
                 ratio=1.0 if given else offload_ratio(settings),
                 device=device,
                 leaves=_leaves(model, settings),
-                bucket_size=_bucket_size(settings, infos, placement),
+                bucket_size=bucket_size(settings, infos, placement),
                 transports=transports,
                 groups=groups,
                 sparse=_sparse_names(model, inner, sparse_gradients, data.rank),
@@ -284,53 +285,6 @@ def _check_late_update(settings: ZeroConfig, inner: Any, placements: Sequence[Un
         )
 
 
-_MOST_PIECES = 1 << 10
-_TINY_PIECE = 1 << 16
-"""Elements: a piece of this size or more is accepted, however many there are."""
-
-
-def _without_tiny_pieces(settings: ZeroConfig, model: nn.Module, data: dsx_comm.RankSet) -> ZeroConfig:
-    """The settings with sizes of pieces raised that would cut the model into more than `_MOST_PIECES` tiny ones: each
-    costs the host a call or the ranks a message, so that a step would hardly end. Warns of them.
-    """
-    numel = sum(parameter.numel() for parameter in model.parameters())
-    whole = {"reduce_bucket_size": numel, "allgather_bucket_size": numel, "sub_group_size": numel // data.size}
-    raised = {}
-    for name, elements in whole.items():
-        least = min(_TINY_PIECE, elements // _MOST_PIECES)
-        if settings.size(name) < least:
-            raised[name] = least
-            if data.rank == 0:
-                text = (
-                    "zero_optimization.%s: got %d, which would cut %d elements into %d pieces; uses %d. Set it to at"
-                    " least that, or remove it"
-                )
-                pieces = -(-elements // settings.size(name))
-                _log.warning(with_code(text, "DSX350"), name, settings.size(name), elements, pieces, least)
-    return settings.model_copy(update=raised) if raised else settings
-
-
-_RATIO_UNITS = 16
-"""Units that a ratio of offload divides, at least: at stages 1 and 2 a unit is as large as a message."""
-
-_EARLY_UNITS = 64
-"""Units that are stepped while backward goes on, at least: the last one or two are stepped when it has ended."""
-
-_EARLY_UNIT = 1 << 20
-"""Elements of a unit that is stepped while backward goes on: smaller ones would cost more than they hide."""
-
-
-def _bucket_size(settings: ZeroConfig, infos: Sequence[ParameterInfo], placement: Placement) -> int:
-    """Elements of a unit at stages 1 and 2, and of a reduction."""
-    size, ratio = settings.size("reduce_bucket_size"), offload_ratio(settings)
-    total = sum(info.numel for info in infos if info.trainable)
-    if ratio not in (0.0, 1.0):
-        return max(1, min(size, total // _RATIO_UNITS))
-    if may_step_during_backward(placement) and steps_during_backward(settings):
-        return min(size, max(_EARLY_UNIT, total // _EARLY_UNITS))
-    return size
-
-
 def _check_sparse(sparse_gradients: Any, stage: int) -> None:
     if not isinstance(sparse_gradients, bool):
         raise ZeroConfigError("sparse_gradients", f"got {sparse_gradients!r}, expected True or False")
@@ -374,39 +328,6 @@ def _report_padding(plans: Sequence[UnitPlan]) -> None:
             " stage3_module_granularity_threshold or leaf modules)"
         )
         _log.warning(with_code(text, "DSX354"), max(layout.world_size for layout in layouts), held / needed)
-
-
-def _setting_facts(settings: ZeroConfig, precision: Precision, reduction: Reduction) -> dict[str, str]:
-    """The settings, as facts that must be equal on all ranks. Names of folders may differ."""
-    given = settings.model_dump(mode="json", exclude={"offload_param", "offload_optimizer"})
-    return {
-        **{f"zero_optimization.{key}": repr(value) for key, value in given.items()},
-        **{f"precision.{key}": str(value) for key, value in vars(precision).items()},
-        **{f"reduction.{key}": str(value) for key, value in vars(reduction).items()},
-        "torch": torch.__version__.split("+")[0],
-        "dsx-zero": __version__,
-    }
-
-
-def _settings(stage: int | None, config: ZeroConfig | dict[str, Any] | None) -> ZeroConfig:
-    from pydantic import ValidationError  # lazy import: pydantic costs import time
-
-    from .config import PATH, ZeroConfig
-
-    try:
-        settings = config if isinstance(config, ZeroConfig) else ZeroConfig.model_validate(config or {})
-        if stage is not None:
-            if settings.stage != stage and "stage" in settings.model_fields_set:
-                raise ZeroConfigError(
-                    f"{PATH}.stage", f"got {settings.stage} in the config and stage={stage}; give one"
-                )
-            settings = ZeroConfig.model_validate({**settings.model_dump(exclude_unset=True), "stage": stage})
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        path = ".".join(str(part) for part in (PATH, *first["loc"]))
-        raise ZeroConfigError(path, f"{first['msg']} (got {first['input']!r})") from error
-    settings.check_available()
-    return settings
 
 
 def _leaves(model: nn.Module, settings: ZeroConfig) -> frozenset[str]:

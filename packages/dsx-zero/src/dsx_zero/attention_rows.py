@@ -68,7 +68,7 @@ def found_layers(
         raise ZeroOptimizerError(
             f"layers: the model has no module {first_few(unknown)}; expected names of named_modules()"
         )
-    held = frozenset(id(p) for members in optimizer.step_groups.shown for p in members)
+    held = frozenset(id(p) for members in optimizer.held.parts.groups.shown for p in members)
     number = 0
     for name in modules if wanted is None else wanted:
         parts = _Projections.of(optimizer, held, name, modules[name])
@@ -246,7 +246,7 @@ class _Projections:
     def _group(self, name: str) -> Any:
         optimizer = self.optimizer
         try:
-            group = optimizer.group_of(name)
+            group = optimizer.layout.group_of(name)
         except KeyError:
             raise ZeroOptimizerError(
                 f"{self.name}: {name} is no parameter of the sharded model, or one with another name (tied)"
@@ -279,11 +279,11 @@ def _keys(heads: int, keys: int, size: int, alpha: float) -> list[tuple[int, int
 
 def trains(optimizer: ZeroOptimizer, name: str) -> bool:
     """Is a parameter of the sharded model not frozen now?"""
-    group = optimizer.group_of(name)
+    group = optimizer.layout.group_of(name)
     return group.trainable and group.parameters[group.layout.index(name)].requires_grad
 
 
 def columns_of(optimizer: ZeroOptimizer, name: str) -> int:
     """Elements of a row of a parameter; 1 for a vector."""
-    layout = optimizer.group_of(name).layout
+    layout = optimizer.layout.group_of(name).layout
     return math.prod(layout.shapes[layout.index(name)][1:])

@@ -1,49 +1,25 @@
-"""Makes the parts of a sharded model: from the arguments of `shard` (`Recipe`) and a plan (`Planned`) to `StepParts`.
+"""Makes the `Runtime` of a sharded model from a plan (`recipe`); `assembling` makes what an optimizer steps with of it.
 
 `shard` does it once; `replanning` does it again with another plan and keeps the groups that do not change (`Kept`).
-This module does not depend on the user's optimizer object (`ZeroOptimizer`), which gets the parts.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import dsx_comm
 import torch
-from dsx_comm.lanes import Lane, make_lane
-from dsx_core import with_code
-from torch import nn
+from dsx_comm.lanes import make_lane
 
-from .alike import hash_of
-from .errors import HAS_NO_EFFECT
 from .gather.publishing import Gathering, Replicated, broadcast_first
-from .grads.averaging import ByOptimizer, averaging_of
-from .grads.gradients import ReducedGradients
-from .grads.local import LocalGradients
-from .grads.protocol import Gradients
-from .grads.reduction import LocalReducer, Reduction, ReductionEngine
+from .grads.gradients import Gradients
+from .grads.local import NoReductions
+from .grads.reduction import LocalReducer, ReductionEngine
 from .grads.reductions import Reducer, Reductions
-from .grads.unused import UnusedParameters
-from .groups import AuxiliaryGroups
-from .homes.chosen import (
-    check_room,
-    late_update_after,
-    makes_states_at_once,
-    may_step_during_backward,
-    place_units,
-    room_for_copies,
-    room_for_new_values,
-    speculates,
-    steps_during_backward,
-    sub_group_size,
-    transfers_beside_step,
-)
 from .homes.ring import Ring
-from .homes.tiers import Placement, UnitPlacement
 from .order.agreed import AgreedOrder
 from .order.ahead import GatherLimits
 from .order.backward import BackwardClock
@@ -53,170 +29,31 @@ from .order.protocol import Channel, NullOrder, Order
 from .params.flat import FlatGroup, Unit
 from .params.kept import KeptGroups
 from .params.memory import Memory, OrdinaryMemory, memory_of
-from .plan.rank_sets import check_rank_sets, is_plain, ranks_of_buffers
-from .plan.units import GroupPlan, ParameterInfo, Persistence, RanksOf, UnitPlan, plan_units
-from .precision import Precision
+from .plan.rank_sets import ranks_of_buffers
+from .plan.units import GroupPlan
 from .runtime import Publisher, Runtime
-from .step.host_thread import new_values_wait
-from .step.inner import StepGroups, may_be_cut, why_at_once
 from .step.masters import (
-    Master,
     Masters,
-    check_whole_tensors,
-    make_masters,
-    needs_whole_tensors,
-    place_masters,
     replace_parameters,
 )
-from .step.matrices import MatrixStep
 from .step.norm import groups_of_norm
-from .step.plan import Pipeline, StepPlan
-from .step.runner import plan_step
 from .step.states import OptimizerStates
-from .transports.chosen import Transports
 from .transports.plain import Cast, RowsAllReduce
 from .transports.protocol import ReduceTransport, Transport
 from .transports.turns import InTurn, ReducesInTurn, Turns
 
 if TYPE_CHECKING:
-    from .config import ZeroConfig
     from .gather.hooks import UnitHooks
     from .params.partitioned_unit import PartitionedUnit
 
-__all__ = ["NOTHING_KEPT", "Builder", "Kept", "Planned", "Recipe", "StepParts", "assemble", "plan_facts"]
+from .recipe import Planned, Recipe
 
-
-_log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What was asked of `shard`, which stays the same while a model is sharded.
-
-    Attributes:
-        data: all data-parallel ranks.
-        ranks_of: which ranks share a parameter's buffer.
-        ratio: part of the state that `placement` is for (Twin-Flow).
-        device: where the model computes; None: where its parameters are.
-        leaves: names of modules that are units of their own.
-        bucket_size: elements of a unit at stages 1 and 2, and of a reduction.
-        sparse: names of parameters whose gradients are rows.
-    """
-
-    model: nn.Module
-    settings: ZeroConfig
-    precision: Precision
-    reduction: Reduction
-    data: dsx_comm.RankSet
-    ranks_of: RanksOf
-    placement: Placement
-    ratio: float
-    device: torch.device | None
-    leaves: frozenset[str]
-    bucket_size: int
-    transports: Transports
-    groups: AuxiliaryGroups
-    sparse: frozenset[str] = frozenset()
-
-    def plan(self, infos: tuple[ParameterInfo, ...], inner: Any) -> Planned:
-        """Units, owners and places for these parameters. Nothing is changed.
-
-        Raises:
-            ZeroConfigError: a disk's host buffers are too small.
-            ZeroModelError, ZeroOptimizerError: rank sets or the optimizer do not go together with the settings.
-        """
-        settings = self.settings
-        if self.device is not None:
-            infos = tuple(replace(info, device=self.device) for info in infos)
-        if self.sparse:
-            infos = tuple(replace(info, sparse=info.name in self.sparse) for info in infos)
-        plans = plan_units(
-            self.model,
-            infos,
-            stage=settings.stage,
-            ranks_of=self.ranks_of,
-            reduce_bucket_size=self.bucket_size,
-            persistence=Persistence(
-                settings.size("stage3_param_persistence_threshold"), settings.stage3_model_persistence_threshold
-            ),
-            leaves=self.leaves,
-            undivided=needs_whole_tensors(inner),
-            block=getattr(inner, "state_block", 1),
-        )
-        check_rank_sets(plans, self.data)
-        check_whole_tensors(inner, plans, self.model)
-        check_room(self.placement, {str(p): _shard_numel(p) for p in plans if not p.resident})
-        plain, stage, rank = is_plain(plans, self.data), settings.stage, self.data.rank
-        averaging = averaging_of(inner, self.reduction, stage=stage, rank=rank, plain=plain)
-        sizes = [(plan.index, str(plan), _shard_numel(plan)) for plan in plans]
-        return Planned(infos, plans, averaging, place_units(sizes, self.placement, ratio=self.ratio))
-
-
-@dataclass(frozen=True)
-class Planned:
-    """One division of a model: parameters, units, who averages, and where each unit's state lives."""
-
-    infos: tuple[ParameterInfo, ...]
-    plans: tuple[UnitPlan, ...]
-    averaging: ByOptimizer | None
-    placements: tuple[UnitPlacement, ...]
-
-    @cached_property
-    def _placed(self) -> dict[int, Placement]:
-        return {record.unit: record.placement for record in self.placements}
-
-    def placed(self, unit: int) -> Placement:
-        """Where the state of a unit lives."""
-        return self._placed[unit]
-
-
-def _shard_numel(plan: UnitPlan) -> int:
-    return sum(group.layout.shard_numel for group in plan.groups)
-
-
-@dataclass(frozen=True)
-class StepParts:
-    """What a `ZeroOptimizer` steps with.
-
-    Attributes:
-        masters: what this rank steps, in layout order; `by_parameter`: every parameter that trains with its masters.
-        groups: the optimizer's groups.
-        faces: what the model holds between uses, for the `id` of each plain parameter that takes its place meanwhile.
-        plan: of a step in which nothing is stepped beforehand; `apart_plan`: of the others.
-        channel: carries the words of the order.
-        agreement_group: adds norms up with what the ranks agree on; None: `channel` has all that they agree on.
-        moving_lanes: those on which copies between tiers run.
-        early_units: those that may be stepped while backward goes on; `undoable_units`: where that may have to be
-            undone.
-        late_after: steps after which updates are applied late; None: never.
-        data_writes: whether `Edits` looks for writes that raise no version counter.
-        matrices: steps the optimizer, if its rule takes whole matrices.
-    """
-
-    runtime: Runtime
-    masters: tuple[Master, ...]
-    by_parameter: Masters
-    unused: UnusedParameters | None
-    groups: StepGroups
-    states: OptimizerStates
-    placements: tuple[UnitPlacement, ...]
-    plan: StepPlan
-    apart_plan: StepPlan
-    lane: Lane
-    faces: Mapping[int, torch.Tensor]
-    channel: AskingChannel
-    agreement_group: Any = None
-    moving_lanes: tuple[Lane, ...] = ()
-    early_units: tuple[int, ...] = ()
-    undoable_units: tuple[int, ...] = ()
-    late_after: int | None = None
-    data_writes: bool | None = None
-    matrices: MatrixStep | None = None
+__all__ = ["NOTHING_KEPT", "Builder", "Kept"]
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What of the parts before goes on.
+    """Parts of the earlier layout that go on.
 
     Attributes:
         groups: flat groups.
@@ -365,7 +202,7 @@ class _Build:
         clock = BackwardClock(order)
         # Before the gradients: a backward begins for it first, and ends for it last.
         lifetime = GatherLifetime(found.partitioned, executor=gathers, order=order, clock=clock)
-        gradients = ReducedGradients(
+        gradients = Gradients(
             self.model,
             reductions,
             order,
@@ -408,11 +245,12 @@ class _Build:
         # Plain gradients of slices would let each rank clip by the norm of its own.
         sliced = any(group.ranks.tensor_groups for unit in units for group in unit.groups)
         if stage == 0 and self.data.size == 1 and dense and same and not sliced:
-            return LocalGradients(units)
+            order = NullOrder(CollectiveExecutor(lambda unit: None))
+            return Gradients(self.model, NoReductions(units), order, BackwardClock(order))
         reductions = self._reductions(units, stage, lambda: gradients.complete())
         order = self._order(CollectiveExecutor(reductions.run_reduce), self._builder.channel())
         clock = BackwardClock(order)
-        gradients = ReducedGradients(self.model, reductions, order, clock, keeps_local=self._keeps_local)
+        gradients = Gradients(self.model, reductions, order, clock, keeps_local=self._keeps_local)
         return gradients
 
     def _reductions(self, units: tuple[Unit, ...], stage: int, complete: Callable[[], None]) -> Reductions:
@@ -458,7 +296,7 @@ class _Build:
     def _order(
         self, executor: CollectiveExecutor, channel: Channel | None, limits: GatherLimits | None = None
     ) -> Order:
-        """What the ranks agree on over the channel; None: every need is executed as it comes."""
+        """The order that the ranks agree on over the channel; None: every need is executed as it comes."""
         if channel is None:
             return NullOrder(executor)
         names = {plan.index: str(plan) for plan in self.plans}
@@ -472,136 +310,3 @@ class _Build:
         aliases = {alias: held[info.name] for info in self.infos for alias in info.aliases}
         for buffer, ranks in ranks_of_buffers(self.model, {**held, **aliases}, self.data):
             broadcast_first(buffer, ranks)
-
-
-# What the optimizer steps --------------------------------------------------------------------------------------------
-
-
-def assemble(builder: Builder, planned: Planned, runtime: Runtime, inner: Any, kept: Kept = NOTHING_KEPT) -> StepParts:
-    """Masters of everything that trains, in the places of the parameters in the optimizer, and the plan of its step."""
-    recipe = builder.recipe
-    for unit in runtime.trainable_units():
-        for group in unit.trainable:
-            if group.master is None:
-                tier = planned.placed(unit.index).masters
-                group.make_master(recipe.precision.master, whole=runtime.stage == 0, tier=tier)
-    moves = any(record.placement.states is not None for record in planned.placements) or any(
-        group.master is not None and group.master.view() is None for unit in runtime.units for group in unit.groups
-    )
-    most = sub_group_size(recipe.settings, moves=moves) if may_be_cut(inner) else None
-    early, undoable = _early_units(recipe, planned, runtime, inner)
-    masters = make_masters(runtime.units, whole=runtime.stage == 0, most=most, known=kept.masters)
-    faces = _faces(recipe.model, runtime)
-    shown: list[list[Any]] = [[faces.get(id(p), p) for p in group["params"]] for group in inner.param_groups]
-    numbers = {id(p): number for number, group in enumerate(inner.param_groups) for p in group["params"]}
-    place_masters(inner, masters, keep=kept.held)
-    stepped = [master for _, pieces in masters for master in pieces]
-    unit_of = {id(group): unit.index for unit in runtime.units for group in unit.groups}
-    tiers = [planned.placed(unit_of[id(m.group)]).states for m in stepped]
-    groups = StepGroups(inner, shown)
-    states = OptimizerStates(inner, stepped, tiers, groups.numbers(), kept.earlier, recipe.placement.blocks)
-    at_once = makes_states_at_once(recipe.settings)
-    if at_once and not states.make_now() and recipe.data.rank == 0 and kept.earlier is None:
-        _log.warning(
-            with_code(
-                "zero_optimization.offload_optimizer.fast_init has no effect: %s makes its states in its first step",
-                HAS_NO_EFFECT,
-            ),
-            type(inner).__name__,
-        )
-    planned_step = partial(
-        plan_step,
-        inner,
-        runtime,
-        stepped,
-        most=most,
-        moves=moves,
-        pipeline=Pipeline(*transfers_beside_step(recipe.settings)),
-    )
-    # Where states move, small sub-groups cost transfers: the usual step has large ones, which span units.
-    apart_plan = planned_step(by_unit=bool(early or undoable))
-    return StepParts(
-        runtime=runtime,
-        masters=tuple(stepped),
-        by_parameter=masters,
-        unused=_unused_check(runtime, recipe.settings),
-        groups=groups,
-        states=states,
-        placements=planned.placements,
-        plan=planned_step() if moves and (early or undoable) else apart_plan,
-        apart_plan=apart_plan,
-        lane=builder.lane,
-        faces=faces,
-        channel=builder.channel() or OneRank(),
-        agreement_group=builder.agreement_group(runtime),
-        moving_lanes=tuple(builder.moving_lanes.values()),
-        early_units=early,
-        undoable_units=undoable,
-        late_after=late_update_after(recipe.settings),
-        data_writes=recipe.settings.notice_data_writes,
-        matrices=MatrixStep.of(inner, runtime, masters, numbers),
-    )
-
-
-def _early_units(
-    recipe: Recipe, planned: Planned, runtime: Runtime, inner: Any
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The units that may be stepped while backward goes on: where nothing has to be undone, and where something may
-    have to. Units whose new values, or copies of whose old values, would not fit into their room in host memory are
-    left out.
-    """
-    settings, none = recipe.settings, tuple[int, ...]()
-    if why_at_once(inner) is not None or runtime.averaging is not None or not steps_during_backward(settings):
-        return none, none
-    units = [u for u in runtime.trainable_units() if may_step_during_backward(planned.placed(u.index))]
-    waiting = {u.index: sum(group.stepped.numel for group in u.trainable if new_values_wait(group)) for u in units}
-    room = room_for_new_values(settings, recipe.placement)
-    surely = hasattr(inner, "step_flat") and not runtime.checks_overflow
-    early = _that_fit(units, waiting, room) if surely else none
-    if not speculates(settings, {group.key.device.type for unit in units for group in unit.trainable}):
-        return early, none
-    copied = {u.index: sum(group.stepped.numel for group in u.trainable) - waiting[u.index] for u in units}
-    fit = set(_that_fit(units, waiting, room)).intersection(
-        _that_fit(units, copied, room_for_copies(settings, sum(copied.values())))
-    )
-    return early, tuple(sorted(fit))
-
-
-def _that_fit(units: Sequence[Unit], elements: Mapping[int, int], room: int) -> tuple[int, ...]:
-    """The units whose elements have room together. Backward completes the last ones first."""
-    found = list[int]()
-    for unit in reversed(units):
-        if elements[unit.index] <= room:
-            room -= elements[unit.index]
-            found.append(unit.index)
-    return tuple(reversed(found))
-
-
-def _faces(model: nn.Module, runtime: Runtime) -> dict[int, torch.Tensor]:
-    """What the model holds between uses, for the `id` of each plain parameter that only takes its place meanwhile
-    (stage 3).
-    """
-    plain = {
-        name: p
-        for unit in runtime.units
-        for group in unit.groups
-        for name, p in zip(group.layout.names, group.parameters)
-    }
-    return {id(p): face for name, p in plain.items() if (face := model.get_parameter(name)) is not p}
-
-
-def _unused_check(runtime: Runtime, settings: ZeroConfig) -> UnusedParameters | None:
-    if settings.ignore_unused_parameters:
-        return None
-    return UnusedParameters(runtime.trainable_units(), runtime.ranks)
-
-
-def plan_facts(plans: Sequence[UnitPlan]) -> dict[str, str]:
-    """The units, for `agree`: they depend on marks and on the hidden structure of modules too."""
-    return {
-        f"unit {plan.index}": (
-            f"{plan.module or 'root'}, {len(plan.names)} parameters, {hash_of(plan.names)}"
-            f" ({', '.join(str(group.key.ranks) for group in plan.groups)})"
-        )
-        for plan in plans
-    }

@@ -1,4 +1,4 @@
-"""What `shard` refuses before it changes anything: models and optimizers that it cannot divide."""
+"""Checks of `shard` before it changes anything: models and optimizers that it cannot divide are refused."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from dsx_core.errors import first_few
 from torch import nn
 
-from .access import OWNERS
 from .errors import ZeroModelError, ZeroOptimizerError
 from .optimizer import ZeroOptimizer
 from .params.init import InitParameter
 from .params.partitioned import PartitionedParameter
 from .plan.units import ParameterInfo, RanksOf, find_parameters
 from .step.masters import check_optimizer
+from .view import OWNERS
 
 __all__ = ["check_given", "check_marked_in_time", "check_model", "check_not_wrapped", "check_values"]
 
@@ -28,7 +28,7 @@ _WRAPPERS: Mapping[str, str] = {
 
 
 _LINES: Mapping[str, str] = {"FSDPModule": "fully_shard(...), one for each block and one for the model"}
-"""What calls a wrapper, where that is not its name."""
+"""The calls that make a wrapper, where they are not its name."""
 
 
 def check_not_wrapped(model: nn.Module) -> None:
@@ -120,4 +120,4 @@ def _is_taken(parameter: torch.Tensor, trainable: bool) -> bool:
     owner = OWNERS.find(parameter)
     if owner is None or owner[0].released:
         return False
-    return trainable or owner[0].group_of(owner[1]).trainable
+    return trainable or owner[0].layout.group_of(owner[1]).trainable

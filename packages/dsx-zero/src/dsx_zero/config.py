@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
+from .config_keys import NO_EFFECT, NOT_YET, OLD_NAMES, READ_AS, SECOND_NAMES
+from .config_sections import Auto, Count, LeafModules, LoCo, OffloadOptimizer, OffloadParam, Section, Size
 from .errors import ZeroConfigError
 
 __all__ = [
@@ -30,11 +32,6 @@ GRADIENT_BLOCK = 256
 """Of quantised gradients, by default; decision 0059."""
 
 
-def _whole(value: Any) -> Any:
-    """Let 5e8 through as 500000000."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
 def _no_boolean(value: Any) -> Any:
     """Refuse true and false, which Python takes for 1 and 0."""
     if isinstance(value, bool):
@@ -42,171 +39,7 @@ def _no_boolean(value: Any) -> Any:
     return value
 
 
-Size = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
-Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
-Auto = Literal["auto"]
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", protected_namespaces=())
-
-
-class OffloadParam(_Section):
-    """The place of parameters between uses (stage 3)."""
-
-    device: Literal["none", "cpu", "nvme"] = Field(
-        "cpu", description="none: device memory; cpu: host memory; nvme: files on disk"
-    )
-    nvme_path: str | None = Field("/local_nvme", description="folder for parameters on disk")
-    pin_memory: bool = Field(False, description="use page-locked host memory")
-    buffer_count: Count = Field(5, description="most shards that are read ahead from disk")
-    buffer_size: Count = Field(
-        100_000_000, description="elements per shard read ahead: together at most buffer_count x buffer_size elements"
-    )
-    max_in_cpu: Size = Field(
-        1_000_000_000, description="device nvme: elements that are kept in host memory instead of on disk"
-    )
-
-
-class OffloadOptimizer(_Section):
-    """The place of fp32 master weights and optimizer states, and of their update."""
-
-    device: Literal["none", "cpu", "nvme"] = Field(
-        "cpu", description="none: device memory; cpu: host memory; nvme: files on disk"
-    )
-    nvme_path: str | None = Field("/local_nvme", description="folder for states on disk")
-    pin_memory: bool = Field(False, description="use page-locked host memory")
-    buffer_count: Annotated[int, Field(ge=4)] = Field(
-        4,
-        description=(
-            "device nvme: host buffers between memory and disk; for every 4 of them one more sub-group is read ahead"
-        ),
-    )
-    fast_init: bool = Field(
-        False, description="device nvme: write the states to disk when the model is sharded, not in the first step"
-    )
-    ratio: Annotated[float, Field(ge=0.0, le=1.0)] = Field(1.0, description="fraction of the states that is offloaded")
-    step_during_backward: bool = Field(
-        True,
-        description=(
-            "step each unit on the host as soon as its gradients are there; with clipping or a check for overflow the"
-            " step is undone if the norm says so, and on a CPU only if the file says true"
-        ),
-    )
-    max_in_cpu: Size = Field(
-        1_000_000_000,
-        description=(
-            "elements of new parameters that may wait in host memory for the end of the step, where units are stepped"
-            " during backward and their states are on disk, or fp32 parameters are in host memory; units beyond it are"
-            " stepped after backward. If it is set, also the most elements whose old values are copied for a step that"
-            " may be undone. If it is set with device nvme, also the most elements whose states a step has in"
-            " host memory at a time (sub-groups become smaller, down to 1048576 elements)"
-        ),
-    )
-    late_update_after: Size | None = Field(
-        None,
-        description=(
-            "after this many steps each update is applied one step late: the host computes it beside the next forward"
-            " and backward; null: never"
-        ),
-    )
-    pipeline_read: bool = Field(
-        False,
-        description=(
-            "device nvme: read the next states while the present ones are updated; dsx does so unless the"
-            " file says false"
-        ),
-    )
-    pipeline_write: bool = Field(
-        False,
-        description=(
-            "device nvme: write the last states while the present ones are updated; dsx does so unless"
-            " the file says false"
-        ),
-    )
-    super_offload: bool = Field(False, description="offload tuned for superchips")
-    cpuadam_cores_perc: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
-        0.8, description="super_offload: fraction of the cores that the host step uses"
-    )
-
-
-class LoCo(_Section):
-    """Error feedback of quantised gradients."""
-
-    err_beta: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
-        0.8, description="share of the old error in the moving average; the new error has the rest"
-    )
-    reset_T: Count = Field(1024, description="steps after which the averaged error is set to zero")
-
-
-class LeafModules(_Section):
-    """Modules that are fetched and freed as a whole."""
-
-    classes: tuple[str, ...] | list[str] = Field((), description="names of classes; their modules are leaf modules")
-    names: tuple[str, ...] | list[str] = Field((), description="full module names")
-    name_suffixes: tuple[str, ...] | list[str] = Field((), description="suffixes of module names")
-
-
-SECOND_NAMES: dict[str, str] = {
-    "cpu_offload_param": "cpu_offload_params",
-    "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
-    **{
-        name: f"stage3_{name}"
-        for name in (
-            "max_live_parameters",
-            "max_reuse_distance",
-            "prefetch_bucket_size",
-            "param_persistence_threshold",
-            "model_persistence_threshold",
-            "gather_16bit_weights_on_model_save",
-            "module_granularity_threshold",
-            "use_all_reduce_for_fetch_params",
-        )
-    },
-}
-"""Second name of a setting -> the name that the documentation uses."""
-
-_SUPERCHIPS = "dsx has no plan for it, because the host step is not bound to its own cores (decision 0016)"
-
-NOT_YET: dict[str, str] = {
-    "legacy_stage1": "the first implementation of stage 1 is gone; stage 1 itself works",
-    "offload_optimizer.cpuadam_cores_perc": _SUPERCHIPS,
-    "offload_optimizer.super_offload": _SUPERCHIPS,
-    "zenflow": "dsx has no plan for it, because it changes what is trained (decision 0016)",
-}
-"""Setting -> why dsx does not have it. This table and `NO_EFFECT` alone judge these settings; `dsx` uses them, too."""
-
-NO_EFFECT: dict[str, str] = {
-    "allgather_partitions": "updated parameters are always gathered with one collective",
-    "compute_grad_norm": "the norm is computed where clipping, the overflow check or a report needs it",
-    "contiguous_gradients": "gradients are always in one buffer per unit",
-    "elastic_checkpoint": "every checkpoint loads at every world size and stage",
-    "enable_sanity_checks": "writes to partitioned parameters always work or raise",
-    "grad_hooks": "gradients are always reduced from backward hooks",
-    "log_trace_cache_warnings": "deviations from the agreed order of modules are always reported",
-    "memory_efficient_linear": "gathered weights are never kept by autograd",
-    "override_module_apply": "nothing is patched",
-    "parameter_alignment": "each parameter begins at a multiple of 64 bytes of its flat buffer",
-    "pipeline_loading_checkpoint": "each rank reads only its own slices",
-    "reduce_scatter": "stages 1-3 always reduce-scatter; the values are the same",
-    "round_robin_gradients": "shards are equal parts of flat buffers, so the order does not matter",
-    "stage3_allgather_sequential": "gathers are issued in one agreed order",
-    "stage3_use_all_reduce_for_fetch_params": "parameters are always all-gathered",
-    "use_multi_rank_bucket_allreduce": "gradients are reduce-scattered",
-}
-"""Setting -> why it has no effect: the behaviour that it chooses is the only one."""
-
-OLD_NAMES: dict[str, str] = {
-    "cpu_offload": "it is an old name, read as offload_optimizer with device cpu; write that",
-    "cpu_offload_params": "it is an old name, read as offload_param with device cpu; write that",
-    "cpu_offload_use_pin_memory": "it is an old name, read as pin_memory of offload_optimizer and offload_param",
-}
-"""Setting -> what it is an old name of."""
-
-_READ_AS = {"cpu_offload": "offload_optimizer", "cpu_offload_params": "offload_param"}
-
-
-class ZeroConfig(_Section):
+class ZeroConfig(Section):
     """The sharding of optimizer states, gradients and parameters over the ranks. Sizes are in elements."""
 
     # The section's judgements of its keys: dsx takes them from here into its messages and its reference.
@@ -377,7 +210,7 @@ class ZeroConfig(_Section):
             if second in data and first in data:
                 raise ValueError(f"{second} and {first} are two names of one setting; give one")
         found = {SECOND_NAMES.get(key, key): value for key, value in data.items()}
-        for old, new in _READ_AS.items():
+        for old, new in READ_AS.items():
             if found.get(old) is True:
                 meant = {"device": "cpu", "pin_memory": found.get("cpu_offload_use_pin_memory") is True}
                 if found.get(new) not in (None, meant):

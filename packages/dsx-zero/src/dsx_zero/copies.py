@@ -18,10 +18,10 @@ with `None` as its optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 from dsx_core.errors import first_few
@@ -29,37 +29,21 @@ from torch import nn
 
 from .alike import agree, hash_of, telling
 from .errors import ZeroStateError
+from .held import HeldState
 from .homes.home import Home, read, write
 from .params.dtensors import is_dtensor
 from .params.shard_view import Part, ShardView
 from .params.whole import joining
 from .plan.layout import LocalSlice
+from .plan.units import ParameterInfo
 from .state.slices import COPY, ParamSlice, Reader
-
-if TYPE_CHECKING:
-    from .params.flat import FlatGroup
-    from .runtime import Runtime
 
 __all__ = ["ModelCopy"]
 
 _CALL = "ZeroOptimizer.copy_of"
 _UPDATES = "updates"
+_APPLIED = "the model has the values of a copy (inside copy.applied()); leave the context first"
 _MAX_NAMED = 5
-
-
-class Copied(Protocol):
-    """What a copy needs of the `ZeroOptimizer` whose values it copies."""
-
-    runtime: Runtime
-    unusable: str | None
-
-    def collect_edits(self) -> None: ...
-
-    def homes_of(self, name: str) -> Iterator[tuple[Home, LocalSlice]]: ...
-
-    def group_of(self, name: str) -> FlatGroup: ...
-
-    def parameters_loaded(self) -> None: ...
 
 
 class ModelCopy:
@@ -70,18 +54,18 @@ class ModelCopy:
         updates: number of calls of `update` so far.
     """
 
-    def __init__(self, optimizer: Copied, what: Any, device: Any) -> None:
-        run = optimizer.runtime
+    def __init__(self, held: HeldState, what: Any, device: Any) -> None:
+        run = held.parts.runtime
         with telling(run.ranks.group):
-            optimizer.collect_edits()
-            names, buffers = _chosen(optimizer, what)
+            held.update.collect_edits()
+            names, buffers = _chosen(run.model, run.infos, what)
             self._device = None if device is None else torch.device(device)
         agree(_CALL, {"parameters": hash_of(names), "device": str(self._device)}, run.ranks.group)
-        self._optimizer, self._names = optimizer, names
+        self._held, self._names = held, names
         self._values: dict[str, torch.Tensor] = {}
         for name, home, part in self._places():
-            held = read(home, part.offset, part.offset + part.numel).detach()
-            self._values[name] = held.to(self._device or held.device, copy=True)
+            value = read(home, part.offset, part.offset + part.numel).detach()
+            self._values[name] = value.to(self._device or value.device, copy=True)
         self._buffers = {name: buffer.detach().clone() for name, buffer in buffers.items()}
         self.updates = 0
 
@@ -91,14 +75,14 @@ class ModelCopy:
         return sum(value.nbytes for value in (*self._values.values(), *self._buffers.values()))
 
     def _places(self) -> Iterator[tuple[str, Home, LocalSlice]]:
-        """Where this rank has the model's values of the copied parameters."""
+        """The places where this rank has the model's values of the copied parameters."""
         for name in self._names:
-            for home, part in self._optimizer.homes_of(name):
+            for home, part in self._held.layout.homes_of(name):
                 yield name, home, part
 
     def _checked_places(self) -> list[tuple[str, Home, LocalSlice]]:
         """Raises ZeroStateError if the model was released or laid out anew since the copy was made."""
-        self._optimizer.collect_edits()
+        self._held.update.collect_edits()
         places = list(self._places())
         for name, _, part in places:
             if name not in self._values or self._values[name].numel() != part.numel:
@@ -133,7 +117,7 @@ class ModelCopy:
         self.updates += 1
 
     def _model_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, buffer in self._optimizer.runtime.model.named_buffers():
+        for name, buffer in self._held.parts.runtime.model.named_buffers():
             if name in self._buffers:
                 yield name, buffer
 
@@ -142,15 +126,13 @@ class ModelCopy:
         """Inside the context the model has the copy's values (collective, at both ends). For forwards: a step, a load
         or a save raises there. Afterwards the model's values are bitwise what they were.
         """
-        optimizer = self._optimizer
-        with telling(optimizer.runtime.ranks.group):
+        with telling(self._held.parts.runtime.ranks.group):
             places = self._checked_places()
         self._exchange(places)
-        optimizer.unusable = "the model has the values of a copy (inside copy.applied()); leave the context first"
         try:
-            yield
+            with self._held.update.refused(_APPLIED):
+                yield
         finally:
-            optimizer.unusable = None
             self._exchange(places)
 
     @torch.no_grad()
@@ -164,7 +146,7 @@ class ModelCopy:
             before = buffer.detach().clone()
             buffer.copy_(self._buffers[name])
             self._buffers[name].copy_(before)
-        self._optimizer.parameters_loaded()
+        self._held.note_loaded()
 
     # Saving -----------------------------------------------------------------------------------------------------------
 
@@ -173,11 +155,11 @@ class ModelCopy:
         `dcp.save({"ema": copy}, ...)`. Whole tensors: `view.full_tensor()` of each, on every rank.
         """
         found: dict[str, Any] = {}
-        run = self._optimizer.runtime
+        run = self._held.parts.runtime
         for name in self._names:
-            group = self._optimizer.group_of(name)
+            group = self._held.layout.group_of(name)
             shape, of = group.layout.shapes[group.layout.index(name)], group.global_of(name)
-            part = next((part for _, part in self._optimizer.homes_of(name)), LocalSlice(0, 0, 0))
+            part = next((part for _, part in self._held.layout.homes_of(name)), LocalSlice(0, 0, 0))
             values = self._values.get(name)
             if values is None:
                 dtype = group.master_dtype if group.trainable else group.key.dtype
@@ -220,7 +202,7 @@ class ModelCopy:
         has = {of: key in reader.state_keys(of) for of in self._names}
         if not any(has.values()):
             return None
-        missing = [of for of, found in has.items() if not found and self._optimizer.group_of(of).trainable]
+        missing = [of for of, found in has.items() if not found and self._held.layout.group_of(of).trainable]
         if missing:
             raise ZeroStateError(
                 f"{first_few(missing)}: the copy {name!r} has values of it, and that of the checkpoint has none: it was"
@@ -239,7 +221,7 @@ class ModelCopy:
         return install
 
     def small_state(self) -> dict[str, Any]:
-        """What `slices` has no place for: buffers, and the number of updates. Equal on all ranks."""
+        """The state that `slices` has no place for: buffers, and the number of updates. Equal on all ranks."""
         return {"buffers": {n: b.clone() for n, b in self._buffers.items()}, _UPDATES: self.updates}
 
     def load_small_state(self, state: Mapping[str, Any]) -> None:
@@ -270,7 +252,7 @@ class ModelCopy:
                 )
         for name, value in mine.items():
             if name in self._names and is_dtensor(value):
-                of = self._optimizer.group_of(name).global_of(name)
+                of = self._held.layout.group_of(name).global_of(name)
                 value.to_local().copy_(of.part_of(state_dict[name]))
             elif name != _UPDATES:
                 value.copy_(state_dict[name])
@@ -281,14 +263,15 @@ def _key(name: str) -> str:
     return f"{COPY}{name}@all"
 
 
-def _chosen(optimizer: Copied, what: Any) -> tuple[tuple[str, ...], dict[str, torch.Tensor]]:
+def _chosen(
+    model: nn.Module, infos: Sequence[ParameterInfo], what: Any
+) -> tuple[tuple[str, ...], dict[str, torch.Tensor]]:
     """The first names of the parameters that are meant, in the model's order, and the buffers."""
-    run = optimizer.runtime
-    known = {name: info.name for info in run.infos for name in (info.name, *info.aliases)}
-    if what is None or what is run.model:
+    known = {name: info.name for info in infos for name in (info.name, *info.aliases)}
+    if what is None or what is model:
         prefix: str | None = ""
     elif isinstance(what, nn.Module):
-        prefix = next((f"{name}." for name, module in run.model.named_modules() if module is what), None)
+        prefix = next((f"{name}." for name, module in model.named_modules() if module is what), None)
         if prefix is None:
             raise ZeroStateError(f"copy_of: got a {type(what).__name__} that is no part of the sharded model")
     else:
@@ -301,7 +284,7 @@ def _chosen(optimizer: Copied, what: Any) -> tuple[tuple[str, ...], dict[str, to
                 " part of the model, or nothing for all of it"
             )
         wanted = {known[name] for name in names}
-        return tuple(info.name for info in run.infos if info.name in wanted), {}
+        return tuple(info.name for info in infos if info.name in wanted), {}
     inside = {first for name, first in known.items() if name.startswith(prefix)}
-    buffers = {name: buffer for name, buffer in run.model.named_buffers() if name.startswith(prefix)}
-    return tuple(info.name for info in run.infos if info.name in inside), buffers
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name.startswith(prefix)}
+    return tuple(info.name for info in infos if info.name in inside), buffers

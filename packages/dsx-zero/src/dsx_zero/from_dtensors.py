@@ -69,7 +69,7 @@ class TensorRanks:
         return cls(mesh, found)
 
     def facts(self) -> dict[str, str]:
-        """What has to be equal on all data-parallel ranks."""
+        """Facts that have to be equal on all data-parallel ranks."""
         return {f"DTensor {name}": f"{t.placement} of {t.mesh.size()}" for name, t in self.tensors.items()}
 
     def data_mesh(self, mesh: DeviceMesh | None) -> DeviceMesh | None:

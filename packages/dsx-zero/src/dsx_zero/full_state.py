@@ -23,7 +23,6 @@ import dsx_comm
 import torch
 from dsx_comm import RankSet
 
-from .access import OWNERS, View
 from .alike import agree, hash_of, telling
 from .errors import ZeroOptimizerError, ZeroStateError
 from .grads.averaging import averages_itself
@@ -32,6 +31,7 @@ from .params.partitioned import PartitionedParameter
 from .state.shapes import ShapedKind, ShapedState, held_elements, joining_ranges, keeps_shaped, range_of
 from .step.states import Form, forms_of, with_containers, without_containers
 from .torch_state import MASTER, Number, in_shape_of_parameter, numbered_groups
+from .view import OWNERS, View
 
 if TYPE_CHECKING:
     from torch import nn
@@ -80,7 +80,7 @@ def full_state_dict(optimizer: ZeroOptimizer, *, rank0_only: bool = True) -> dic
     whole_values(model, keep=keep)
     masters = {}
     for info in run.infos:
-        group = optimizer.group_of(info.name)
+        group = optimizer.layout.group_of(info.name)
         if info.trainable and group.master_dtype != group.key.dtype:
             view = View(info.name, optimizer)
             _keep(masters, info.name, view.whole(view.master_slice() if view.masters else None), keep)
@@ -177,10 +177,10 @@ def kinds_of_states(optimizer: ZeroOptimizer) -> dict[str, dict[str, Any]]:
     ranks, mine = optimizer.runtime.ranks, dict[str, dict[str, Any]]()
     with telling(ranks.group):
         check_plain(optimizer)
-        optimizer.check_states()
-        for part in optimizer.held_slices(lazily=True):
+        optimizer.moved.check()
+        for part in optimizer.slices(lazily=True, held=True):
             mine[part.name] = kinds_of(own_of(optimizer, part))
-            _check_joins(part.name, mine[part.name], optimizer.group_of(part.name).ranks)
+            _check_joins(part.name, mine[part.name], optimizer.layout.group_of(part.name).ranks)
     agree(_SAVE, {}, ranks.group)
     return of_all_ranks(optimizer, mine)
 
@@ -188,7 +188,7 @@ def kinds_of_states(optimizer: ZeroOptimizer) -> dict[str, dict[str, Any]]:
 def own_of(optimizer: ZeroOptimizer, part: ParamSlice) -> dict[str, Any]:
     """This rank's states of a parameter: 1-D, `ShapedState`, a `Form`, or a number with the shape that it has."""
     own: dict[str, Any] = {**part.states, **{state.key: state for state in part.shaped}}
-    for master in optimizer.masters_of(part.name)[:1]:
+    for master in optimizer.layout.masters_of(part.name)[:1]:
         for key, value in optimizer.states.of(master, stored=False).items():
             if isinstance(own.get(key), torch.Tensor) and own[key].dim() == 0:
                 own[key] = Number(in_shape_of_parameter(master, value.detach()))
@@ -247,7 +247,7 @@ def whole_states(
                 _keep(found, key, view.whole(view.state(key) if view.masters else None), keep)
             elif not isinstance(value, Form):
                 found[key] = value
-        flat = optimizer.group_of(name)
+        flat = optimizer.layout.group_of(name)
         if masters and flat.trainable and flat.master_dtype != flat.key.dtype:
             view = View(name, optimizer)
             _keep(found, MASTER, view.whole(view.master_slice() if view.masters else None), keep)
@@ -258,8 +258,8 @@ def whole_states(
 
 
 def _whole_shaped(optimizer: ZeroOptimizer, name: str, key: str, kind: ShapedKind) -> torch.Tensor:
-    group, stage = optimizer.group_of(name), optimizer.runtime.stage
-    held = held_elements(optimizer.states, optimizer.masters_of(name), key, kind, group.key.device)
+    group, stage = optimizer.layout.group_of(name), optimizer.runtime.stage
+    held = held_elements(optimizer.states, optimizer.layout.masters_of(name), key, kind, group.key.device)
     return joining_ranges(group, kind, held.start, stage=stage)(held.values)
 
 
@@ -295,13 +295,13 @@ class _WholeReader:
         self._model, self._masters = state_dict["model"], state_dict.get("masters") or {}
         self.groups: list[dict[str, Any]] = state_dict["optimizer"]["param_groups"]
         self._of = {info.name: (info.name, *info.aliases) for info in optimizer.runtime.infos}
-        self._tensors = {i.name: optimizer.group_of(i.name).global_of(i.name) for i in optimizer.runtime.infos}
+        self._tensors = {i.name: optimizer.layout.group_of(i.name).global_of(i.name) for i in optimizer.runtime.infos}
         self._check_parameters(optimizer)
         self.others = list(self._rest(optimizer.runtime.model))
         self._states = self._states_by_name(optimizer, state_dict["optimizer"]["state"])
 
     def facts(self) -> dict[str, str]:
-        """What has to be equal on all ranks."""
+        """Facts that have to be equal on all ranks."""
         names = (f"{name} {tuple(getattr(value, 'shape', ()))}" for name, value in self._model.items())
         states = (f"{name} {sorted(states)}" for name, states in self._states.items())
         return {"names and shapes": hash_of(names), "optimizer states": hash_of(states)}
@@ -310,7 +310,7 @@ class _WholeReader:
         return next((self._model[known] for known in self._of[name] if known in self._model), None)
 
     def _check_parameters(self, optimizer: ZeroOptimizer) -> None:
-        shapes = {i.name: optimizer.group_of(i.name).global_shape(i.name) for i in optimizer.runtime.infos}
+        shapes = {i.name: optimizer.layout.group_of(i.name).global_shape(i.name) for i in optimizer.runtime.infos}
         missing = [name for name in shapes if self._tensor(name) is None]
         known = set(dict(optimizer.runtime.model.state_dict())) | {
             name for names in self._of.values() for name in names

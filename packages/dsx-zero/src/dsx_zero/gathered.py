@@ -17,7 +17,7 @@ from dsx_comm import RankSet
 from dsx_comm.fingerprint import fingerprint
 from torch import nn
 
-from .access import OWNERS, safe_set_full_fp32_param
+from .access import safe_set_full_fp32_param
 from .errors import ZeroStateError
 from .gather.external import register_external_parameter
 from .params.init import InitParameter
@@ -25,6 +25,7 @@ from .params.partitioned import PartitionedParameter
 from .params.partitioned_unit import UnitParameter
 from .params.restored import current_parameter
 from .state.moving import OffloadStateTypeEnum
+from .view import OWNERS
 
 __all__ = ["GatheredParameters", "UnownedEditError"]
 
@@ -85,7 +86,7 @@ class GatheredParameters:
 
     def _open(self) -> None:
         for owner in {id(o[0]): o[0] for p in self._parameters if (o := OWNERS.find(p)) is not None}.values():
-            owner.check_states(OffloadStateTypeEnum.lp_params)
+            owner.moved.check(OffloadStateTypeEnum.lp_params)
         sources = [p.source for p in self._parameters if isinstance(p, PartitionedParameter)]
         sources.sort(key=_order)
         by_owner: dict[int, list[UnitParameter]] = {}
@@ -134,13 +135,13 @@ class GatheredParameters:
         """Parameters that every rank holds whole get the modifier's values on all ranks, and so do their masters."""
         for parameter, before in self._plain:
             whole, owner = parameter.detach().contiguous(), OWNERS.find(parameter)
-            ranks = RankSet.over() if owner is None else owner[0].group_of(owner[1]).ranks
+            ranks = RankSet.over() if owner is None else owner[0].layout.group_of(owner[1]).ranks
             if ranks.size > 1:
                 dsx_comm.broadcast(whole, src=dsx_comm.get_global_rank(ranks.holders, modifier), group=ranks.holders)
             if fingerprint(whole) == before:
                 continue  # the same decision on every rank: `before` was, and `whole` is, equal on all
             parameter.detach().copy_(whole)
-            if owner is not None and owner[0].group_of(owner[1]).trainable:
+            if owner is not None and owner[0].layout.group_of(owner[1]).trainable:
                 safe_set_full_fp32_param(parameter, whole)
 
 

@@ -24,7 +24,7 @@ _IDLE: WeakKeyDictionary[Any, dict[tuple[str, int], Any]] = WeakKeyDictionary()
 """
 
 _MADE: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-"""How many auxiliary groups were made for the user's group."""
+"""The number of auxiliary groups that were made for the user's group."""
 
 
 class AuxiliaryGroups:

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .access import OWNERS
 from .homes.home import read
 from .params.flat import FlatGroup
 from .params.init import InitParameter
 from .params.partitioned import PartitionedParameter
 from .params.partitioned_unit import UnitParameter, is_partitioned
 from .params.restored import current_parameter
+from .view import OWNERS
 
 __all__ = ["Partition", "partition_of"]
 
@@ -54,7 +54,7 @@ class Partition:
 
 
 def partition_of(parameter: torch.Tensor) -> Partition | None:
-    """What stage 3, or `Init`, knows about a parameter; None for a tensor that neither manages.
+    """The facts that stage 3, or `Init`, knows about a parameter; None for a tensor that neither manages.
 
     Small parameters that stage 3 keeps whole (`stage3_param_persistence_threshold`) are managed, too.
     """
@@ -71,7 +71,7 @@ def partition_of(parameter: torch.Tensor) -> Partition | None:
     if found is None or found[0].released or found[0].runtime.stage != 3:
         return None
     optimizer, name = found
-    group = optimizer.group_of(name)
+    group = optimizer.layout.group_of(name)
     if not is_partitioned(group):
         return Partition(name, parameter.shape, True, id(parameter), lambda: parameter.detach().reshape(-1))
     return _of_group(group, name, lambda: _shard_of(group, name))

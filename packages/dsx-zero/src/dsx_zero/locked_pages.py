@@ -14,11 +14,11 @@ from collections.abc import Iterator
 
 import torch
 
-from .building import Planned
 from .homes.home import HostHome
 from .homes.tiers import DeviceTier, HostTier, Placement, Tier
 from .plan.units import GroupKey
 from .precision import Precision
+from .recipe import Planned
 
 __all__ = ["ask_for_locked_pages"]
 
@@ -44,7 +44,7 @@ def ask_for_locked_pages(planned: Planned, *, stage: int, precision: Precision) 
 def _states(
     key: GroupKey, placement: Placement, precision: Precision, *, stage: int, resident: bool
 ) -> Iterator[tuple[Tier, torch.dtype]]:
-    """Where the shard of a flat group, its gradients and its masters will live, and in which dtype."""
+    """The tiers in which the shard of a flat group, its gradients and its masters will live, with their dtypes."""
     parameters = DeviceTier() if resident else placement.parameters
     yield parameters, key.dtype
     if not key.trainable:

@@ -1,72 +1,52 @@
 """`ZeroOptimizer` steps this rank's slices with the user's optimizer.
 
-A step finishes the reductions, computes norm and overflow in one pass, steps the inner optimizer on the masters with
-unscaling and clipping as one factor (inside its kernel if it accepts one), writes the low-precision copy, and gathers
-the parameters that other ranks updated.
-
-It is a `torch.optim.Optimizer`, so that schedulers accept it. Its `param_groups` are the inner optimizer's own and
-contain the model's parameters; during the step the masters are in their place.
+It is what users call, and a `torch.optim.Optimizer`, so that schedulers accept it: its `param_groups` are the inner
+optimizer's own and contain the model's parameters; during the step the masters are in their place. The work is done by
+what it holds: `update` makes the step, `held` reads and writes this rank's values, `layout` knows where they lie,
+`control` is for an engine.
 """
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
 
 import torch
-from dsx_core.modules import CallingHook
 
-from .alike import telling
-from .building import StepParts
+from .assembling import StepParts
+from .control import Control
 from .copies import ModelCopy
-from .errors import ZeroOptimizerError, ZeroStateError
-from .grads.protocol import BackwardWatch
-from .homes.home import Home
+from .errors import ZeroOptimizerError
+from .held import HeldState
 from .homes.stored import TensorStore
+from .owners import Owners
 from .params.flat import FlatGroup
 from .params.partitioned_unit import is_partitioned
-from .plan.layout import LocalSlice
-from .replanning import Replanner
-from .state.loading import SliceLoad, publish_masters, read_slices
-from .state.local import count_bytes, load_local, save_local
-from .state.moving import MovedStates, OffloadStateTypeEnum
-from .state.slices import ParamSlice, Reader, iter_slices, read_elements
-from .step.edits import EditAgreement, Edits
-from .step.failures import StepFailure
-from .step.host_step import HostSteps
+from .replanning import Replanner, add_group
+from .state.layout import ModelLayout
+from .state.loading import SliceLoad
+from .state.moving import OffloadStateTypeEnum
+from .state.slices import ParamSlice, Reader
 from .step.inner import StateView, checked_state
-from .step.masters import Master, refresh_master, write_parameters
-from .step.model_check import Frozen, ModelCheck
+from .step.masters import refresh_master, write_parameters
 from .step.nonfinite import NonFiniteWarning
-from .step.norm import StepNorm, clip_factor
 from .step.plan import StepPlan
-from .step.runner import StepRunner
-from .step.segments import connect_norms
-from .step.trial import check_divisible
-from .torch_names import current_graph_task_id
+from .step.runner import StepFailure
+from .update import StepOutcome, Update
 
-__all__ = ["OnSpan", "StepOutcome", "ZeroOptimizer"]
+__all__ = ["ZeroOptimizer"]
 
-OnSpan = Callable[[str, str, int], AbstractContextManager[object]]
-"""See `ZeroOptimizer.listen`."""
-
-
-class Owners(Protocol):
-    """Which optimizer a parameter object belongs to, for all models of the process."""
-
-    def add(self, parameter: torch.Tensor, optimizer: ZeroOptimizer, name: str) -> None: ...
-
-    def find(self, parameter: torch.Tensor) -> tuple[ZeroOptimizer, str] | None: ...
-
-
-def _find_unfrozen(optimizer: Callable[[], ZeroOptimizer | None], module: Any, args: Any) -> None:
-    owner = optimizer()
-    if owner is not None and not owner.released:
-        owner.find_unfrozen()
+_RELEASED = (
+    "this optimizer was released: release() was called (or destroy() of its engine), or its model was"
+    " sharded again; use the optimizer that dsx_zero.shard returned last"
+)
+_HALF_LAID_OUT = (
+    "an error happened while the model was given a new layout, and its states are not complete; start again"
+    " from the last checkpoint"
+)
 
 
 class TorchState(Protocol):
@@ -74,9 +54,9 @@ class TorchState(Protocol):
     they ask for: "whole" tensors or "parts".
     """
 
-    def asked_for(self) -> str | None: ...
+    def attach(self, optimizer: ZeroOptimizer) -> None: ...
 
-    def of_model(self, optimizer: ZeroOptimizer, values: dict[str, Any], form: str) -> None: ...
+    def asked_for(self) -> str | None: ...
 
     def of_optimizer(self, optimizer: ZeroOptimizer, form: str) -> dict[str, Any]: ...
 
@@ -85,40 +65,16 @@ class TorchState(Protocol):
     def load(self, optimizer: ZeroOptimizer, state_dict: Mapping[str, Any]) -> None: ...
 
 
-def _give_to_torch(
-    optimizer: Callable[[], ZeroOptimizer | None], module: Any, values: Any, prefix: str, metadata: Any
-) -> None:
-    """A hook of `model.state_dict()` at stage 3: where a function of torch calls it, put what that expects in the place
-    of partitioned parameters (collective for whole tensors).
-    """
-    owner = optimizer()
-    if owner is not None and not owner.released:
-        form = owner._torch_state.asked_for()
-        if form is not None:
-            owner._torch_state.of_model(owner, values, form)
-
-
 def _before_load(optimizer: Callable[[], ZeroOptimizer | None], group: FlatGroup) -> None:
     """A checkpoint is about to be read into this rank's shard of a group of stage 3; every rank says so. The next step
     takes the values over into the masters.
     """
     owner = optimizer()
     if owner is not None and not owner.released:
-        owner._abandon_step()
+        owner.update.abandon()
         owner.free_gathered()
-        owner._edits.note_shard(group)
+        owner.update.edits.note_shard(group)
         group.note_replaced()
-
-
-def _call_of_inner(
-    optimizer: Callable[[], ZeroOptimizer | None], kind: type, name: str, *arguments: Any, **options: Any
-) -> Any:
-    """`state_dict` and `load_state_dict` of the optimizer that the user made."""
-    owner = optimizer()
-    if owner is None:
-        raise ZeroStateError(f"{kind.__name__}.{name}(): the model that it trained, sharded, is not there any more")
-    with owner.whole_states(f"{kind.__name__}.{name}()"):
-        return getattr(kind, name)(owner.inner, *arguments, **options)
 
 
 def _refused(what: str) -> Callable[..., Any]:
@@ -135,38 +91,8 @@ def _refused(what: str) -> Callable[..., Any]:
     return register
 
 
-class StepOutcome:
-    """What a step did.
-
-    Attributes:
-        overflow: gradients were not finite and nothing was changed.
-        loss: what the closure returned, if there was one.
-    """
-
-    __slots__ = ("_norm", "loss", "overflow")
-
-    def __init__(self, overflow: bool, norm: torch.Tensor | float | None, loss: Any = None) -> None:
-        self.overflow = overflow
-        self._norm = norm
-        self.loss = loss
-
-    def without_loss(self) -> StepOutcome:
-        """The same, holding nothing of the closure."""
-        return StepOutcome(self.overflow, self._norm)
-
-    @property
-    def grad_norm(self) -> float | None:
-        """Global L2 norm before clipping. Reading it waits for the device, which `step` itself does not do."""
-        if isinstance(self._norm, torch.Tensor):
-            self._norm = self._norm.item()
-        return self._norm
-
-    def __repr__(self) -> str:
-        return f"StepOutcome(overflow={self.overflow}, grad_norm={self.grad_norm})"
-
-
 class ZeroOptimizer(torch.optim.Optimizer):
-    """What `dsx_zero.shard` returns: the optimizer of a sharded model. It is a `torch.optim.Optimizer`: schedules,
+    """The optimizer of a sharded model, which `dsx_zero.shard` returns. It is a `torch.optim.Optimizer`: schedules,
     hooks and parameter groups work on it.
 
     `step(grad_scale=, max_norm=)` unscales, clips by the norm of all ranks, updates this rank's masters and publishes
@@ -179,7 +105,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         parts: StepParts,
         *,
         store: TensorStore | None = None,
-        owners: Owners,
+        owners: Owners[ZeroOptimizer],
         replanner: Replanner,
         torch_state: TorchState,
     ) -> None:
@@ -187,21 +113,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.inner = self.optimizer = inner
         """The user's optimizer, which steps the masters."""
         self.store = store
-        """Where state on disk lies, as it was given to `shard`; None: nowhere."""
+        """The store of state on disk, as it was given to `shard`; None: there is none."""
         self._owners, self._replanner, self._torch_state = owners, replanner, torch_state
         self._latest: StepOutcome | None = None
         self.released = False
         """Whether the model may be sharded again."""
-        self._on_release: list[Callable[[], object]] = []
-        self.unusable: str | None = None
-        """Why a step and what reads or writes the states have to raise now; None: they need not."""
-        self._watch: BackwardWatch | None = None
-        self._before_forward: Any = None
-        self._loss_scale: Callable[[], float] = lambda: 1.0
-        self.dynamic_loss_scale = False
-        """Whether the loss scale follows overflows; False without a loss scale."""
-        self._nonfinite = NonFiniteWarning()
-        self._failure = StepFailure()
+        self._failure, self._nonfinite = StepFailure(), NonFiniteWarning()
+        self.held = HeldState()
+        """Reads and writes this rank's values."""
+        self.control = Control(self.held, self._failure)
+        """For the owner of this optimizer, such as an engine."""
         self.qk_clip: Any = None
         """The `dsx_zero.qk_clip.QKClip` that clips the logits of attention behind each step; None: there is none."""
         self.steps_done = 0
@@ -209,91 +130,41 @@ class ZeroOptimizer(torch.optim.Optimizer):
         before `step_during_backward`: `offload_optimizer.late_update_after` counts them.
         """
         self._take(parts)
-        self._state_dict_hook: Any = None
-        if parts.runtime.stage == 3:
-            hook = CallingHook(partial(_give_to_torch, weakref.ref(self)))
-            self._state_dict_hook = parts.runtime.model.register_state_dict_post_hook(hook)
-        me = weakref.ref(self)
-        for name in ("state_dict", "load_state_dict") if hasattr(inner, "state_dict") else ():
-            setattr(inner, name, partial(_call_of_inner, me, type(inner), name))
+        torch_state.attach(self)
 
     def _take(self, parts: StepParts) -> None:
         """Step with these parts from now on."""
-        inner, runtime, masters, faces = self.inner, parts.runtime, parts.masters, parts.faces
-        self._parts, self._unused, self._masters = parts, parts.unused, masters
-        self.runtime = runtime
+        self.runtime = parts.runtime
         """The parts this optimizer is made of."""
-        self._groups = {n: g for unit in runtime.units for g in unit.groups for n in g.layout.names}
-        self._by_name: dict[str, tuple[Master, ...]] = {}
-        for master in masters:
-            self._by_name[master.name] = (*self._by_name.get(master.name, ()), master)
-        devices = {unit.groups[0].key.device for unit in runtime.trainable_units()}
-        self._norm = StepNorm(runtime, next(iter(devices), torch.device("cpu")), self._failure, parts.agreement_group)
-        flat = [group for unit in runtime.units for group in unit.groups]
-        plain = [(p, n) for g in flat for p, n in zip(g.parameters, g.layout.names)]
-        self._names = {id(p): n for p, n in plain} | {id(faces[id(p)]): n for p, n in plain if id(p) in faces}
-        held = frozenset(self._names[id(p)] for group in parts.groups.shown for p in group if id(p) in self._names)
-        self._frozen = Frozen(flat, masters, held, faces)
         self.placements = parts.placements
-        """Where the state of each unit is kept, by class; chosen when the model is sharded and when its layout
+        """The places of the state of each unit, by class; chosen when the model is sharded and when its layout
         changes.
         """
         self.states = parts.states
         """The inner optimizer's states, wherever they live."""
-        self.step_groups = parts.groups
-        """Puts masters in the place of parameters in the inner optimizer's groups."""
-        self._runner = StepRunner(
-            inner,
-            runtime,
-            masters,
-            groups=parts.groups,
-            frozen=self._frozen,
-            states=parts.states,
+        self.layout = ModelLayout(parts.runtime, parts.masters, parts.faces)
+        """The flat group and this rank's masters of each parameter."""
+        self.update = Update(
+            self.inner,
+            parts,
+            self.layout,
             failure=self._failure,
-            plan=parts.plan,
-            apart_plan=parts.apart_plan,
-            lane=parts.lane,
-            matrices=parts.matrices,
-        )
-        self.moved = MovedStates(runtime, parts.states)
-        self._edits = Edits(flat, data_writes=parts.data_writes)
-        self._beside: HostSteps | None = None
-        """Steps masters beside the device's work; None: every step is made in `step`."""
-        self.applies_late = parts.late_after is not None
-        """Whether updates are applied a step later, from some step on (`offload_optimizer.late_update_after`)."""
-        if parts.early_units or parts.undoable_units or self.applies_late:
-            self._beside = HostSteps(
-                runtime,
-                self._runner,
-                self._edits,
-                units=parts.early_units,
-                undoable=parts.undoable_units,
-                norm_on_host=self._norm.on_host,
-                channel=parts.channel,
-                inner=inner,
-                late_after=parts.late_after,
-            )
-        self._edit_agreement = EditAgreement(flat, runtime.ranks)
-        runtime.gradients.watch_edits(self._edit_agreement)
-        self._stepped_in_place = [p for g in flat if g.trainable and not is_partitioned(g) for p in g.parameters]
-        self._model_check = ModelCheck(
-            runtime.model,
-            flat,
-            faces={key: id(face) for key, face in faces.items()},
+            nonfinite=self._nonfinite,
             moved=lambda parameter: (found := self._owners.find(parameter)) is not None and found[0] is not self,
         )
-        connect_norms(inner, runtime, masters)
-        for parameter, name in plain:
+        """Makes the steps in this layout."""
+        self.moved = self.update.moved
+        """Moves states off the device and back."""
+        self.held.take(parts, self.layout, self.update)
+        for parameter, name in self.layout.parameters:
             self._owners.add(parameter, self, name)
-        for face, name in ((faces[id(p)], n) for p, n in plain if id(p) in faces):  # what the model holds between uses
-            self._owners.add(face, self, name)
-        if self._watch is not None:
-            runtime.gradients.follow(self._watch)
+        if self.control.watch is not None:
+            self.runtime.gradients.follow(self.control.watch)
         me = weakref.ref(self)
-        for group in flat:
+        for group in (group for unit in parts.runtime.units for group in unit.groups):
             if is_partitioned(group):
                 group.before_load = partial(_before_load, me, group)
-        self._watch_forwards()
+        self._replanner.watch(self.runtime.model, self.update.frozen, weakref.WeakMethod(self.replan))
 
     # The surface of torch.optim.Optimizer -----------------------------------------------------------------------------
 
@@ -311,19 +182,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         if self._torch_state.asked_for() is not None:
             return self._torch_state.names(self)
-        return StateView(self.inner.state, self._find_master, whole=self.runtime.stage == 0)
+        return StateView(self.inner.state, self.layout.master_of, whole=self.runtime.stage == 0)
 
     @state.setter
     def state(self, value: Any) -> None:
-        self.inner.state = checked_state(value, self._find_master)  # type: ignore[assignment]
-
-    def _find_master(self, parameter: torch.Tensor) -> tuple[torch.Tensor | None, str] | None:
-        """This rank's master of a parameter of the model, and the parameter's name; None for other tensors."""
-        name = self._names.get(id(parameter))  # the model keeps them, so that no other tensor gets their identity
-        if name is None:
-            return None
-        masters = self._by_name.get(name, ())
-        return masters[0].tensor if masters else None, name
+        self.inner.state = checked_state(value, self.layout.master_of)  # type: ignore[assignment]
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
@@ -354,76 +217,28 @@ class ZeroOptimizer(torch.optim.Optimizer):
             RanksDifferError: the ranks give different groups, or one of them has failed.
             TypeError, ValueError: what the optimizer itself raises. In all these cases nothing has been changed.
         """
-        self._change_layout(lambda: self._add_group(param_group))
+        self._lay_out_anew(lambda: add_group(self.inner, param_group, self.layout, self.runtime))
 
     def replan(self) -> None:
         """Change the layout of the model, with memory for gradients and states of all that trains now (collective).
 
         The next forward of the model does it automatically for parameters that were unfrozen and that the optimizer
-        holds; call this where only parts of the model are called. Values, states and masters stay bit for bit.
+        holds; call this where only parts of the model are called. Values, states and masters stay bitwise identical.
         Parameters that are frozen now keep their states.
 
         Raises:
             ZeroStateError, RanksDifferError: see `add_param_group`.
         """
-        self._change_layout(lambda: None)
-
-    def _add_group(self, param_group: dict[str, Any]) -> None:
-        given = param_group.get("params") if isinstance(param_group, dict) else None
-        group = dict(param_group)
-        if given is not None and not isinstance(given, (torch.Tensor, set)):
-            group["params"] = given = list(given)  # it may be a generator
-        for place, entry in enumerate([given] if isinstance(given, torch.Tensor) else given or ()):
-            parameter = entry[1] if isinstance(entry, tuple) else entry
-            if isinstance(parameter, torch.Tensor) and id(parameter) not in self._names:
-                raise ZeroOptimizerError(
-                    f"add_param_group: params[{place}] (shape {tuple(parameter.shape)}) is not a parameter of the model"
-                    " that was sharded; expected tensors of model.parameters(). A layer that is new has to be in the"
-                    " model before dsx_zero.shard (or shard the model again, with a new optimizer)"
-                )
-        self.inner.add_param_group(group)
-        check_divisible(self.inner, ranks=self.runtime.ranks.size if self.runtime.stage else 1)
+        self._lay_out_anew(lambda: None)
 
     @torch.no_grad()
-    def _change_layout(self, change: Callable[[], None]) -> None:
+    def _lay_out_anew(self, change: Callable[[], None]) -> None:
         """Change the optimizer's groups and lay the model out for what trains then."""
-        self._apply_late_update()
-        groups = self.inner.param_groups
-        count = len(groups)
-        try:
-            with telling(self.runtime.ranks.group):
-                self._check_in_use()
-                self._replanner.check(self.runtime, self.inner)
-                self.collect_edits()
-                change()
-            prepared = self._replanner.prepare(
-                self._parts, self._by_name, self.inner, self._names, edits=self._edit_agreement.of_all()
-            )
-        except BaseException:
-            del groups[count:]
-            raise
-        self._abandon_step()
-        self.unusable = (
-            "an error happened while the model was given a new layout, and its states are not complete; start again"
-            " from the last checkpoint"
-        )
+        self.update.finish_late()
+        prepared = self._replanner.prepare(self.held, change)
+        self.update.abandon()
+        self.update.refusal = _HALF_LAID_OUT
         self._take(prepared.carry_out())
-        self.unusable = None
-
-    def _watch_forwards(self) -> None:
-        """Where a parameter can be unfrozen, look before each forward of the model whether one was."""
-        if self._before_forward is not None:
-            self._before_forward.remove()
-            self._before_forward = None
-        if self._frozen.may_grow:
-            hook = CallingHook(partial(_find_unfrozen, weakref.ref(self)))
-            # Before the hooks that gather: the forward that is about to begin uses the new layout.
-            self._before_forward = self.runtime.model.register_forward_pre_hook(hook, prepend=True)
-
-    def find_unfrozen(self) -> None:
-        """Before a forward: if a parameter was unfrozen, change the layout of the model (collective then)."""
-        if torch.is_grad_enabled() and current_graph_task_id() == -1 and self._frozen.unfrozen():
-            self.replan()
 
     def register_step_pre_hook(self, hook: Any) -> Any:
         """A hook of the inner optimizer's step."""
@@ -446,16 +261,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside only accumulate; legal in all stages."""
-        self._check_in_use()
+        self.update.check_in_use()
         return self.runtime.gradients.no_sync()
-
-    def gradient_parameters(self) -> Iterator[torch.nn.Parameter]:
-        """The parameters that backward gives this rank's whole gradients, to put hooks on. At stage 3 those behind the
-        partitioned ones, which have no memory between uses: their values must not be read.
-        """
-        for unit in self.runtime.trainable_units():
-            for group in unit.trainable:
-                yield from group.parameters
 
     def offload_states(
         self,
@@ -480,10 +287,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
             ZeroConfigError: another class, or another device.
         """
         if self.released:
-            self._check_not_released()
-        self.check_update_ended()
+            self.update.check_usable()
+        self.update.check_ended()
         if not self.moved.stashes:
-            self._edits.take_over()  # while states are away, masters cannot follow what was written before
+            self.update.edits.take_over()  # while states are away, masters cannot follow what was written before
         self.moved.move_out(include, device, pin=pin_memory, non_blocking=non_blocking)
 
     def reload_states(
@@ -509,38 +316,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.released:
             return
         self.moved.bring_back()
-        self._abandon_step()
+        self.update.abandon()
         self.released = True
+        self.update.refusal = _RELEASED
         self.states.blocks.drop()
-        if self._before_forward is not None:
-            self._before_forward.remove()
+        self._replanner.stop_watching()
         self.runtime.gradients.remove_hooks()
-        if self._unused is not None:
-            self._unused.remove_hooks()
-        if self._state_dict_hook is not None:
-            self._state_dict_hook.remove()
+        if self.held.parts.unused is not None:
+            self.held.parts.unused.remove_hooks()
         self.runtime.publisher.remove_hooks()
         self.runtime.groups.give_back()
-        for callback in self._on_release:
+        for callback in self.control.on_release:
             callback()
-
-    def call_on_release(self, callback: Callable[[], object]) -> None:
-        """Call `callback` when this optimizer is released: by `release`, or because its model is sharded again."""
-        self._on_release.append(callback)
-
-    def _check_in_use(self) -> None:
-        self._check_not_released()
-        if self.moved.stashes:
-            self.moved.check()
-
-    def _check_not_released(self) -> None:
-        if self.released:
-            raise ZeroStateError(
-                "this optimizer was released: release() was called (or destroy() of its engine), or its model was"
-                " sharded again; use the optimizer that dsx_zero.shard returned last"
-            )
-        if self.unusable is not None:
-            raise ZeroStateError(self.unusable)
 
     # The step ---------------------------------------------------------------------------------------------------------
 
@@ -554,7 +341,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             closure: called once, before anything else, with gradients enabled; does forward and backward.
             grad_scale: the gradients are this many times too large (loss scaling).
             max_norm: clip so that the global norm is at most this; None or 0 does not clip. In steps of an optimizer
-                that works on local gradients each rank clips its own by its own norm, which is said once.
+                that works on local gradients each rank clips its own by its own norm; a warning says so once.
 
         Raises:
             ZeroStateError: the optimizer was released; the model holds other parameters than those that were sharded;
@@ -562,90 +349,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 since; or, with `ignore_unused_parameters: false`, one got no gradient.
             ZeroOptimizerError: tensors were added to the parameter groups or taken away.
         """
-        self._check_in_use()
-        loss = None
+        update, loss = self.update, None
+        update.check_in_use()
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        run = self.runtime
-        self.check_step()
-        self._failure.begin()
-        if self._unused is not None:
-            self._unused.check()
-        local = False
-        if run.averaging is not None:
-            run.averaging.announce_clipping(max_norm)
-            local = run.averaging.local()
-        beside = self._beside
-        taken = beside is not None and (beside.under_way or bool(beside.groups()) or beside.is_late(self.steps_done))
-        if self._runner.blocks is not None and not taken:  # a disk is busy while the norm is computed
-            self._failure.run(self._runner.read_ahead, None)
-        self._norm.finish_gradients(local=local)
-        if beside is not None:
-            beside.complete(grad_scale, max_norm)
-        norm = self._norm.norm(grad_scale, needed=bool(max_norm) or run.checks_overflow or not local, local=local)
-        late = beside is not None and beside.is_late(self.steps_done)
+        update.check()
+        norm, local, late = update.measure(grad_scale, max_norm, self.steps_done)
         self.steps_done += 1
-        self._apply_late_update()
-        if run.checks_overflow:
-            everywhere = (self._norm.sum_over_ranks(norm) if local else norm).cpu()  # waits, unless it is there already
-            if not local:
-                norm = everywhere  # the rest of the step uses what the host has read
-            if not torch.isfinite(everywhere).item():
-                self._conclude(None)
-                self._runner.forget_ahead()
-                self._failure.end()
-                self._end_step_beside()
-                outcome = StepOutcome(True, everywhere, loss)
-                self._latest = outcome.without_loss()  # the loss may hold a graph
-                return outcome
-        self._nonfinite.steps += 1
-        if norm.device.type != "cpu" or not math.isfinite(norm.item()):
-            self._nonfinite.look(run, norm, everywhere=not local)
-        factor = self._failure.run(lambda: clip_factor(norm, grad_scale, max_norm), 1.0)
-        stepped, factor = self._conclude(factor)
-        self._apply(factor, stepped, late=late)
-        self._failure.end()
-        self._end_step_beside()
-        outcome = StepOutcome(False, None if local else norm, loss)
-        self._latest = outcome.without_loss()
-        return outcome
-
-    def _conclude(self, factor: Any) -> tuple[Collection[int], Any]:
-        """See `HostSteps.conclude`."""
-        return ((), factor) if self._beside is None else self._beside.conclude(factor)
-
-    def _end_step_beside(self) -> None:
-        if self._beside is not None:
-            self._beside.end_step()
-
-    def _apply(self, factor: float | torch.Tensor, stepped: Collection[int], *, late: bool) -> None:
-        """Step the masters with the gradients times `factor`, and publish them; or begin to, for the next step."""
-        if late and self._beside is not None:
-            self._edits.take_over()
-            self._beside.begin_late(factor)
-            return
-        edited = self._edits.groups
-        if self._beside is not None:  # edits of groups that were stepped already were taken over before
-            done = self._beside.groups()
-            edited = [group for group in edited if group not in done]
-        self._failure.run(lambda: self._edits.take_over(edited), None)
-        self._runner.run(factor, stepped)
-        self._publish_written()
-
-    def defer_failures(self) -> None:
-        """From now on a rank on which a part of `step` fails takes part in the step's collectives, and raises at its
-        end. For an owner that lets all ranks, also those of other stages, agree behind each step whether it was done:
-        where one rank has failed, parameters and states of the ranks belong to different steps.
-        """
-        self._failure.deferred = True
-
-    def check_step(self) -> None:
-        """What `step` checks before it communicates. Raises what `step` raises then."""
-        self._check_in_use()
-        self._model_check.check()
-        self.step_groups.check()
-        self._frozen.check()
+        self._latest = update.apply(norm, grad_scale=grad_scale, max_norm=max_norm, local=local, late=late)
+        return self._latest.with_loss(loss)
 
     def step_during_backward(self, grad_scale: float = 1.0, max_norm: float | None = None) -> bool:
         """Announce that the coming backward is the last one before `step(grad_scale=grad_scale, max_norm=max_norm)`.
@@ -670,90 +383,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             hooks, and where `offload_optimizer.step_during_backward` is false. On a CPU, whose cores would have to do
             both, a step that may have to be undone is begun early only if the key is set to true.
         """
-        self._check_in_use()
-        self.step_groups.check()
-        self._frozen.check()
-        beside = self._beside
-        return beside is not None and not beside.is_late(self.steps_done) and beside.announce(grad_scale, max_norm)
-
-    def _apply_late_update(self) -> None:
-        if self._beside is not None and self._beside.finish_late():
-            self._publish_written()
-
-    def _publish_written(self) -> None:
-        self.runtime.publisher.finish()
-        self._parameters_written()
-
-    def listen(self, on_span: OnSpan) -> Callable[[], None]:
-        """Tell `on_span` of copies between tiers and of steps on the host's own thread, for a timeline.
-
-        Args:
-            on_span: gets the lane ("device-host" or "host step"), what is done, and bytes or elements; it is done
-                inside the context that is returned. Called from several threads.
-
-        Returns:
-            What ends it.
-        """
-        runner = self._runner
-        quiet = runner.apart.on_host_step
-
-        def step(sub_group: int) -> AbstractContextManager[object]:
-            return on_span("host step", f"sub-group {sub_group}", runner.apart.plan.sub_groups[sub_group].numel)
-
-        def copy(what: str, nbytes: int) -> AbstractContextManager[object]:
-            return on_span("device-host", what, nbytes)
-
-        lanes = [lane for lane in self._parts.moving_lanes if hasattr(lane, "on_transfer")]
-        runner.apart.on_host_step = step
-        for lane in lanes:
-            lane.on_transfer = copy  # pyright: ignore[reportAttributeAccessIssue]
-
-        def end() -> None:
-            runner.apart.on_host_step = quiet
-            for lane in lanes:
-                lane.on_transfer = None  # pyright: ignore[reportAttributeAccessIssue]
-
-        return end
-
-    def check_model(self) -> None:
-        """Compare the model with what was sharded. Everything that reads or writes the states for checkpoints does it.
-
-        Raises:
-            ZeroStateError: a parameter or its memory was replaced, added or removed; names it. Or states are offloaded,
-                or a step has begun and not ended.
-        """
-        self.check_states()
-        self.check_update_ended()
-        self._model_check.check()
-
-    def check_update_ended(self) -> None:
-        """Refuse to read or write masters and states that a thread steps. Raises ZeroStateError."""
-        if self._beside is not None:
-            self._beside.check_ended()
-
-    def _abandon_step(self) -> None:
-        """Forget a step that has begun, because masters and states are about to get other values."""
-        if self._beside is not None:
-            self._beside.abandon()
-
-    def check_states(self, *kinds: OffloadStateTypeEnum) -> None:
-        """Refuse what needs values (of these classes; none: of all), while `offload_states` has moved some of them.
-        Raises ZeroStateError.
-        """
-        self.moved.check(*kinds)
-
-    def follow_backward(self, watch: BackwardWatch) -> None:
-        """Let the owner of the loss scale have a word on every backward: see `BackwardWatch`."""
-        self._watch = watch
-        self.runtime.gradients.follow(watch)
-
-    def _parameters_written(self) -> None:
-        """Parameters have new values that the user did not write: earlier graphs are stale, as after a step of a
-        plain optimizer.
-        """
-        torch.autograd.graph.increment_version(self._stepped_in_place)
-        self._edits.settle()
-        self._edit_agreement.settle()
+        return self.update.announce(grad_scale, max_norm, self.steps_done)
 
     @torch.no_grad()
     def synchronize(self) -> None:
@@ -762,15 +392,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         where the optimizer lets them differ between steps (0/1 Adam).
         """
         run = self.runtime
-        self._apply_late_update()
+        self.update.finish_late()
         if run.averaging is None:
             return
-        self.check_states()
+        self.moved.check()
         run.averaging.synchronize()
         for unit in run.trainable_units():
             for group in unit.trainable:
                 write_parameters(group)
-        self._parameters_written()
+        self.update.note_written()
 
     # What scripts ask after a step -----------------------------------------------------------------------------------
 
@@ -787,23 +417,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """Factor on the loss of the next backward, from the scaler given to `follow_loss_scale`; 1.0 without one."""
-        return self._loss_scale()
+        """Factor on the loss of the next backward, from its owner's scaler; 1.0 without one."""
+        return self.control.loss_scale()
 
     cur_scale = loss_scale
 
-    def follow_loss_scale(self, scale: Callable[[], float], *, dynamic: bool = False) -> None:
-        """Let `loss_scale` and `dynamic_loss_scale` show what the owner of the scaler uses; gradients stay as they
-        are.
-        """
-        self._loss_scale, self.dynamic_loss_scale = scale, dynamic
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale follows overflows; False without a loss scale."""
+        return self.control.dynamic
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
         """Reduce over the ranks what backwards have accumulated so far, `no_sync` or not. Collective; `step` does it
         too.
         """
-        self._check_in_use()
+        self.update.check_in_use()
         self.runtime.gradients.complete()
 
     def free_gathered(self) -> None:
@@ -811,7 +440,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Every rank must call it. At other stages parameters are always whole, and nothing happens.
         """
-        self._check_not_released()  # states that offload_states() has moved are not needed
+        self.update.check_usable()  # states that offload_states() has moved are not needed
         self.runtime.publisher.free_gathered()
 
     @torch.no_grad()
@@ -819,29 +448,23 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Make the masters equal to the parameters, for values that were written in a way the next step does not
         notice (`p.data`).
         """
-        self.check_update_ended()
+        self.update.check_ended()
         for unit in self.runtime.trainable_units():
             for group in unit.trainable:
                 refresh_master(group)
-        self._edits.settle()
+        self.update.edits.settle()
 
     # State ------------------------------------------------------------------------------------------------------------
 
-    def slices(self, *, lazily: bool = False) -> Iterator[ParamSlice]:
-        """What this rank owns of every parameter, frozen ones too, in definition order; over all ranks each element
-        once. `lazily`: values that are not in memory are given as `StoredValues`, whose `fetch` reads them. Values
-        that `offload_states` has moved are read in host memory.
-        """
-        self.collect_edits()
-        return iter_slices(self.runtime, self._by_name, self.states, where=self.moved.lying, lazily=lazily)
+    def slices(self, *, lazily: bool = False, held: bool = False) -> Iterator[ParamSlice]:
+        """This rank's own part of every parameter, frozen ones too, in definition order; over all ranks each element
+        once. Values that `offload_states` has moved are read in host memory.
 
-    def held_slices(self, *, lazily: bool = False) -> Iterator[ParamSlice]:
-        """Like `slices`, but everything that this rank keeps: whole tensors at stage 0, whole frozen ones up to
-        stage 2.
+        Args:
+            lazily: values that are not in memory are given as `StoredValues`, whose `fetch` reads them.
+            held: everything that this rank keeps: whole tensors at stage 0, whole frozen ones up to stage 2.
         """
-        self.collect_edits()
-        where = self.moved.lying
-        return iter_slices(self.runtime, self._by_name, self.states, where=where, held=True, lazily=lazily)
+        return self.held.slices(held=held, lazily=lazily)
 
     def read_slices(self, reader: Reader) -> SliceLoad:
         """Read everything this rank holds from ranges of named tensors and check it; nothing is changed before
@@ -853,33 +476,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises:
             ZeroStateError: optimizer states are incomplete, or do not fit the optimizer.
         """
-        self.check_states()
-        self._abandon_step()
-        self.check_model()
-        with self.step_groups.masters():
-            load = read_slices(self.runtime, self._by_name, self.states, reader, from_masters=self.runtime.load_masters)
-        load.call_when_installed(self._parameters_written)
-        return load
+        return self.held.read(reader)
 
     def load_slices(self, reader: Reader) -> None:
         """Fill parameters, masters and optimizer states from ranges of named tensors (collective). See
         `dsx_zero.Reader`.
         """
-        self.read_slices(reader).install()
-
-    def homes_of(self, name: str) -> Iterator[tuple[Home, LocalSlice]]:
-        """Where this rank keeps the values of a parameter that all others follow: its master, or a frozen parameter
-        itself; and which elements lie there. After writing: `parameters_loaded`.
-        """
-        group = self._groups[name]
-        whole = self.runtime.stage == 0 or (self.runtime.stage < 3 and not group.trainable)
-        index = group.layout.index(name)
-        part = group.whole_slice(index) if whole else group.layout.local_slice(name, group.rank)
-        home = group.master if group.trainable else None
-        if home is None:
-            home = group.all_visible() if whole else group.shard
-        if part is not None:
-            yield home, part
+        self.held.read(reader).install()
 
     def copy_of(self, what: torch.nn.Module | Iterable[str] | None = None, *, device: Any = None) -> ModelCopy:
         """A second set of values, sharded over the ranks as the model's are: for an EMA, a reference or a teacher
@@ -892,13 +495,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises:
             ZeroStateError: there is no such part or name.
         """
-        return ModelCopy(self, what, device)
-
-    @torch.no_grad()
-    def parameters_loaded(self) -> None:
-        """Masters and frozen parameters were written through `homes_of`: make that visible (collective)."""
-        publish_masters(self.runtime)
-        self._parameters_written()
+        return ModelCopy(self.held, what, device)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """This rank's slices by parameter name ("slices"), and "param_groups". Where every rank has whole states, also
@@ -909,29 +506,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         (`full_state_dict=True`) or as a `ShardView` of this rank's part.
         """
         form = self._torch_state.asked_for()
-        if form is not None:
-            return self._torch_state.of_optimizer(self, form)
-        self.collect_edits()
-        found = save_local(self)
-        if self.runtime.stage > 0 or not hasattr(self.inner, "state_dict"):
-            return found
-        with _members_of_states(self):
-            whole = type(self.inner).state_dict(self.inner)
-        for group, saved in zip(found["param_groups"], whole["param_groups"]):
-            group["params"] = saved["params"]
-        return {**found, "state": {number: _lying(self, states) for number, states in whole["state"].items()}}
-
-    def collect_edits(self) -> None:
-        """Before this rank's values are read: check that they are the model's, and let masters follow edits."""
-        self._check_not_released()
-        if not self.moved.stashes:
-            self.check_model()
-            self._edits.take_over()
-            return
-        self.check_update_ended()
-        parameters_away = OffloadStateTypeEnum.lp_params in self.moved.stashes  # then nobody can have written them
-        if self.runtime.averaging is not None or (not parameters_away and self._edits.were_written()):
-            self.check_states()
+        return self.held.local_state() if form is None else self._torch_state.of_optimizer(self, form)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave on this rank of a job with the same stage and number of ranks (collective).
@@ -941,46 +516,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises:
             ZeroStateError: the slices are not this rank's. `dsx_zero.load_full_state_dict` has no such limit.
         """
-        self.check_states()
-        self._abandon_step()
+        self.moved.check()
+        self.update.abandon()
         plain = isinstance(state_dict, dict) and {"state", "param_groups"} <= set(state_dict)
         if plain and "slices" not in state_dict:
             self._torch_state.load(self, state_dict)
         else:
-            load_local(self, state_dict)
-
-    @contextmanager
-    def whole_states(self, asked: str) -> Iterator[None]:
-        """Inside the context the inner optimizer's groups hold what its states belong to, in the places of the model's
-        parameters.
-
-        Raises:
-            ZeroStateError: this rank's states are parts of tensors.
-        """
-        if self.runtime.stage > 0:
-            raise ZeroStateError(
-                f"{asked}: the states of this optimizer are sharded over the ranks. With what dsx_zero.shard returned"
-                " (an engine's engine.optimizer): dsx_zero.full_state_dict(optimizer) and load_full_state_dict, on"
-                " every rank, for whole states; its state_dict() and load_state_dict() for this rank's part"
-            )
-        self.check_states()
-        with _members_of_states(self):
-            yield
-
-    # Single parameters (what `dsx_zero.access` works through) ------------------------------------------------------
-
-    def group_of(self, name: str) -> FlatGroup:
-        """The flat group of a parameter, by its first name."""
-        return self._groups[name]
-
-    def masters_of(self, name: str) -> tuple[Master, ...]:
-        """The masters of a parameter, by its first name; none where this rank owns nothing of it."""
-        return self._by_name.get(name, ())
+            self.held.load_local_state(state_dict)
 
     @property
     def step_plan(self) -> StepPlan:
-        """What a step does, as data: `print(optimizer.step_plan)`."""
-        return self._runner.plan
+        """The actions of a step, as data: `print(optimizer.step_plan)`."""
+        return self.update.runner.plan
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes of state on this rank, each storage counted once: params, grads, master (with what tells edits),
@@ -990,57 +537,4 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def state_bytes_by_tier(self) -> dict[str, dict[str, int]]:
         """`state_bytes`, each class divided by where its bytes lie: "device", "host", "disk", or a tier's own name."""
-        if self._beside is not None:
-            self._beside.join()  # its thread moves states
-        counted = count_bytes(self.runtime, self.states)
-        counted["master"]["device"] = counted["master"].get("device", 0) + self._edits.nbytes()
-        if self._beside is not None:
-            counted["grads"]["host"] = counted["grads"].get("host", 0) + self._beside.kept.nbytes
-        counted["params"]["host"] = counted["params"].get("host", 0) + self._runner.apart.nbytes
-        counted["optimizer"]["host"] = counted["optimizer"].get("host", 0) + self._runner.apart.old_nbytes
-        for kind, nbytes in self.moved.nbytes().items():
-            counted[kind]["host"] = counted[kind].get("host", 0) + nbytes
-        return {kind: {tier: n for tier, n in tiers.items() if n} for kind, tiers in counted.items()}
-
-
-def parameter_slice(
-    optimizer: ZeroOptimizer, name: str, *, whole: bool
-) -> tuple[LocalSlice, Callable[[], torch.Tensor]]:
-    """The elements of a parameter that this rank owns, or all of one that every rank keeps (`whole`), and a function
-    that reads them, 1-D, wherever they lie: in host memory after `offload_states`, on disk.
-    """
-    group = optimizer.group_of(name)
-    index = group.layout.index(name)
-    part = group.whole_slice(index) if whole else group.layout.local_slice(name, group.rank)
-    part, home = part or LocalSlice(0, 0, 0), group.all_visible() if whole else group.shard
-    return part, lambda: read_elements(home, part.offset, part.numel, optimizer.moved.lying)
-
-
-def check_readable(optimizer: ZeroOptimizer) -> None:
-    """Check what reading parameters from outside needs, also while states are offloaded.
-
-    Raises:
-        ZeroStateError: the optimizer was released, a step has begun and not ended, or parameters were replaced.
-    """
-    optimizer._check_not_released()
-    if optimizer.moved.stashes:
-        optimizer.check_update_ended()
-    else:
-        optimizer.check_model()
-
-
-def _lying(optimizer: ZeroOptimizer, states: dict[str, Any]) -> dict[str, Any]:
-    """The states of a parameter where they lie: in host memory, if they were offloaded."""
-    return {k: optimizer.moved.lying(v) if isinstance(v, torch.Tensor) else v for k, v in states.items()}
-
-
-@contextmanager
-def _members_of_states(optimizer: ZeroOptimizer) -> Iterator[None]:
-    """Inside the context the inner optimizer's groups hold the masters of parameters."""
-    found = [[(optimizer._find_master(p) or (None, ""))[0] for p in group] for group in optimizer.step_groups.shown]
-    members = [
-        [p if master is None else master for p, master in zip(group, masters)]
-        for group, masters in zip(optimizer.step_groups.shown, found)
-    ]
-    with optimizer.step_groups.masters(members):
-        yield
+        return self.held.bytes_by_tier()

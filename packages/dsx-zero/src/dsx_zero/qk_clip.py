@@ -154,7 +154,7 @@ class QKClip:
             self._hooks.append(layer.module.register_forward_pre_hook(_EagerHook(watching.enter)))
             self._hooks.append(layer.module.register_forward_hook(_EagerHook(watching.leave), always_call=True))
         optimizer.qk_clip = self
-        optimizer.call_on_release(partial(_call, me, QKClip.close))
+        optimizer.control.on_release.append(partial(_call, me, QKClip.close))
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -223,7 +223,7 @@ class QKClip:
         factors = self._factors(optimizer)
         self._largest.clear()
         for layer in self._layers.values():
-            masters = [(rows, optimizer.masters_of(rows.name)) for rows in layer.rows]
+            masters = [(rows, optimizer.layout.masters_of(rows.name)) for rows in layer.rows]
             if any(not trains(optimizer, rows.name) for rows, _ in masters):
                 continue  # it was frozen since
             for rows, held in masters:
@@ -240,7 +240,7 @@ class QKClip:
         """g of every head, by device and layer, from the largest logits of all ranks."""
         by_ranks: dict[Any, list[AttentionLayer]] = {}
         for layer in self._layers.values():
-            by_ranks.setdefault(optimizer.group_of(layer.rows[0].name).ranks, []).append(layer)
+            by_ranks.setdefault(optimizer.layout.group_of(layer.rows[0].name).ranks, []).append(layer)
         device = next(iter(self._largest.values())).device
         found: dict[str, torch.Tensor] = {}
         for ranks, layers in by_ranks.items():
@@ -356,7 +356,7 @@ def _check_optimizer(optimizer: ZeroOptimizer) -> None:
         "it keeps low bits beside its weights (split_master)": any(
             group.get("split_master") for group in inner.param_groups
         ),
-        "updates are applied late (late_update_after)": optimizer.applies_late,
+        "updates are applied late (late_update_after)": optimizer.update.applies_late,
     }
     for why, there in refused.items():
         if there:

@@ -11,12 +11,12 @@ import logging
 from dsx_core import with_code
 from torch import nn
 
-from .access import OWNERS
 from .gather.registry import forget
 from .homes.tiers import HostTier, Tier
 from .params.init import InitParameter
 from .params.partitioned import PartitionedParameter
 from .params.partitioned_unit import UnitParameter
+from .view import OWNERS
 
 __all__ = ["release_model"]
 

@@ -13,7 +13,7 @@ import torch
 from dsx_comm import RankSet
 
 from .grads.averaging import ByOptimizer
-from .grads.protocol import Gradients
+from .grads.gradients import Gradients
 from .groups import AuxiliaryGroups
 from .params.flat import FlatGroup, Unit
 from .plan.units import ParameterInfo
@@ -78,7 +78,7 @@ class Runtime:
     checks_overflow: bool
     load_masters: bool = True
     errors: tuple[KeepsErrors, ...] = ()
-    """What keeps errors of quantised messages."""
+    """The objects that keep errors of quantised messages."""
 
     @property
     def numel(self) -> int:

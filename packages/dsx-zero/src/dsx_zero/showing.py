@@ -26,7 +26,7 @@ class Shows(Protocol):
     """Shows tensors of one module, or of the modules in it."""
 
     what: str
-    """What the module's parameters are, for the error of a pickle."""
+    """The kind of the module's parameters, for the error of a pickle."""
 
     def show(self) -> None:
         """Put the tensors into the module: its forward begins."""

@@ -7,11 +7,13 @@ with the masters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from dsx_core.modules import CallingHook
 
 from .alike import agree, telling
 from .errors import ZeroStateError
@@ -48,17 +50,46 @@ __all__ = ["TorchForms"]
 _LOAD_OPTIMIZER = "ZeroOptimizer.load_state_dict"
 
 
-class TorchForms:
-    """What torch's functions for state dicts and checkpoints get: see `torch_state`."""
-
-    def asked_for(self) -> str | None:
-        return asked_by_torch()
-
-    def of_model(self, optimizer: ZeroOptimizer, values: dict[str, Any], form: str) -> None:
+def _give_to_torch(
+    optimizer: Callable[[], ZeroOptimizer | None], module: Any, values: Any, prefix: str, metadata: Any
+) -> None:
+    """A hook of `model.state_dict()` at stage 3: where a function of torch calls it, put what that expects in the place
+    of partitioned parameters (collective for whole tensors).
+    """
+    owner = optimizer()
+    if owner is not None and not owner.released and (form := asked_by_torch()) is not None:
         if form == "whole":
             whole_values(values)
         else:
             model_parts(values)
+
+
+def _call_of_inner(
+    optimizer: Callable[[], ZeroOptimizer | None], kind: type, name: str, *arguments: Any, **options: Any
+) -> Any:
+    """`state_dict` and `load_state_dict` of the optimizer that the user made."""
+    owner = optimizer()
+    if owner is None:
+        raise ZeroStateError(f"{kind.__name__}.{name}(): the model that it trained, sharded, is not there any more")
+    with owner.held.whole_states(f"{kind.__name__}.{name}()"):
+        return getattr(kind, name)(owner.inner, *arguments, **options)
+
+
+class TorchForms:
+    """The states in the forms that torch's functions for state dicts and checkpoints expect: see `torch_state`."""
+
+    def attach(self, optimizer: ZeroOptimizer) -> None:
+        """Answer calls of `state_dict` and `load_state_dict` of the sharded model and of the user's optimizer."""
+        me, inner = weakref.ref(optimizer), optimizer.inner
+        if optimizer.runtime.stage == 3:
+            hook = CallingHook(partial(_give_to_torch, me))
+            handle = optimizer.runtime.model.register_state_dict_post_hook(hook)
+            optimizer.control.on_release.append(handle.remove)
+        for name in ("state_dict", "load_state_dict") if hasattr(inner, "state_dict") else ():
+            setattr(inner, name, partial(_call_of_inner, me, type(inner), name))
+
+    def asked_for(self) -> str | None:
+        return asked_by_torch()
 
     def of_optimizer(self, optimizer: ZeroOptimizer, form: str) -> dict[str, Any]:
         if _every_rank_has_whole_states(optimizer) and optimizer.inner.state:
@@ -82,11 +113,11 @@ class TorchForms:
             return
         with telling(run.ranks.group):
             check_plain(optimizer)
-            optimizer.collect_edits()
+            optimizer.update.collect_edits()
             reader = PartsReader(optimizer, state_dict, numbers_of(optimizer))
             load = optimizer.read_slices(reader)
             for name in reader.without_states:
-                for master in optimizer.masters_of(name):
+                for master in optimizer.layout.masters_of(name):
                     load.add(partial(optimizer.states.clear, master))
         agree(_LOAD_OPTIMIZER, reader.facts(), run.ranks.group)
         load.install()
@@ -98,8 +129,8 @@ def _every_rank_has_whole_states(optimizer: ZeroOptimizer) -> bool:
     run = optimizer.runtime
     if run.stage > 0:
         return False
-    sliced = [master for info in run.infos for master in optimizer.masters_of(info.name) if _is_slice(master)]
-    with optimizer.step_groups.masters():
+    sliced = [master for info in run.infos for master in optimizer.layout.masters_of(info.name) if _is_slice(master)]
+    with optimizer.held.parts.groups.masters():
         return not any(optimizer.states.of_matrices(master) for master in sliced)
 
 
@@ -108,23 +139,23 @@ def _is_slice(master: Master) -> bool:
 
 
 def _plain_optimizer(optimizer: ZeroOptimizer, form: str) -> dict[str, Any]:
-    """What the user's optimizer gives where every rank has whole states, with the masters. What containers hold has
+    """The user's optimizer's own states where every rank has whole ones, with the masters. What containers hold has
     the names that it has at the other stages.
     """
-    optimizer.collect_edits()
-    with optimizer.whole_states("state_dict()"):
+    optimizer.update.collect_edits()
+    with optimizer.held.whole_states("state_dict()"):
         found = type(optimizer.inner).state_dict(optimizer.inner)
     for name, number in numbers_of(optimizer).items():
-        group = optimizer.group_of(name)
+        group = optimizer.layout.group_of(name)
         if group.trainable and group.master_dtype != group.key.dtype and number in found["state"]:
-            (master,) = optimizer.masters_of(name)
+            (master,) = optimizer.layout.masters_of(name)
             found["state"][number] = {**found["state"][number], MASTER: master.tensor.detach()}
         if (of := group.global_of(name)) is not None and number in found["state"]:
             states = found["state"][number].items()
             found["state"][number] = {key: of.shown(v) if _is_part(v, of) else v for key, v in states}
         if number in found["state"]:
-            states, (master,) = found["state"][number], optimizer.masters_of(name)
-            with optimizer.step_groups.masters():
+            states, (master,) = found["state"][number], optimizer.layout.masters_of(name)
+            with optimizer.held.parts.groups.masters():
                 shown = {key: _shown(optimizer, master, key, value) for key, value in states.items()}
             found["state"][number] = _by_place(shown, keep=forms_of(shown) if form == "whole" else {})
     return found
@@ -153,16 +184,16 @@ def _is_part(value: Any, of: GlobalTensor) -> bool:
 
 def _load_plain(optimizer: ZeroOptimizer, state_dict: Mapping[str, Any]) -> None:
     """Load where every rank has whole states: what the user's optimizer takes."""
-    optimizer.collect_edits()
+    optimizer.update.collect_edits()
     saved = [key for group in state_dict["param_groups"] for key in group["params"]]
     templates = StateTemplates(optimizer.inner)
     masters: list[tuple[torch.Tensor, torch.Tensor]] = []
     state_dict = {**state_dict, "state": dict(state_dict["state"])}
     for name, number in numbers_of(optimizer).items():
         if number < len(saved) and (given := state_dict["state"].get(saved[number])):
-            with optimizer.step_groups.masters():
+            with optimizer.held.parts.groups.masters():
                 state_dict["state"][saved[number]] = _in_own_forms(optimizer, name, given, templates)
-        if (of := optimizer.group_of(name).global_of(name)) is not None and number < len(saved):
+        if (of := optimizer.layout.group_of(name).global_of(name)) is not None and number < len(saved):
             states = state_dict["state"].get(saved[number], {}).items()
             # Contiguous copies: torch's optimizers keep what they load, and a part would keep the whole tensor alive.
             own = {
@@ -174,11 +205,11 @@ def _load_plain(optimizer: ZeroOptimizer, state_dict: Mapping[str, Any]) -> None
             state_dict["state"][saved[number]] = own
         value = state_dict["state"].get(saved[number], {}).get(MASTER) if number < len(saved) else None
         if value is not None:
-            (master,) = optimizer.masters_of(name)
+            (master,) = optimizer.layout.masters_of(name)
             masters.append((master.tensor, value.reshape(master.tensor.shape)))
     states = {key: {k: v for k, v in found.items() if k != MASTER} for key, found in state_dict["state"].items()}
     try:
-        with optimizer.whole_states("load_state_dict()"):
+        with optimizer.held.whole_states("load_state_dict()"):
             type(optimizer.inner).load_state_dict(optimizer.inner, {**state_dict, "state": states})
     except (KeyError, ValueError) as error:
         raise ZeroStateError(f"the state dict does not fit the optimizer: {error}") from error
@@ -186,7 +217,7 @@ def _load_plain(optimizer: ZeroOptimizer, state_dict: Mapping[str, Any]) -> None
         for master, value in masters:
             master.copy_(value)
     if masters:
-        optimizer.parameters_loaded()
+        optimizer.held.note_loaded()
 
 
 def _in_own_forms(
@@ -194,12 +225,12 @@ def _in_own_forms(
 ) -> dict[str, Any]:
     """States as this optimizer keeps them: with containers, and those of a number in the shape of its master."""
     places = {key.partition(".")[0] for key in given if "." in key}
-    masters = optimizer.masters_of(name)
+    masters = optimizer.layout.masters_of(name)
     if places and masters:
         containers = {key: one for key, one in templates.containers_of(masters[0]).items() if key in places}
         given = with_containers({key: one for key, one in given.items() if key not in containers}, containers)
     found = dict(given)
-    for master in masters if optimizer.group_of(name).global_shape(name) == () else ():
+    for master in masters if optimizer.layout.group_of(name).global_shape(name) == () else ():
         kinds = templates.of(master)
         for key, value in found.items():
             if isinstance(value, torch.Tensor) and value.numel() == 1 and (kind := kinds.get(key)) is not None:

@@ -79,7 +79,7 @@ def in_shape_of_parameter(master: Master, value: torch.Tensor) -> torch.Tensor:
 
 
 def asked_by_torch() -> Literal["whole", "parts"] | None:
-    """Which form the caller wants: "whole" tensors inside a function of torch's `state_dict` module that was given
+    """The form that the caller wants: "whole" tensors inside a function of torch's `state_dict` module that was given
     `full_state_dict=True`; "parts" inside its other functions and inside those that save and load; None elsewhere.
 
     torch has no hook for this, and an optimizer's `state_dict()` has no arguments.
@@ -114,7 +114,7 @@ def _view(
     optimizer: ZeroOptimizer, name: str, part: LocalSlice, values: torch.Tensor, *, own: bool = False
 ) -> torch.Tensor:
     """A tensor over this rank's elements: a `ShardView`, or a plain one where every rank has all elements."""
-    group = optimizer.group_of(name)
+    group = optimizer.layout.group_of(name)
     shape, of = group.layout.shapes[group.layout.index(name)], group.global_of(name)
     if optimizer.runtime.stage == 0:
         return values.view(shape) if of is None else of.shown(values.view(shape))
@@ -125,7 +125,7 @@ def _view(
 
 def _shaped_view(optimizer: ZeroOptimizer, name: str, kind: ShapedKind, mine: Any, *, own: bool) -> torch.Tensor:
     """The same for a state with a shape of its own. `mine`: this rank's `ShapedState`, if it has one."""
-    group, stage = optimizer.group_of(name), optimizer.runtime.stage
+    group, stage = optimizer.layout.group_of(name), optimizer.runtime.stage
     values = torch.empty(0, dtype=kind.dtype, device=group.key.device)
     start, values = (mine.start, mine.values) if isinstance(mine, ShapedState) else (0, values)
     if stage == 0 and values.numel() == prod(kind.shape):
@@ -154,10 +154,10 @@ def optimizer_parts(
         fresh: what `fresh_states` gave, to be shown in the place of the optimizer's own; None: it has states.
     """
     state: dict[int, dict[str, Any]] = {}
-    for part in optimizer.held_slices():
+    for part in optimizer.slices(held=True):
         if part.name not in numbers or not part.trainable:
             continue
-        group, place = optimizer.group_of(part.name), LocalSlice(part.start, part.stop, 0)
+        group, place = optimizer.layout.group_of(part.name), LocalSlice(part.start, part.stop, 0)
         mine = own_of(part) if fresh is None else fresh[part.name]
         found: dict[str, Any] = {}
         for key, kind in kinds[part.name].items():
@@ -184,10 +184,10 @@ def fresh_states(optimizer: ZeroOptimizer) -> dict[str, dict[str, Any]]:
     1-D or `ShapedState`, by the names of parameters and states.
     """
     templates, found = StateTemplates(optimizer.inner), dict[str, dict[str, Any]]()
-    with optimizer.step_groups.masters():
+    with optimizer.held.parts.groups.masters():
         for info in optimizer.runtime.infos:
             if info.trainable:
-                pieces = [(m, templates.of(m)) for m in optimizer.masters_of(info.name)]
+                pieces = [(m, templates.of(m)) for m in optimizer.layout.masters_of(info.name)]
                 found[info.name] = _fresh(optimizer.states, pieces)
     return found
 
@@ -238,8 +238,8 @@ class PartsReader:
 
     def __init__(self, optimizer: ZeroOptimizer, state_dict: Mapping[str, Any], numbers: Mapping[str, int]) -> None:
         self._runtime = optimizer.runtime
-        self._tensors = {i.name: optimizer.group_of(i.name).global_of(i.name) for i in optimizer.runtime.infos}
-        self._shapes = {i.name: optimizer.group_of(i.name).global_shape(i.name) for i in optimizer.runtime.infos}
+        self._tensors = {i.name: optimizer.layout.group_of(i.name).global_of(i.name) for i in optimizer.runtime.infos}
+        self._shapes = {i.name: optimizer.layout.group_of(i.name).global_shape(i.name) for i in optimizer.runtime.infos}
         self.groups: list[dict[str, Any]] = list(state_dict["param_groups"])
         got, expected = [len(g["params"]) for g in self.groups], [len(g["params"]) for g in optimizer.param_groups]
         if got != expected:
@@ -261,7 +261,7 @@ class PartsReader:
                 self._check(name, key, value)
 
     def facts(self) -> dict[str, str]:
-        """What has to be equal on all ranks."""
+        """Facts that have to be equal on all ranks."""
         return {"optimizer states": hash_of(f"{name} {sorted(found)}" for name, found in self._states.items())}
 
     def _check(self, name: str, key: str, value: Any) -> None:

@@ -22,13 +22,13 @@ import torch
 from dsx_core.errors import first_few
 from torch import nn
 
-from .access import OWNERS
 from .errors import ZeroLoadError
 from .homes.home import Home, write
 from .params.init import InitParameter
 from .params.partitioned import PartitionedParameter
 from .plan.layout import LocalSlice, pieces
 from .state.weight_files import WeightFiles
+from .view import OWNERS
 
 if TYPE_CHECKING:
     from .optimizer import ZeroOptimizer
@@ -44,7 +44,7 @@ Put = Callable[[int, torch.Tensor], None]
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What `load_weights` did, by names of the model (unexpected ones: of the files).
+    """The outcome of `load_weights`, by names of the model (unexpected ones: of the files).
 
     Attributes:
         loaded: have the files' values.
@@ -129,7 +129,7 @@ def load_weights(
                 f"{error} Some parameters have their new values already: load again before training"
             ) from error.__cause__
     if plan.optimizer is not None:
-        plan.optimizer.parameters_loaded()
+        plan.optimizer.held.note_loaded()
     return plan.report
 
 
@@ -201,7 +201,7 @@ def _plan(model: nn.Module, path: str | Path, *, strict: bool, rename: Callable[
     to_initialise = tuple(_initialisers(model, report))
     optimizer = _optimizer(model)
     if optimizer is not None:
-        optimizer.check_model()
+        optimizer.update.check_model()
     return _Plan(files, tuple(sources), to_initialise, optimizer, report)
 
 
@@ -261,11 +261,11 @@ def _optimizer(model: nn.Module) -> ZeroOptimizer | None:
 
 
 def _places(target: _Target, optimizer: ZeroOptimizer | None) -> Iterator[tuple[Put, LocalSlice]]:
-    """Where this rank keeps a tensor, and which elements of it."""
+    """The places where this rank keeps a tensor, and the elements of it there."""
     tensor = target.tensor
     owner = None if optimizer is None else OWNERS.find(tensor)
     if optimizer is not None and owner is not None:
-        for home, part in optimizer.homes_of(owner[1]):
+        for home, part in optimizer.layout.homes_of(owner[1]):
             yield _into(home, part), part
     elif isinstance(tensor, PartitionedParameter) and isinstance(tensor.source, InitParameter):
         source = tensor.source

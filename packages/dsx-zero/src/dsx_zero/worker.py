@@ -62,7 +62,7 @@ class Worker:
 
 
 class _State:
-    """What the thread reports. It is apart from the `Worker`, which the thread must not keep alive."""
+    """The thread's report. It is apart from the `Worker`, which the thread must not keep alive."""
 
     failure: BaseException | None = None
 

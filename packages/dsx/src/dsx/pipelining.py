@@ -305,7 +305,7 @@ def build(parts: EngineParts) -> Engine:
     # No hook knows whether a stage's parameters are gathered for a separate backward of the weights (decision 0032).
     split = not any(isinstance(p, dsx_zero.PartitionedParameter) for p in model.parameters())
     data = parts.topology.data
-    parts.shards.defer_failures()
+    parts.shards.control.defer_failures()
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     # All ranks, of all pipelines: they end a failed update with one error.
     ranks = list(range(dsx_comm.get_world_size()))
@@ -366,6 +366,6 @@ def build(parts: EngineParts) -> Engine:
                 fills_unused=split,
             ),
             mean_over_data=mean_over_data,
-            check_update=parts.shards.check_step,
+            check_update=parts.shards.control.check_step,
         ),
     )

@@ -65,7 +65,7 @@ class Sequences(Extension):
         """Give the engine the handle, which ends with the engine."""
         if self._parallel is not None:
             watch.sequence_parallel = self._parallel
-            to.optimizer.call_on_release(self._parallel.remove)
+            to.optimizer.control.on_release.append(self._parallel.remove)
             if self._parallel.stages is not None:
                 watch.add(_AttentionIsSomewhere(self._parallel))
             logger.info("sequences are cut over %d ranks: %r", self._parallel.size, self._parallel)

@@ -52,7 +52,8 @@ def sharded(
             store.close()
         raise
     if store is not None:
-        shards.call_on_release(store.close)  # the swap space is deleted with the engine, with parameters in it
+        # The swap space is deleted with the engine, with parameters in it.
+        shards.control.on_release.append(store.close)
     return model, shards
 
 

@@ -263,7 +263,7 @@ def _aio_of(config: Any) -> Any:
     import dsx_nvme as nvme
 
     if isinstance(config, (str, Path)):
-        from dsx_zero.params.init import read_config  # lazy import: only files need it
+        from dsx_zero.params.init_config import read_config  # lazy import: only files need it
 
         config = read_config(config)
     section = config.get("aio") if isinstance(config, Mapping) else None

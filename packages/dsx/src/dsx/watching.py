@@ -291,7 +291,7 @@ def _observe_all(timeline: Any, optimizer: Any) -> Callable[[], None]:
 
     ending = ExitStack()
     ending.callback(dsx_comm.observe(timeline))
-    ending.callback(optimizer.listen(on_span))
+    ending.callback(optimizer.control.listen(on_span))
     if hasattr(optimizer.store, "listen"):
         ending.callback(optimizer.store.listen(timeline.transfer))
     return ending.close
@@ -303,7 +303,7 @@ def _add_curvature(to: Watched, watch: Watch) -> None:
         section = to.config.use("quantize_training").eigenvalue
     paused: Callable[[], AbstractContextManager[Any]] = nullcontext
     if noise.enabled and to.first:
-        squares = dsx_monitor.GradientSquares(to.optimizer.gradient_parameters())
+        squares = dsx_monitor.GradientSquares(to.optimizer.control.gradient_parameters())
         watch.closing.callback(squares.remove)
         watch.add(_noise(to, noise, squares))
         paused = squares.paused

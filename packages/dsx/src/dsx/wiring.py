@@ -56,7 +56,7 @@ def build_engine(source: Any, request: Request, extensions: Sequence[Extension] 
         except BaseException:
             engine.destroy()
             raise
-        shards.call_on_release(held.pop_all().close)
+        shards.control.on_release.append(held.pop_all().close)
     return engine
 
 
@@ -129,7 +129,7 @@ def _destroy_on_release(engine: Engine, optimizer: dsx_zero.ZeroOptimizer) -> No
         if (found := known()) is not None:
             found.destroy()
 
-    optimizer.call_on_release(destroy)
+    optimizer.control.on_release.append(destroy)
 
 
 @contextmanager
@@ -165,12 +165,12 @@ def _parts(
     zero = config.zero
     window = SyncWindow(shards.no_sync, every_micro_batch=zero.stage >= 2 and not zero.keep_full_gradients)
     kind = scaler.state_dict()["kind"]
-    shards.follow_loss_scale(lambda: scaler.scale, dynamic=kind == "dynamic")
+    shards.control.follow_loss_scale(lambda: scaler.scale, dynamic=kind == "dynamic")
     backwards = Backwards(
         accumulation, window, scaled_losses=kind != "none",
         watchers=(*watch.hooks, *watch.observers, watch.batches),
     )  # fmt: skip
-    shards.follow_backward(backwards)
+    shards.control.follow_backward(backwards)
     update = Update(_stepper(to, watch, scaler), scaler, schedule)
     gate = StepGate(counters)
     return EngineParts(

@@ -75,7 +75,7 @@ def pieces(rows, ranks):
 
 
 def head_of(engine, stage, tag_extra):
-    parts = {p.name: p for p in engine.optimizer.held_slices()}
+    parts = {p.name: p for p in engine.optimizer.slices(held=True)}
     trained = OrderedDict((n, torch.Size(p.shape)) for n, p in parts.items() if p.trainable)
     frozen = OrderedDict((n, torch.Size(p.shape)) for n, p in parts.items() if not p.trainable)
     module = {n: v.clone() for n, v in engine.module.state_dict().items()}

@@ -18,7 +18,7 @@ import torch
 
 from ..alike import agree, hash_of, telling
 from ..errors import ZeroConfigError
-from ..optimizer import ZeroOptimizer, check_readable
+from ..optimizer import ZeroOptimizer
 from .adapters import merged_weight
 from .contents import Contents, Item, Names, PartOfModel, Source, boxes_of_range, contents_of
 
@@ -87,7 +87,7 @@ def weight_buckets(
     group = run.ranks.group if part is None else part.group
     with telling(group):
         _check_arguments(bucket_bytes, dtype, lora, quantised)
-        check_readable(optimizer)
+        optimizer.update.check_readable()
     optimizer.synchronize()
     contents = contents_of(optimizer, names, part, merge=lora == "merged")
     stream = _Stream(contents, dtype, quantised)

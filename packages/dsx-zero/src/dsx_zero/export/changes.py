@@ -29,7 +29,7 @@ import torch
 from dsx_comm.object_tree import host_bytes
 
 from ..errors import ZeroStateError
-from ..optimizer import ZeroOptimizer, check_readable
+from ..optimizer import ZeroOptimizer
 from .contents import Names, PartOfModel, Source, contents_of
 
 __all__ = ["WeightChange", "WeightMark", "apply_changes", "pack_changes", "unpack_changes"]
@@ -112,7 +112,7 @@ class WeightMark:
             self._known[name] = source.read().reshape(-1).to("cpu", copy=True)
 
     def _sources(self) -> Iterator[tuple[str, tuple[int, ...], Source]]:
-        check_readable(self._optimizer)
+        self._optimizer.update.check_readable()
         contents = contents_of(self._optimizer, self._names, self._part, merge=False, owned=True)
         for item in contents.items:
             source = contents.sources.get(item.key)
@@ -120,7 +120,7 @@ class WeightMark:
                 yield item.name, item.shape, source
 
     def changes(self, *, advance: bool = True) -> Iterator[WeightChange]:
-        """What has changed since the mark, tensor by tensor; tensors without a change are left out.
+        """The changes since the mark, tensor by tensor; tensors without a change are left out.
 
         Args:
             advance: move the mark to the values of now, each tensor as it is given. False: the next call gives the

@@ -1,4 +1,4 @@
-"""Which tensors a model has for the outside, and which elements of them this rank holds.
+"""The tensors that a model has for the outside, and the elements of them that this rank holds.
 
 A tensor has the name that it has in the whole model, on one rank and without wrappers. This rank may hold all of it (a
 parameter below stage 3), a range of it (stage 3), a box (an expert, a tensor slice), or a range of a box. Every element
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ..errors import ZeroConfigError
-from ..optimizer import ZeroOptimizer, parameter_slice
+from ..optimizer import ZeroOptimizer
 from ..plan.rank_sets import ranks_of_buffers
 from ..state.moving import OffloadStateTypeEnum
 from .adapters import Adapter, adapters_of, plain_name
@@ -27,13 +27,13 @@ from .adapters import Adapter, adapters_of, plain_name
 __all__ = ["Contents", "Item", "Names", "PartOfModel", "Source", "WholePlace", "boxes_of_range", "contents_of"]
 
 Names = Callable[[str], str | None] | Collection[str] | None
-"""Which tensors, and under which names: a function from a name to another one, or to None for a tensor that is not
-wanted; or the wanted names; or None for all.
+"""The tensors that are wanted, and their names: a function from a name to another one, or to None for a tensor that is
+not wanted; or the wanted names; or None for all.
 """
 
 
 class WholePlace(Protocol):
-    """Where a rank's tensor belongs: name and shape of the whole one, and the box in it (`dsx_checkpoint.Place`)."""
+    """The place of a rank's tensor: name and shape of the whole one, and the box in it (`dsx_checkpoint.Place`)."""
 
     name: str
     shape: tuple[int, ...]
@@ -82,7 +82,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Source:
-    """What this rank holds of a tensor: elements `[start, stop)` of a box, in row-major order of the box.
+    """This rank's part of a tensor: elements `[start, stop)` of a box, in row-major order of the box.
 
     `read` gives them 1-D, or in the tensor's shape; not a copy where they are in memory.
     """
@@ -97,7 +97,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Contents:
-    """What `contents_of` found.
+    """The result of `contents_of`.
 
     Attributes:
         items: in one order on all ranks.
@@ -188,14 +188,14 @@ def _held(
     run, held = optimizer.runtime, {}
     places = {} if part is None else part.places
     for info in run.infos:
-        group = optimizer.group_of(info.name)
+        group = optimizer.layout.group_of(info.name)
         held.update(dict.fromkeys((info.name, *info.aliases), group.ranks))
         whole = (
             not joined and group.visible is not None and OffloadStateTypeEnum.lp_params not in optimizer.moved.stashes
         )
         speaks = group.ranks.first_copy and group.ranks.counts_in_norm
         speaks = speaks and (part is None or part.speaks or info.name in places)
-        piece, read = parameter_slice(optimizer, info.name, whole=whole)
+        piece, read = optimizer.held.part_of(info.name, whole=whole)
         offset = tuple(places[info.name].box.offset) if info.name in places else (0,) * len(info.shape)
         source = Source(offset, tuple(info.shape), piece.start, piece.stop, speaks, read)
         yield info.name, tuple(info.shape), info.dtype, whole, source if piece.numel or whole else None

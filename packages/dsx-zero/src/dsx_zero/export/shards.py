@@ -15,7 +15,7 @@ from math import prod
 import torch
 
 from ..errors import ZeroStateError
-from ..optimizer import ZeroOptimizer, check_readable
+from ..optimizer import ZeroOptimizer
 from .contents import Names, PartOfModel, boxes_of_range, contents_of
 
 __all__ = ["WeightRange", "WeightShard", "weight_ranges", "weight_shards"]
@@ -50,7 +50,7 @@ def weight_shards(
     Raises:
         ZeroConfigError, ZeroStateError: see `weight_buckets`.
     """
-    check_readable(optimizer)
+    optimizer.update.check_readable()
     contents = contents_of(optimizer, names, part, merge=False, owned=True)
     for item in contents.items:
         source = contents.sources.get(item.key)
@@ -88,7 +88,7 @@ def weight_ranges(
     Raises:
         ZeroStateError: this rank has a box of a tensor (an expert, a slice), which is no range.
     """
-    check_readable(optimizer)
+    optimizer.update.check_readable()
     contents = contents_of(optimizer, names, part, merge=False, owned=True)
     for item in contents.items:
         if not item.name:

@@ -98,7 +98,7 @@ class GatherExecutor:
             self._to_scratch.append(self._lane.submit(partial(self._fill_scratch, source, group, target.name)))
 
     def _fill_scratch(self, source: Callable[[], torch.Tensor], group: FlatGroup, name: str) -> Then:
-        """The job of a lane that gathers a flat group to memory that nobody reads."""
+        """The job of a lane that gathers a flat group to scratch memory."""
         scratch = torch.empty(group.layout.numel, dtype=group.key.dtype, device=group.key.device)
         return Then([self._transport.start(scratch, source(), group, name)], keeps=scratch)
 

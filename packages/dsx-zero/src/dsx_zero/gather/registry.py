@@ -1,4 +1,4 @@
-"""Which models of this process are sharded at stage 3, for functions that get only a module or a parameter.
+"""The models of this process that are sharded at stage 3, for functions that get only a module or a parameter.
 
 Both sides of an entry are weak references, so an entry disappears with its model.
 """

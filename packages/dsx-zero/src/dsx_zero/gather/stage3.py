@@ -248,7 +248,7 @@ def _resident(
 
 
 def limits_of(units: Sequence[PartitionedUnit], settings: ZeroConfig) -> GatherLimits:
-    """How many elements of these units may be gathered at once."""
+    """The number of elements of these units that may be gathered at once."""
     numel = {unit.index: unit.numel for unit in units}
     return GatherLimits(
         tuple(numel.get(index, 0) for index in range(max(numel, default=-1) + 1)),

@@ -1,7 +1,7 @@
 """Gradients: from their arrival in a backward to the reduced gradients that this rank keeps.
 
-`protocol` says what the optimizer asks of gradients, `gradients` knows when they arrive and when they must be reduced,
-`local` has those of one rank alone, `reductions` those of one model, `buffers` those of one flat group, `reduction`
-sends them, `averaging` says whether dsx-zero averages them, `sharded` and `access` have `.grad` of a divided gradient,
-`unused` finds parameters that got none.
+`gradients` knows when they arrive and when they must be reduced, `protocol` who is told of it, `local` has those of one
+rank alone, `reductions` those of one model, `buffers` those of one flat group, `reduction` sends them, `averaging` says
+whether dsx-zero averages them, `sharded` and `access` have `.grad` of a divided gradient, `unused` finds parameters
+that got none.
 """

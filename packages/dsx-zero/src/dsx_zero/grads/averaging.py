@@ -77,7 +77,7 @@ class ByOptimizer:
 def averaging_of(
     optimizer: Any, reduction: Reduction, *, stage: int, rank: int, plain: bool = True
 ) -> ByOptimizer | None:
-    """What averages instead of dsx-zero in some steps: the optimizer, if it communicates itself. Else None.
+    """The optimizer, if it communicates itself and averages instead of dsx-zero in some steps. Else None.
 
     Args:
         plain: all parameters are averaged over the same ranks (no experts, slices or shared weights of stages).

@@ -10,8 +10,8 @@ begins and ends. Gradients that arrive after their unit was reduced are kept, an
 Changes that users make to `.grad` between two backwards (`model.zero_grad()`, `p.grad = None`, other tensors) are
 noticed when the next backward begins, at the step, and whenever gradients are read.
 
-With one rank, and gradients that accumulate in the dtype of their parameters, none of this is needed:
-`local` reads autograd's `.grad`.
+With one rank, and gradients that accumulate in the dtype of their parameters, nothing is reduced (`local`): there are
+no buffers, and no hook runs.
 """
 
 from __future__ import annotations
@@ -21,25 +21,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import dsx_comm
 import torch
-from dsx_comm.lanes import Ticket
 from dsx_core.modules import ModuleHook, outside_graphs
 from torch import nn
 
 from ..errors import ZeroStateError
-from ..homes.home import Home
 from ..order.backward import BackwardClock
-from ..order.protocol import EditWatch, ReduceOrder, RowSum
-from ..params.flat import FlatGroup
-from ..plan.layout import LocalSlice
+from ..order.protocol import ReduceOrder
 from ..torch_names import current_graph_task_id, tree_leaves
 from .buffers import GroupGradients
+from .local import NoReductions
 from .protocol import BackwardWatch
-from .reductions import Reductions, ReductionWatch
+from .reductions import Reductions
 from .rows import RowGradients
 
-__all__ = ["ReducedGradients"]
+__all__ = ["Gradients"]
 
 
 class _AfterForward(ModuleHook):
@@ -47,7 +43,7 @@ class _AfterForward(ModuleHook):
     sharded again.
     """
 
-    def __init__(self, gradients: Callable[[], ReducedGradients | None]) -> None:
+    def __init__(self, gradients: Callable[[], Gradients | None]) -> None:
         self._gradients = gradients
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -60,22 +56,33 @@ class _AfterForward(ModuleHook):
             owner.on_forward(output)
 
 
-class ReducedGradients:
-    """Gradients that are reduced over ranks into flat buffers."""
+class Gradients:
+    """The gradients of one sharded model: when they arrive, and when they are complete. Their values are asked of
+    `reductions`.
+
+    Args:
+        model: its forwards announce backwards.
+        on_complete: called when a unit has had as many gradients as in earlier backwards.
+        keeps_local: whether each rank keeps its own gradients in the running step.
+
+    Attributes:
+        reductions: the values, and how they are reduced.
+        order: the order in which units are reduced, and by which the ranks agree at a step.
+        refusal: why backwards raise a `ZeroStateError` now; None: they need not.
+        lost: why backwards raise until `clear` is called, because they would add to gradients that are lost; or None.
+    """
 
     def __init__(
         self,
         model: nn.Module,
-        reductions: Reductions,
+        reductions: Reductions | NoReductions,
         order: ReduceOrder,
         clock: BackwardClock,
         *,
         on_complete: Callable[[int], None] | None = None,
         keeps_local: Callable[[], bool] | None = None,
     ) -> None:
-        self._reductions, self._order, self._clock = reductions, order, clock
-        self.parts = reductions.parts
-        """See `Gradients.parts`. It is the method itself, because it is called for every group in every step."""
+        self.reductions, self.order, self._clock = reductions, order, clock
         self._on_complete, self._keeps_local = on_complete, keeps_local
         self._groups = reductions.groups
         self._by_unit = reductions.by_unit
@@ -94,8 +101,8 @@ class ReducedGradients:
         """The parameter whose arrival announces the running backward, while it is being announced; else None."""
         self._watch: BackwardWatch | None = None
         self._factor: float | None = None
-        self._refused: str | None = None
-        self._gone: str | None = None
+        self.refusal: str | None = None
+        self.lost: str | None = None
         self._new = False
         """Whether a backward has begun since the last step."""
         self._completed, self._due = True, False
@@ -105,13 +112,14 @@ class ReducedGradients:
         clock.watch(self)
 
     def _register(self, model: nn.Module) -> Iterator[Any]:
-        me: Callable[[], ReducedGradients | None] = weakref.ref(self)
+        me: Callable[[], Gradients | None] = weakref.ref(self)
         for unit, groups in self._by_unit.items():
             for place, buffers in enumerate(groups):
                 for index, parameter in enumerate(buffers.group.parameters):
                     yield parameter.register_post_accumulate_grad_hook(self._hook(me, unit, place, index))
-        hook: Any = _AfterForward(me)
-        yield model.register_forward_hook(hook)
+        if isinstance(self.reductions, Reductions):
+            hook: Any = _AfterForward(me)
+            yield model.register_forward_hook(hook)
 
     def remove_hooks(self) -> None:
         """Remove all hooks from the model, and all gradients from its parameters."""
@@ -121,8 +129,10 @@ class ReducedGradients:
             buffers.clear()
 
     def follow(self, watch: BackwardWatch) -> None:
-        """See `Gradients.follow`."""
+        """Multiply the gradients of each backward by the factor of `watch`. Call it again if `watch.needed` changes."""
         self._watch = watch
+        if isinstance(self.reductions, NoReductions):
+            self._handles += self.reductions.follow(watch)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -153,10 +163,10 @@ class ReducedGradients:
 
     def begin_backward(self) -> None:
         """See `BackwardWatcher`. Gradients of a backward that an error stopped are kept, as autograd keeps them."""
-        if (why := self._refused or self._gone) is not None:
+        if (why := self.refusal or self.lost) is not None:
             raise ZeroStateError(why)
-        if self._reductions.watch is not None:
-            self._reductions.watch.begin_backward()
+        if self.reductions.watch is not None:
+            self.reductions.watch.begin_backward()
         self._factor, self._completed, self._due, self._new = None, False, False, True
         self._reducing = self._sync and not (self._keeps_local is not None and self._keeps_local())
         self._arrived = dict.fromkeys(self._arrived, 0)
@@ -165,17 +175,15 @@ class ReducedGradients:
         for buffers in self._groups:
             buffers.notice(arriving[1] if arriving is not None and arriving[0] is buffers else None)
         if not scaled:
-            for buffers in self._reductions.showing_reduced:
-                if buffers.group not in self._reductions.rows:
+            for buffers in self.reductions.showing_reduced:
+                if buffers.group not in self.reductions.rows:
                     buffers.hide_views()
-        for rows in self._reductions.rows.values():
+        for rows in self.reductions.rows.values():
             if arriving is None or arriving[0] is not rows:
                 rows.hide_views()  # autograd would add to the shown values
 
     @staticmethod
-    def _hook(
-        me: Callable[[], ReducedGradients | None], unit: int, place: int, index: int
-    ) -> Callable[[torch.Tensor], None]:
+    def _hook(me: Callable[[], Gradients | None], unit: int, place: int, index: int) -> Callable[[torch.Tensor], None]:
         """The hook that runs when the gradient of parameter `index` of group `place` of `unit` has been accumulated.
 
         `me` is a weak reference: Python's collector does not see the references of a tensor's hooks, and a strong one
@@ -199,7 +207,7 @@ class ReducedGradients:
                 if self._on_complete is not None and unit in self._known:
                     self._on_complete(unit)
                 if self._reducing:
-                    self._order.reduce(unit)
+                    self.order.reduce(unit)
 
         return arrived
 
@@ -219,7 +227,7 @@ class ReducedGradients:
             factor = self._watch.begin()
         except BaseException:
             buffers.refuse(index)
-            for hidden in self._reductions.showing_reduced:
+            for hidden in self.reductions.showing_reduced:
                 hidden.show_views()
             raise
         # The engine learns of a direct `loss.backward()` here, and may have opened `no_sync` for it.
@@ -232,129 +240,79 @@ class ReducedGradients:
             if arrived > 0:
                 self._expected[unit] = max(self._expected[unit], arrived) if unit in self._known else arrived
                 self._known.add(unit)
-        for buffers in self._reductions.showing_reduced:
+        for buffers in self.reductions.showing_reduced:
             buffers.show_views()
         if not self._reducing:
             return
         self._due = True
-        for unit in self._reductions.dirty():
-            self._order.reduce(unit)
+        for unit in self.reductions.dirty():
+            self.order.reduce(unit)
         self._clock.end_pass()
-        self._reductions.wait()
-        for buffers in self._reductions.showing_reduced:
+        self.reductions.wait()
+        for buffers in self.reductions.showing_reduced:
             buffers.hide_unreduced()
-        self._reductions.drop_idle()
+        self.reductions.drop_idle()
 
     # Between backwards -----------------------------------------------------------------------------------------------
 
     def finish(
         self, squares: Callable[[], float] | None = None, meanwhile: Callable[[], object] | None = None
     ) -> float | None:
-        """Complete every reduction, late gradients included. See `Gradients.finish`."""
+        """The optimizer steps now: complete every reduction, late gradients included. The sum over the ranks of
+        `squares()`, which reads reduced gradients, or None where it has to be added up otherwise.
+
+        `meanwhile()` reads reduced gradients too; it runs while the ranks exchange words, where they do. Its last call
+        sees the gradients that the step uses.
+        """
         self._clock.forget()
         self._last = False
         total = None
         for buffers in self._groups:
             buffers.notice()
         if self._keeps_local is not None and self._keeps_local():
-            self._reductions.finish_alone()
+            self.reductions.finish_alone()
         else:
-            total = self._order.boundary(self._reductions.dirty, squares, meanwhile)
-            self._reductions.wait()
+            total = self.order.boundary(self.reductions.dirty, squares, meanwhile)
+            self.reductions.wait()
         self._completed, self._new = True, False
-        self._reductions.drop_idle()
+        self.reductions.drop_idle()
         return total
 
-    def watch_edits(self, watch: EditWatch) -> None:
-        """See `Gradients.watch_edits`."""
-        self._order.watch_edits(watch)
+    def complete(self, *, due: bool = False) -> None:
+        """Between backward and step: reduce the gradients that have arrived so far.
 
-    def agree_by(self, row_sum: RowSum) -> None:
-        """See `Gradients.agree_by`."""
-        self._order.agree_by(row_sum)
+        The first call after a backward is collective; further calls do nothing until the next backward.
 
-    def complete(self) -> None:
-        """See `Gradients.complete`."""
-        if self._completed:
+        Args:
+            due: only if the last backward reduces, and the order has left some of its reductions for the step (after a
+                step without gradients, for example).
+        """
+        # At stage 0 one rank alone may read a gradient: it is a collective only if a reduction is missing.
+        if self._completed or (due and not (self._due and (self.reductions.stage > 0 or self.reductions.dirty()))):
             return
         for buffers in self._groups:
             buffers.notice()
         if self._keeps_local is not None and self._keeps_local():
-            self._reductions.finish_alone()
+            self.reductions.finish_alone()
         else:
-            self._order.complete(self._reductions.dirty)
-            self._reductions.wait()
+            self.order.complete(self.reductions.dirty)
+            self.reductions.wait()
         self._completed = True
-        self._reductions.drop_idle()
-
-    def complete_due(self) -> None:
-        """See `Gradients.complete_due`."""
-        # At stage 0 one rank alone may read a gradient: it is a collective only if a reduction is missing.
-        if self._due and (self._reductions.stage > 0 or self._reductions.dirty()):
-            self.complete()
-
-    # What the optimizer reads -----------------------------------------------------------------------------------------
-
-    def norms(self) -> Iterator[tuple[dsx_comm.RankSet, torch.Tensor]]:
-        """See `Gradients.norms`: the norms of the reduced buffers."""
-        self._reductions.wait()
-        return self._reductions.norms()
-
-    def read(self, group: FlatGroup, index: int, part: LocalSlice) -> torch.Tensor | None:
-        """See `Gradients.read`."""
-        return self._reductions.read(group, part)
-
-    def write(self, group: FlatGroup, index: int, part: LocalSlice, values: torch.Tensor) -> None:
-        """See `Gradients.write`."""
-        self._reductions.write(group, part, values)
-
-    def unreduced(self, group: FlatGroup, index: int) -> torch.Tensor | None:
-        """See `Gradients.unreduced`."""
-        buffers = self._reductions.of(group)
-        buffers.notice()
-        return buffers.unreduced(index)
-
-    def changed(self) -> None:
-        """See `Gradients.changed`."""
-        self._reductions.changed()
+        self.reductions.drop_idle()
 
     def clear(self) -> None:
         """Forget all gradients."""
-        self._due, self._new, self._gone = False, False, None
-        self._reductions.clear()
+        self._due, self._new, self.lost = False, False, None
+        self.reductions.clear()
 
     def has_new(self) -> bool:
-        """See `Gradients.has_new`."""
+        """Whether there are gradients since the last step (or `clear`) that would be lost with this object."""
         for buffers in self._groups:
             buffers.notice()
-        return (self._new and self.has_any()) or bool(self._reductions.dirty())
-
-    def has_any(self) -> bool:
-        """See `Gradients.has_any`."""
-        return any(buffers.has_any() for buffers in self._groups)
-
-    def refuse_until_clear(self, why: str) -> None:
-        """See `Gradients.refuse_until_clear`."""
-        self._gone = why
-
-    def tensors(self) -> list[torch.Tensor]:
-        """All tensors that are kept for gradients."""
-        return self._reductions.tensors()
-
-    def homes(self) -> list[Home]:
-        """See `Gradients.homes`."""
-        return self._reductions.homes()
-
-    def idle_bytes(self) -> int:
-        """Bytes of memory that is kept for the buffers of later backwards."""
-        return self._reductions.idle_bytes()
-
-    def drop_idle(self) -> None:
-        """See `Gradients.drop_idle`."""
-        self._reductions.drop_idle()
+        return (self._new and self.reductions.has_any()) or bool(self.reductions.dirty())
 
     def expect_last(self) -> None:
-        """See `Gradients.expect_last`."""
+        """Note that the next backward is the last one before the step."""
         self._last, self._nested = True, False
         self._arrived = dict.fromkeys(self._arrived, 0)  # it had the arrivals of the backward before
         self._trainable = self._count_trainable()
@@ -367,20 +325,9 @@ class ReducedGradients:
             found[unit] = sum(parameter.requires_grad for parameter in parameters)
         return found
 
-    def watch_reductions(self, watch: ReductionWatch) -> None:
-        """See `Gradients.watch_reductions`."""
-        self._reductions.watch = watch
-
-    def reduced(self, unit: int) -> list[tuple[FlatGroup, Home, Ticket | None]]:
-        """See `Gradients.reduced`."""
-        return self._reductions.reduced(unit)
-
     def is_final(self, unit: int) -> bool:
-        """See `Gradients.is_final`. It is False if reentrant checkpointing runs backwards inside the backward: then a
-        parameter gets several gradients.
+        """Whether every trainable parameter of the unit has its gradient of the running backward, this backward is the
+        last one before the step, and no further gradient can arrive on this rank. It is False if reentrant
+        checkpointing runs backwards inside the backward: then a parameter gets several gradients.
         """
         return self._last and not self._nested and self._arrived[unit] == self._trainable[unit]
-
-    def refuse_backwards(self, why: str | None) -> None:
-        """See `Gradients.refuse_backwards`."""
-        self._refused = why

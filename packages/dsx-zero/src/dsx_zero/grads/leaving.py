@@ -30,13 +30,13 @@ class Leaving:
     def __init__(self, device: torch.device, lane: Lane, ring: Ring | None) -> None:
         self._device, self._lane, self._ring = device, lane, ring
         self.ticket: Ticket | None = None
-        """Of the move; None: nobody needs to wait for it any more."""
+        """Of the move; None: there is nothing left to wait for."""
         self._staging: torch.Tensor | None = None
         """The staging memory, unless the ring has it."""
         self.norm: torch.Tensor | None = None
         """Norm of the values in the home, computed when they were moved; None: not known, or not yet."""
         self._norm_memory: torch.Tensor | None = None
-        """Where it is, if a job of the lane computes it: memory of this side, which stays."""
+        """The place of the value, if a job of the lane computes it: memory of this side, which stays."""
 
     def prepare(self, home: Home, dtype: torch.dtype) -> torch.Tensor:
         """Staging memory for a reduction whose result goes to `home`."""

@@ -1,5 +1,5 @@
-"""How the gradients of the ranks are combined (`Reduction`), the `ReductionEngine` that does it, and that of one rank
-alone. `reductions.Reducer` is the one of several ranks.
+"""The way in which gradients of the ranks are combined (`Reduction`), the `ReductionEngine` that does it, and that of
+one rank alone. `reductions.Reducer` is the one of several ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["LocalReducer", "PendingReduction", "Reduction", "ReductionEngine"]
 
 @dataclass(frozen=True)
 class Reduction:
-    """How the gradients of the ranks are combined.
+    """The way in which the gradients of the ranks are combined.
 
     Args:
         op: "mean" or "sum" over the ranks (`gradient_allreduce_op`).

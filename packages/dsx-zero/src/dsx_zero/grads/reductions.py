@@ -1,16 +1,16 @@
 """The reductions of one model: the gradients of its flat groups, unit by unit, and the reductions in flight.
 
-`Reductions` is made before the order of collectives, which calls `run_reduce`. `ReducedGradients` is made after the
-order, and knows when gradients arrive. The `Reducer` of a rank set sends a unit's whole buffer on each rank, and what
-arrives is the shard that this rank keeps: it multiplies by `before`, sums or averages over the ranks, and multiplies by
-`after`. A transport carries the buffers (`transports`), and a lane runs the reduction as a job.
+`Reductions` is made before the order of collectives, which calls `run_reduce`. `Gradients` is made after the order, and
+knows when gradients arrive. The `Reducer` of a rank set sends a unit's whole buffer on each rank, and what arrives is
+the shard that this rank keeps: it multiplies by `before`, sums or averages over the ranks, and multiplies by `after`.
+A transport carries the buffers (`transports`), and a lane runs the reduction as a job.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import dsx_comm
 import torch
@@ -20,39 +20,24 @@ from ..homes.blocks import HostBlocks
 from ..homes.home import Home, block_norm, read, write
 from ..homes.ring import Ring
 from ..homes.tiers import Tier
-from ..params.flat import FlatGroup, Part, Unit
+from ..params.flat import FlatGroup, Part, Unit, cut_parts
 from ..params.memory import Kind, Memory, OrdinaryMemory
 from ..plan.layout import LocalSlice
 from ..precision import Precision
 from ..transports.protocol import ReduceTransport, carrier_of
 from .access import GradientAccess
 from .buffers import GroupGradients
+from .protocol import ReductionWatch
 from .reduction import LocalReducer, PendingReduction, Reduction, ReductionEngine
 from .rows import RowGradients
 
-__all__ = ["Reducer", "ReductionWatch", "Reductions", "cut_parts"]
+__all__ = ["Reducer", "Reductions"]
 
 IN_FLIGHT = 2
 """From stage 2 on, the number of units whose reductions may be in flight: while one is sent, the next one is filled.
 With more, more whole buffers would be in memory. Stages 0-1 keep all of theirs, so there backward never waits, unless
 reduced values leave the device.
 """
-
-
-class ReductionWatch(Protocol):
-    """Is told of the reductions of one model."""
-
-    def begin_backward(self) -> None:
-        """A backward begins. To refuse it, raise an error."""
-        ...
-
-    def started(self, unit: int) -> None:
-        """The reduction of a unit was started. Calls come in the same order on every rank."""
-        ...
-
-    def finished(self, unit: int) -> None:
-        """The reduction of a unit is complete: the reduced gradients are in their home, or are being copied to it."""
-        ...
 
 
 class Reductions:
@@ -147,7 +132,7 @@ class Reductions:
         self._limit = IN_FLIGHT if stage >= 2 or leaves else len(units)
         self._in_flight: list[int] = []
         self._leaving: list[int] = []
-        self._newest: list[GroupGradients | RowGradients] = []  # what left last, until somebody has waited for it
+        self._newest: list[GroupGradients | RowGradients] = []  # what left last, until it was waited for
         self.watch: ReductionWatch | None = None
         """Is told of every reduction. No null object, because a call per unit costs time (test_python_calls.py)."""
 
@@ -166,7 +151,9 @@ class Reductions:
         return sorted(found, reverse=True)
 
     def reduced(self, unit: int) -> list[tuple[FlatGroup, Home, Ticket | None]]:
-        """See `Gradients.reduced`."""
+        """For each trainable group of a unit: the home of the reduced gradients, and the ticket to wait for before
+        another thread reads them there.
+        """
         return [(b.group, *b.reduced()) for b in self.by_unit[unit] if isinstance(b, GroupGradients)]
 
     # In flight --------------------------------------------------------------------------------------------------------
@@ -232,7 +219,13 @@ class Reductions:
     def parts(
         self, group: FlatGroup, parts: Sequence[Part], blocks: HostBlocks | None = None, *, as_kept: bool = False
     ) -> tuple[torch.Tensor, ...]:
-        """See `Gradients.parts`."""
+        """The gradients of these parts of the group's parameters, 1-D, in the dtype and on the device of the masters.
+
+        Args:
+            parts: in order of their offsets.
+            blocks: memory for gradients that are kept in host memory, in another dtype than the masters'.
+            as_kept: leave those in the dtype in which they are kept.
+        """
         if group in self.rows:
             return (self.rows[group].stepped(),) if parts else ()
         newest, self._newest = self._newest, []
@@ -242,15 +235,18 @@ class Reductions:
         return cut_parts(self._of[group].values(), group, parts, blocks, as_kept=as_kept) if parts else ()
 
     def norms(self) -> Iterator[tuple[dsx_comm.RankSet, torch.Tensor]]:
-        """See `Gradients.norms`: of the reduced buffers, and of the rows of sparse embeddings."""
+        """The L2 norms (0-dim, fp32 or fp64) of the buffers that together have every gradient that this rank steps,
+        each once; and the ranks that share each buffer. A buffer is freed before the next one is read.
+        """
+        self.wait()
         # Loops: every step of a generator within this one is a Python call (test_python_calls.py).
         for group, buffers in self._of.items():
             yield group.ranks, buffers.norm()
         for group, rows in self.rows.items():
             yield group.ranks, block_norm(rows.rows().values())
 
-    def read(self, group: FlatGroup, part: LocalSlice) -> torch.Tensor | None:
-        """See `Gradients.read`."""
+    def read(self, group: FlatGroup, index: int, part: LocalSlice) -> torch.Tensor | None:
+        """The reduced gradient of the part of parameter `index` that this rank steps, 1-D; None if there is none."""
         if group in self.rows:
             return self.rows[group].read(part)
         buffers = self._of[group]
@@ -259,14 +255,26 @@ class Reductions:
             return None
         return read(buffers.values(), part.offset, part.offset + part.numel)
 
-    def write(self, group: FlatGroup, part: LocalSlice, values: torch.Tensor) -> None:
-        """See `Gradients.write`."""
+    def write(self, group: FlatGroup, index: int, part: LocalSlice, values: torch.Tensor) -> None:
+        """Set the gradient that `read` returns. If there is none, nothing happens."""
         if group in self.rows:
             self.rows[group].write(part, values)
         elif self._of[group].result is not None:
             home = self._of[group].values()  # before: what adds values up keeps their norm
             self._of[group].forget_norm()
             write(home, values, part.offset)
+
+    def unreduced(self, group: FlatGroup, index: int) -> torch.Tensor | None:
+        """This rank's own gradient of a parameter that no reduction has taken, in the parameter's shape; None if there
+        is none.
+        """
+        buffers = self.of(group)
+        buffers.notice()
+        return buffers.unreduced(index)
+
+    def has_any(self) -> bool:
+        """Whether there are gradients, stepped or not, that would be lost with this object."""
+        return any(buffers.has_any() for buffers in self.groups)
 
     def changed(self) -> None:
         """Note that gradients were written."""
@@ -299,7 +307,7 @@ class Reductions:
 
 
 class _Route(NamedTuple):
-    """How the gradients of one flat group are sent.
+    """The way in which the gradients of one flat group are sent.
 
     Attributes:
         start: `Transport.start` of the transport that carries them.
@@ -394,24 +402,3 @@ class Reducer:
             out.add_(result)
         elif result is not out:
             out.copy_(result)
-
-
-def cut_parts(
-    values: Home, group: FlatGroup, parts: Sequence[Part], blocks: HostBlocks | None = None, *, as_kept: bool = False
-) -> tuple[torch.Tensor, ...]:
-    """Parts (at least one, in order of their offsets) of the reduced gradients of a group, 1-D, in the dtype and on the
-    device of its masters; in another dtype than they are kept in memory of `blocks`, if given and on the host.
-    `as_kept`: on the host in the dtype in which they are kept.
-    """
-    first, last = parts[0].slice.offset, parts[-1].slice.offset + parts[-1].slice.numel
-    block = read(values, first, last)
-    master = group.master
-    if master is not None and not (as_kept and block.device.type == master.device.type == "cpu"):
-        if blocks is not None and block.device.type == master.device.type == "cpu":
-            block = blocks.converted(block, master.dtype)
-        else:
-            block = block.to(device=master.device, dtype=master.dtype)
-    found = []
-    for part in parts:  # a loop: no call per parameter
-        found.append(block.narrow(0, part.slice.offset - first, part.slice.numel))
-    return tuple(found)

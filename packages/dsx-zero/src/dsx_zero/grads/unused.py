@@ -100,7 +100,7 @@ def _either(one: bytes, other: bytes) -> bytes:
 
 
 def _both(one: _Missing, other: _Missing) -> _Missing:
-    """What two sets of ranks miss: the first parameters, and one more, which says that there are more."""
+    """The parameters that two sets of ranks miss: the first ones, and one more, which says that there are more."""
     for parameter, (count, ranks) in other.items():
         had, first = one.get(parameter, (0, []))
         one[parameter] = had + count, [*first, *ranks][:_MAX_NAMED]

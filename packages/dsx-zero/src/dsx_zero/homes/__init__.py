@@ -1,4 +1,4 @@
-"""Where state lives between its uses: on the device, in host memory, in a store on disk, or where a user's tier puts
+"""Homes of state between its uses: on the device, in host memory, in a store on disk, or where a user's tier puts
 it.
 
 `home` has the protocol, the two homes in memory, and the functions that read and write any home; `stored` has homes in

@@ -43,7 +43,7 @@ _ALIGNMENT = 256
 
 
 class Section(Protocol):
-    """What this file reads of `ZeroConfig`."""
+    """The part of `ZeroConfig` that this file reads."""
 
     @property
     def stage(self) -> int: ...
@@ -65,7 +65,7 @@ class Section(Protocol):
 
 
 def placement_of(settings: Section, store: TensorStore | None) -> Placement:
-    """Where each class of state lives.
+    """Choose where each class of state lives.
 
     * Shards of parameters follow `offload_param`.
     * Masters and optimizer states follow `offload_optimizer`. With `save_muon_momentum_buffer_in_memory`, the states of
@@ -109,7 +109,7 @@ def placement_of(settings: Section, store: TensorStore | None) -> Placement:
 def place_units(
     units: Sequence[tuple[int, str, int]], placement: Placement, *, ratio: float
 ) -> tuple[UnitPlacement, ...]:
-    """Where the state of each unit lives.
+    """Choose where the state of each unit lives.
 
     Args:
         units: number, name and elements of this rank's shards, in order.
@@ -318,8 +318,8 @@ _BUFFERS = 4
 
 
 def transfers_beside_step(settings: Section) -> tuple[int, int]:
-    """How many sub-groups are read ahead of the one that is stepped, and how many may still be being stored
-    (`offload_optimizer`'s `buffer_count`, `pipeline_read` and `pipeline_write`).
+    """The number of sub-groups that are read ahead of the one that is stepped, and of those that may still be being
+    stored (`offload_optimizer`'s `buffer_count`, `pipeline_read` and `pipeline_write`).
 
     Both are on unless the configuration sets them to false. `false` is also the documented default of these keys, but a
     configuration that does not set them gets true.

@@ -150,7 +150,7 @@ class _InMemory:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
         self.away: str | None = None
-        """Why the values are absent at the moment (`offload_states`); None: they are there."""
+        """The reason why the values are absent at the moment (`offload_states`); None: they are there."""
 
     @property
     def numel(self) -> int:

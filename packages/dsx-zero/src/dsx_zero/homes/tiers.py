@@ -69,7 +69,7 @@ class HostTier:
 
 
 class HostRoom:
-    """How many elements may stay in host memory although their tier is the disk (`max_in_cpu`)."""
+    """The number of elements that may stay in host memory although their tier is the disk (`max_in_cpu`)."""
 
     def __init__(self, elements: int) -> None:
         self.left = elements
@@ -117,7 +117,7 @@ class DiskTier:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where each class of state lives between its uses.
+    """The tiers in which each class of state lives between its uses.
 
     Attributes:
         parameters: shards of partitioned parameters (stage 3). At stages 0-2 the device holds complete parameters.
@@ -161,7 +161,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class UnitPlacement:
-    """Where the state of one unit lives.
+    """The tiers in which the state of one unit lives.
 
     Attributes:
         unit: the number of the unit.

@@ -238,7 +238,7 @@ class AgreedOrder(FollowingOrder):
                 return posts
 
     def _need_of(self, wanted: Operation) -> Need | None:
-        """What this rank says of itself with its wish for a gather."""
+        """This rank's words about itself, with its wish for a gather."""
         if wanted.kind is not Kind.GATHER:
             return None
         return Need(frozenset(self._executor.held()), self._executor.waits_for(wanted.unit))

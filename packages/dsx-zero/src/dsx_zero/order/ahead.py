@@ -1,4 +1,4 @@
-"""How far gathers run ahead of their use, and which units stay gathered between two uses: decided once, when an order
+"""Gathers ahead of their use, and units that stay gathered between two uses: decided once, when an order
 is frozen, and the same on all ranks.
 
 Whether a unit may be gathered early depends on what is in memory then. A rank that looked at its own memory could
@@ -21,7 +21,7 @@ __all__ = ["GatherLimits", "Need", "gathers_ahead"]
 
 @dataclass(frozen=True)
 class Need:
-    """What a rank says of itself when it needs the gather of a unit.
+    """A rank's words about itself when it needs the gather of a unit.
 
     Attributes:
         held: the units that it holds at this moment.
@@ -38,7 +38,7 @@ class Need:
 
 @dataclass(frozen=True)
 class GatherLimits:
-    """How many elements may be gathered at once. Without `numel` no unit is kept or gathered ahead.
+    """Limits on the elements that may be gathered at once. Without `numel` no unit is kept or gathered ahead.
 
     Attributes:
         numel: elements of each unit, by its index.

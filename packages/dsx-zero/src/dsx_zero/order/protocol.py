@@ -125,7 +125,7 @@ class RowSum(Protocol):
     """Adds up one row of numbers of each rank. Every rank takes part once per step, by one of the two calls."""
 
     ranks: int
-    """How many ranks take part; 0: rows cannot be added up."""
+    """The number of ranks that take part; 0: rows cannot be added up."""
 
     def add_up(self, row: Sequence[float]) -> list[float]:
         """The sums over the ranks, exact in fp64. Waits for the ranks."""

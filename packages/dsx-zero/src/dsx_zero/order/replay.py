@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class Replay:
-    """How far a rank has come in a frozen schedule.
+    """The place of a rank in a frozen schedule.
 
     ``position`` is the place after the last entry that this rank has used or passed by. All ranks issue the gathers and
     reduces in one order (`Schedule.issued`), in which some gathers come before their use. What is due at a place, a
@@ -53,7 +53,7 @@ class Replay:
         self._executor, self._executed, self._alone = executor, executed, alone
         self._order, self._due = schedule.issued
         self._issued = 0
-        """How many operations of the order have been issued."""
+        """The number of operations of the order that have been issued."""
         self._reduce_place = schedule.reduces[0]
         """Place of the next reduce to issue; the schedule's length if there is none."""
         self._offered: set[int] = set()

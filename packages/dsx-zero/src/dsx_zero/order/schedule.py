@@ -58,7 +58,7 @@ class Kind(IntEnum):
 
 
 class Pass(IntEnum):
-    """What a rank is doing when it needs something. Each kind of pass has its own order."""
+    """The kind of pass that a rank is in when it needs something. Each kind of pass has its own order."""
 
     EVALUATION = 0
     """A forward without gradients."""
@@ -83,7 +83,7 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True)
 class Post:
-    """What one rank tells the others in one round of agreement.
+    """A rank's message to the others in one round of agreement.
 
     ``during`` is the kind of pass that the rank is in. ``position`` is how far the rank has executed its frozen
     schedule (0 without one), ``checksum`` covers everything it has executed in this step, ``deviation`` is the first
@@ -156,7 +156,7 @@ def _number(bits: int) -> float:
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks do after one round.
+    """The actions of all ranks after one round.
 
     1. All ranks execute their schedule up to ``align``. 2. All execute ``operations`` in order. 3. The ranks in
     ``resume`` go on, because their post is fulfilled; the others post again.

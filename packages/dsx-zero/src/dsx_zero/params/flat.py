@@ -20,6 +20,7 @@ import torch
 from dsx_comm import RankSet
 from torch import nn
 
+from ..homes.blocks import HostBlocks
 from ..homes.home import Cuttable, DeviceHome, Home, read, write
 from ..homes.tiers import DeviceTier, Tier
 from ..plan.layout import FlatLayout, LocalSlice
@@ -27,7 +28,7 @@ from ..plan.units import GroupKey, GroupPlan, UnitPlan
 from .dtensors import GlobalTensor, global_of
 from .memory import Memory, OrdinaryMemory
 
-__all__ = ["FlatGroup", "Unit", "cut_at_parts", "label_of", "local_parts", "make_shard"]
+__all__ = ["FlatGroup", "Unit", "cut_at_parts", "cut_parts", "label_of", "local_parts", "make_shard"]
 
 
 @dataclass(frozen=True)
@@ -221,3 +222,24 @@ class Unit:
     def trainable(self) -> tuple[FlatGroup, ...]:
         """The groups that take part in reducing and stepping."""
         return tuple(group for group in self.groups if group.trainable and group.layout.numel)
+
+
+def cut_parts(
+    values: Home, group: FlatGroup, parts: Sequence[Part], blocks: HostBlocks | None = None, *, as_kept: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """Parts (at least one, in order of their offsets) of the reduced gradients of a group, 1-D, in the dtype and on the
+    device of its masters; in another dtype than they are kept in memory of `blocks`, if given and on the host.
+    `as_kept`: on the host in the dtype in which they are kept.
+    """
+    first, last = parts[0].slice.offset, parts[-1].slice.offset + parts[-1].slice.numel
+    block = read(values, first, last)
+    master = group.master
+    if master is not None and not (as_kept and block.device.type == master.device.type == "cpu"):
+        if blocks is not None and block.device.type == master.device.type == "cpu":
+            block = blocks.converted(block, master.dtype)
+        else:
+            block = block.to(device=master.device, dtype=master.dtype)
+    found = []
+    for part in parts:  # a loop: no call per parameter
+        found.append(block.narrow(0, part.slice.offset - first, part.slice.numel))
+    return tuple(found)

@@ -69,7 +69,7 @@ class GatherHooks:
         return made
 
     def send(self, rows: Any, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """What the pre-hook makes of this rank's rows (a tensor of `around`): tensors to send, and what stays here.
+        """The tensors that the pre-hook makes of this rank's rows (a tensor of `around`) to send, and what stays here.
 
         Args:
             mesh: of one dimension, over the ranks that share the weight; None where there is no process group.
@@ -151,6 +151,6 @@ class _Shown(torch.autograd.Function):
 
 
 def shown_for(plain: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """What `make` returns, with the gradient going to `plain`, also where gradients are off now and used later."""
+    """The result of `make`, with the gradient going to `plain`, also where gradients are off now and used later."""
     with torch.inference_mode(False), torch.enable_grad():
         return _Shown.apply(plain, make)

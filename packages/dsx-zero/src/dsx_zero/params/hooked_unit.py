@@ -30,7 +30,7 @@ __all__ = ["HookedStorage", "HookedUnit"]
 
 
 class HookedStorage(GatheredStorage):
-    """What a weight's hooks gather: the tensors that were sent, and those that its post-hook made besides."""
+    """The tensors that a weight's hooks gather: those that were sent, and those that its post-hook made besides."""
 
     hooks: GatherHooks
     stale = False
@@ -140,7 +140,7 @@ class HookedParameter(UnitParameter):
 
     @property
     def store(self) -> HookedStorage:
-        """What is gathered of it."""
+        """The part of it that is gathered."""
         return self.unit.hooked[self.group]
 
     def write(self, edit: Callable[[torch.Tensor], object]) -> None:

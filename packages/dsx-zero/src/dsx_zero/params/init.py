@@ -20,8 +20,6 @@ Only torch's registration hooks are used; no class or function of torch is repla
 from __future__ import annotations
 
 import itertools
-import json
-import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -40,6 +38,7 @@ from ..homes.home import Home, read, write
 from ..homes.stored import TensorStore
 from ..homes.tiers import DeviceTier, DiskTier, HostTier, Tier
 from ..plan.layout import FlatLayout, pieces
+from .init_config import check_later, dtype_of, offload_of, read_config
 from .memory import OrdinaryMemory
 from .partitioned import PartitionedParameter, PartitionedParameterError
 from .whole import read_whole, write_whole
@@ -218,19 +217,19 @@ class Init:
         store: TensorStore | None = None,
         **later: Any,
     ) -> None:
-        _refuse(**later)
+        check_later(**later)
         if config is not None and config_dict_or_path is not None:
             raise ZeroConfigError("Init.config", "got config and config_dict_or_path; they are two names of one thing")
         given = config if config is not None else config_dict_or_path
         settings = read_config(given) if isinstance(given, (str, Path)) else given
-        self._dtype = dtype or _dtype_of(settings)
+        self._dtype = dtype or dtype_of(settings)
         if enabled:
             dsx_comm.join_launched_ranks(alone=True)  # programs ask torch.distributed for the rank while they build
         self._ranks = _rank_sets(data_parallel_group, mpu)
         self._enabled = enabled
         self._tier: Tier = DeviceTier()
         if enabled:
-            self._tier = self._chosen_tier(remote_device, pin_memory, _offload_of(settings), store)
+            self._tier = self._chosen_tier(remote_device, pin_memory, offload_of(settings), store)
         self._seen: list[nn.Module] = []
         self._stack = ExitStack()
         if module is not None and enabled:
@@ -342,63 +341,6 @@ def _rank_sets(data_parallel_group: Any, mpu: Any) -> RankSets:
 def there_is_cuda(group: Any) -> bool:
     """Whether the group's ranks train on CUDA devices."""
     return torch.cuda.is_available() and dsx_comm.is_initialized() and "nccl" in str(dsx_comm.get_backend(group))
-
-
-def _refuse(**later: Any) -> None:
-    known = {
-        "zero_param_parallel_group",
-        "zero_quantized_weights",
-        "zero_quantized_nontrainable_weights",
-        "sequence_data_parallel_group",
-        "param_swapper",
-        "tensor_overrides",
-    }
-    for name, value in later.items():
-        if name not in known:
-            raise TypeError(f"Init got an unexpected argument {name!r}")
-        if value not in (None, False) and name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):
-            raise ZeroConfigError(
-                f"Init.{name}",
-                f"Init only divides parameters; set zero_optimization.{name} in the configuration of the sharded model",
-            )
-        if value not in (None, False):
-            raise ZeroConfigError(f"Init.{name}", "not available yet: leave it out")
-
-
-_COMMENT = re.compile(r'("(?:[^"\\\n]|\\.)*")|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
-_COMMA = re.compile(r'("(?:[^"\\\n]|\\.)*")|,(?=\s*[}\]])')
-
-
-def read_config(path: str | Path) -> Any:
-    """Read a JSON file. Comments and trailing commas are allowed, as in the configuration of an engine.
-
-    Raises:
-        ZeroConfigError: the file cannot be read, or is not JSON.
-    """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        for left_out in (_COMMENT, _COMMA):
-            text = left_out.sub(lambda found: found[1] or "", text)
-        return json.loads(text)
-    except (OSError, ValueError) as error:
-        raise ZeroConfigError(
-            "Init.config",
-            f"got {str(path)!r:.200}, which cannot be read ({error}); expected a dictionary or the path of a JSON file",
-        ) from error
-
-
-def _dtype_of(config: Mapping[str, Any] | None) -> torch.dtype | None:
-    for section, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16)):
-        if isinstance(config, Mapping) and dict(config.get(section) or {}).get("enabled") is True:
-            return dtype
-    return None
-
-
-def _offload_of(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The section ``zero_optimization.offload_param``; empty if there is none."""
-    zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
-    found = zero.get("offload_param") if isinstance(zero, Mapping) else None
-    return {"device": "cpu", **found} if isinstance(found, Mapping) else {}
 
 
 MiCS_Init = Init

@@ -28,7 +28,7 @@ Build = Callable[[dict[str, torch.Tensor], Any, Any, Any], torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Form:
-    """How a tensor is made of its inner tensors.
+    """The way in which a tensor is made of its inner tensors.
 
     Attributes:
         kind: the name of its class.

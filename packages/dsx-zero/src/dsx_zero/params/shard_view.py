@@ -147,7 +147,7 @@ class ShardView(torch.Tensor):
 
     @property
     def part(self) -> Part:
-        """Which elements these are."""
+        """The part of the whole tensor that these elements are."""
         return self._part
 
     @property

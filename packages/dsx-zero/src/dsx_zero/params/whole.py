@@ -31,7 +31,7 @@ def _slices(layout: FlatLayout, name: str) -> list[LocalSlice | None]:
 def read_whole(layout: FlatLayout, name: str, shard: Home, ranks: RankSet, *, device: torch.device) -> torch.Tensor:
     """The parameter ``name`` as a new tensor of its logical shape on ``device``.
 
-    It is made from the ``shard`` of each of ``ranks``, bit for bit. Collective.
+    It is joined from the ``shard`` of each of ``ranks``, bitwise identical. Collective.
     """
     mine = layout.local_slice(name, ranks.rank)
     piece = None if mine is None else _elements(shard, mine)

@@ -1,4 +1,4 @@
-"""Which parameters are gathered, reduced and freed together, and which rank owns which slice: frozen data, no
+"""Plans of the parameters that are gathered, reduced and freed together, and of each rank's slices: frozen data, no
 communication.
 
 `layout` has the slices of flat buffers, `units` the division of a model, `leaves` the modules that are marked as one

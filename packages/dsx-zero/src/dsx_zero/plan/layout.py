@@ -1,4 +1,4 @@
-"""Which rank owns which element: the arithmetic of flat buffers, without tensors and without communication.
+"""The arithmetic of flat buffers, which says the owner of each element, without tensors and without communication.
 
 The parameters of one unit (of one dtype) lie one after the other in a flat buffer. Every parameter starts at a multiple
 of 64 bytes, so that kernels on a parameter or on its gradient see aligned memory. The buffer's end is padded so that it

@@ -1,4 +1,4 @@
-"""Which ranks share the buffers of a model: the choice, its check, and what follows from it for module buffers.
+"""The ranks that share the buffers of a model: the choice, its check, and what follows from it for module buffers.
 
 The choice is `dsx_comm.RankSets`, or a function of the caller's. The only communication here is to make process groups
 that a topology has not made yet.

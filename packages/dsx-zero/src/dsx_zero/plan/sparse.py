@@ -1,4 +1,4 @@
-"""Which parameters have sparse row gradients: the weights of `nn.Embedding` and `nn.EmbeddingBag` with `sparse=True`.
+"""Parameters with sparse row gradients: the weights of `nn.Embedding` and `nn.EmbeddingBag` with `sparse=True`.
 
 A weight that another module uses too, such as a head that is tied to the embedding, has a dense gradient and is not
 one of them.

@@ -87,7 +87,7 @@ RanksOf = Callable[[ParameterInfo], RankSet]
 
 @dataclass(frozen=True)
 class GroupKey:
-    """What the parameters of one flat buffer have in common. `ranks`: who shares the buffer. `sparse`, `hooked`: the
+    """The facts that the parameters of one flat buffer share. `ranks`: who shares the buffer. `sparse`, `hooked`: the
     name of its only parameter, where that has gradients of rows, or is gathered in a form of its own, row by row.
     """
 
@@ -109,7 +109,7 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class Persistence:
-    """Which parameters stay whole at stage 3: those of at most `parameter` elements, in definition order, until there
+    """Parameters that stay whole at stage 3: those of at most `parameter` elements, in definition order, until there
     are `total` elements.
     """
 

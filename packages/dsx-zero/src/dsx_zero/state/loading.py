@@ -20,8 +20,9 @@ from ..plan.layout import LocalSlice
 from ..step.masters import Master, write_parameters
 from ..step.states import OptimizerStates, without_containers
 from ..transports.errors import note_lost
+from .layout import ModelLayout
 from .shapes import Held, held_of_state
-from .slices import COPY, Place, Reader, State, places_of
+from .slices import COPY, Reader, State
 from .templates import StateTemplates, is_single
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def publish_masters(runtime: Runtime) -> None:
 
 def read_slices(
     runtime: Runtime,
-    masters: Mapping[str, tuple[Master, ...]],
+    layout: ModelLayout,
     states: OptimizerStates,
     reader: Reader,
     *,
@@ -93,13 +94,12 @@ def read_slices(
     Raises:
         ZeroStateError: stored states are not those this optimizer keeps, or have another form.
     """
-    places, templates = places_of(runtime), StateTemplates(states.inner)
-    load = SliceLoad(runtime, states.inner)
+    templates, load = StateTemplates(states.inner), SliceLoad(runtime, states.inner)
     for info in runtime.infos:
         if not info.trainable:
-            _read_frozen(load, runtime, reader, info.name, places[info.name])
+            _read_frozen(load, layout, reader, info.name)
             continue
-        for master in masters.get(info.name, ()):
+        for master in layout.masters_of(info.name):
             read_master(load, states, reader, master, templates, from_masters=from_masters)
     groups = [group for unit in runtime.trainable_units() for group in unit.trainable]
     for keeper in runtime.errors:
@@ -132,17 +132,11 @@ def _read_master(load: SliceLoad, reader: Reader, master: Master, from_masters: 
         load.add(_copy(master.name, master.group.master, master.slice, value))
 
 
-def _read_frozen(load: SliceLoad, runtime: Runtime, reader: Reader, name: str, place: Place) -> None:
-    group = place.group
-    if runtime.stage < 3:
-        part, home = group.whole_slice(place.index), group.all_visible()
-    else:
-        part, home = group.layout.local_slice(name, group.rank), group.shard
-    if part is None:
-        return
-    value = reader.param(name, part.start, part.stop)
-    if value is not None:
-        load.add(_copy(name, home, part, value))
+def _read_frozen(load: SliceLoad, layout: ModelLayout, reader: Reader, name: str) -> None:
+    for home, part in layout.homes_of(name):
+        value = reader.param(name, part.start, part.stop)
+        if value is not None:
+            load.add(_copy(name, home, part, value))
 
 
 def _copy(name: str, home: Home, part: LocalSlice, value: Any) -> Callable[[], None]:

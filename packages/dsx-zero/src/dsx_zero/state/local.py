@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -18,19 +18,8 @@ from .slices import ParamSlice, Reader, State
 __all__ = ["count_bytes", "load_local", "save_local", "unique_bytes"]
 
 
-class SlicedOptimizer(Protocol):
-    """What this file needs of a `ZeroOptimizer`."""
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]: ...
-
-    def held_slices(self) -> Iterator[ParamSlice]: ...
-
-    def read_slices(self, reader: Reader) -> SliceLoad: ...
-
-
 class LocalState(OrderedDict[str, Any]):
-    """What `ZeroOptimizer.state_dict` gives on a rank that has parts of tensors. Saved and copied, it is an ordinary
+    """The result of `ZeroOptimizer.state_dict` on a rank that has parts of tensors. Saved and copied, it is an ordinary
     dictionary.
     """
 
@@ -47,8 +36,8 @@ class LocalState(OrderedDict[str, Any]):
         return OrderedDict, (), None, None, iter(self.items())
 
 
-def save_local(optimizer: SlicedOptimizer) -> LocalState:
-    """See `ZeroOptimizer.state_dict`."""
+def save_local(held: Iterable[ParamSlice], param_groups: Iterable[dict[str, Any]]) -> LocalState:
+    """See `ZeroOptimizer.state_dict`. `held`: everything that this rank keeps."""
     slices = {
         part.name: {
             "shape": part.shape,
@@ -60,11 +49,9 @@ def save_local(optimizer: SlicedOptimizer) -> LocalState:
             "ranges": _by_key(part.ranges),
             "shaped": {state.key: (state.start, state.values) for state in part.shaped},
         }
-        for part in optimizer.held_slices()
+        for part in held
     }
-    groups = [
-        {k: v for k, v in group.items() if k not in ("params", "param_names")} for group in optimizer.param_groups
-    ]
+    groups = [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in param_groups]
     return LocalState(slices=slices, param_groups=groups)
 
 
@@ -122,25 +109,34 @@ class _LocalReader:
         return values[start - first : stop - first]
 
 
-def load_local(optimizer: SlicedOptimizer, state: dict[str, Any]) -> None:
-    """See `ZeroOptimizer.load_state_dict`."""
+def load_local(
+    state: dict[str, Any],
+    param_groups: Sequence[dict[str, Any]],
+    held: Callable[[], Iterable[ParamSlice]],
+    read: Callable[[Reader], SliceLoad],
+) -> None:
+    """See `ZeroOptimizer.load_state_dict`.
+
+    Args:
+        held: gives everything that this rank keeps.
+        read: reads all of it, and changes nothing before `install`.
+    """
     if not isinstance(state, dict) or not {"slices", "param_groups"} <= set(state):
         raise ZeroStateError(
             "the state dict is none of a ZeroOptimizer: expected the keys slices and param_groups; a plain optimizer's "
             "state is loaded with dsx_zero.load_full_state_dict(optimizer, {'model': ..., 'optimizer': ...})"
         )
     slices, groups = state["slices"], state["param_groups"]
-    mine: Iterable[ParamSlice] = list(optimizer.held_slices())
-    wrong = [p.name for p in mine if p.name not in slices or tuple(slices[p.name]["shape"]) != tuple(p.shape)]
+    wrong = [p.name for p in held() if p.name not in slices or tuple(slices[p.name]["shape"]) != tuple(p.shape)]
     if wrong:
         raise ZeroStateError(
             f"the state dict does not fit the model: {wrong[:10]} are missing in it or have another shape"
         )
-    if len(groups) != len(optimizer.param_groups):
-        raise ZeroStateError(f"got {len(groups)} parameter groups, expected {len(optimizer.param_groups)}")
-    load = optimizer.read_slices(_LocalReader(slices))  # everything is checked before the first value changes
+    if len(groups) != len(param_groups):
+        raise ZeroStateError(f"got {len(groups)} parameter groups, expected {len(param_groups)}")
+    load = read(_LocalReader(slices))  # everything is checked before the first value changes
     load.install()
-    for group, saved in zip(optimizer.param_groups, groups):
+    for group, saved in zip(param_groups, groups):
         # Where this rank has whole states, the saved groups number their parameters, as those of a plain optimizer do.
         group.update({key: value for key, value in saved.items() if key != "params"})
 
@@ -185,10 +181,11 @@ class _Count:
 def count_bytes(runtime: Runtime, states: OptimizerStates) -> dict[str, dict[str, int]]:
     """See `ZeroOptimizer.state_bytes_by_tier`."""
     groups, count = [group for unit in runtime.units for group in unit.groups], _Count()
+    reductions = runtime.gradients.reductions
     found = {
         "params": count.of([g.visible for g in groups if g.visible is not None], [group.shard for group in groups]),
         "master": count.of(homes=[group.master for group in groups if group.master is not None]),
-        "grads": count.of(runtime.gradients.tensors(), runtime.gradients.homes()),
+        "grads": count.of(reductions.tensors(), reductions.homes()),
         "optimizer": count.of(homes=states.homes()),
         "buffers": count.of(runtime.publisher.tensors()),
     }
@@ -198,5 +195,5 @@ def count_bytes(runtime: Runtime, states: OptimizerStates) -> dict[str, dict[str
         for tensor in states.inner.communication_tensors():
             count.add(found["optimizer"], "device", tensor)
     found["buffers"]["host"] = found["buffers"].get("host", 0) + states.blocks.idle_bytes
-    found["buffers"]["device"] = found["buffers"].get("device", 0) + runtime.gradients.idle_bytes()
+    found["buffers"]["device"] = found["buffers"].get("device", 0) + reductions.idle_bytes()
     return found

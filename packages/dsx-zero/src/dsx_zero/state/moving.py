@@ -34,7 +34,7 @@ class OffloadStateTypeEnum(str, Enum):
     """The classes of state that can be moved, by the names that scripts use."""
 
     optim_states = "optim_states"
-    """What the optimizer keeps per element."""
+    """The values that the optimizer keeps per element."""
     hp_params = "hp_params"
     """Masters, where they are memory of their own."""
     lp_params = "lp_params"
@@ -46,7 +46,7 @@ class OffloadStateTypeEnum(str, Enum):
 
 
 class OffloadDeviceEnum(str, Enum):
-    """Where state can live, by the names of configurations."""
+    """The devices where state can live, by the names of configurations."""
 
     none = "none"
     cpu = "cpu"
@@ -120,7 +120,7 @@ class MovedStates:
     def __init__(self, runtime: Runtime, states: OptimizerStates) -> None:
         self._runtime, self._states = runtime, states
         self.stashes: dict[OffloadStateTypeEnum, _Moved] = {}
-        """What is in host memory now, by class."""
+        """The states that are in host memory now, by class."""
         self._guards: list[Any] = []
 
     @property
@@ -168,10 +168,10 @@ class MovedStates:
         kinds = _kinds(include, "offload_states")
         _check_device(device)
         if not self.stashes:
-            self._runtime.gradients.complete_due()  # nothing may be under way
+            self._runtime.gradients.complete(due=True)  # nothing may be under way
         for kind in kinds:
             if kind is OffloadStateTypeEnum.contiguous_grad_buffer:
-                self._runtime.gradients.drop_idle()
+                self._runtime.gradients.reductions.drop_idle()
                 self._states.blocks.drop()
             elif kind not in self.stashes:
                 self.stashes[kind] = self._move(self._find(kind), pin=pin, non_blocking=non_blocking)
@@ -181,7 +181,7 @@ class MovedStates:
                 model.register_forward_pre_hook(self._before_forward, prepend=True),
                 model.register_state_dict_pre_hook(self._before_state_dict),
             ]
-        self._runtime.gradients.refuse_backwards(self._refusal() if self.stashes else None)
+        self._runtime.gradients.refusal = self._refusal() if self.stashes else None
 
     def bring_back(
         self, include: Iterable[OffloadStateTypeEnum | str] | None = None, *, non_blocking: bool = False
@@ -201,7 +201,7 @@ class MovedStates:
             for guard in self._guards:
                 guard.remove()
             self._guards = []
-        self._runtime.gradients.refuse_backwards(self._refusal() if self.stashes else None)
+        self._runtime.gradients.refusal = self._refusal() if self.stashes else None
 
     def _move(self, found: _Found, *, pin: bool, non_blocking: bool) -> _Moved:
         faces = []
@@ -260,8 +260,8 @@ class MovedStates:
         return _Found([home.memory for home in homes], homes)
 
     def _gradients(self) -> _Found:
-        gradients = self._runtime.gradients
-        homes = list(_on_device(gradients.homes()))
+        reductions = self._runtime.gradients.reductions
+        homes = list(_on_device(reductions.homes()))
         faces = [
             p.grad
             for unit in self._runtime.units
@@ -269,7 +269,7 @@ class MovedStates:
             for p in group.parameters
             if p.grad is not None and type(p.grad) is torch.Tensor and p.grad.numel()
         ]
-        return _Found([*gradients.tensors(), *(home.memory for home in homes)], homes, faces)
+        return _Found([*reductions.tensors(), *(home.memory for home in homes)], homes, faces)
 
     def _optimizer(self) -> _Found:
         tensors = [tensor for tier, tensor in self._states.tensors() if tier == "device" and tensor.numel() > 1]

@@ -59,7 +59,7 @@ class ShapedState:
 
 @dataclass(frozen=True)
 class ShapedKind:
-    """What all ranks know of a state with a shape of its own, also those that have nothing of it."""
+    """The facts that all ranks know of a state with a shape of its own, also those that have nothing of it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -68,7 +68,7 @@ class ShapedKind:
 
 @dataclass(frozen=True)
 class Held:
-    """What a master has of a state with a shape of its own.
+    """The part that a master has of a state with a shape of its own.
 
     Attributes:
         shape: of the whole state.
@@ -85,8 +85,8 @@ class Held:
 
 
 def held_of_state(states: OptimizerStates, master: Master, key: str, value: Any) -> Held | None:
-    """What a master has of a state; None for a state with one value per element, or one value. `value`: the state, or
-    an example.
+    """The part that a master has of a state; None for a state with one value per element, or one value. `value`: the
+    state, or an example.
 
     Raises:
         ZeroStateError: a block lies in two masters.
@@ -116,8 +116,8 @@ def held_of_state(states: OptimizerStates, master: Master, key: str, value: Any)
 
 
 def shaped_state(states: OptimizerStates, master: Master, key: str, value: Any, part: LocalSlice) -> ShapedState | None:
-    """What belongs to the elements `part` of the master; None for a state with one value per element, or one value. A
-    state of the whole tensor belongs to its first element.
+    """The part that belongs to the elements `part` of the master; None for a state with one value per element, or one
+    value. A state of the whole tensor belongs to its first element.
     """
     held = held_of_state(states, master, key, value)
     if held is None:

@@ -1,4 +1,4 @@
-"""What this rank owns, by name: the view from which checkpoints are written.
+"""This rank's own values, by name: the view from which checkpoints are written.
 
 A `ParamSlice` is a range of a parameter in row-major order, with its master and its optimizer states. Over all ranks
 the slices cover every element exactly once. That holds at stage 0 too: every rank has all elements there, and the work
@@ -21,6 +21,7 @@ from ..plan.layout import LocalSlice, pieces
 from ..step.masters import Master
 from ..step.states import OptimizerStates
 from ..transports.errors import FlatError, errors_of
+from .layout import ModelLayout
 from .shapes import ShapedState, shaped_state
 from .templates import StateTemplates, is_single
 
@@ -30,13 +31,11 @@ if TYPE_CHECKING:
 __all__ = [
     "COPY",
     "ParamSlice",
-    "Place",
     "Reader",
     "State",
     "StoredValues",
     "iter_slices",
     "own_states",
-    "places_of",
     "read_elements",
 ]
 
@@ -141,50 +140,30 @@ class Reader(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Place:
-    """A parameter's flat group and its number there."""
-
-    group: FlatGroup
-    index: int
-
-
-def places_of(runtime: Runtime) -> dict[str, Place]:
-    """The place of each parameter, by its first name."""
-    return {
-        name: Place(group, index)
-        for unit in runtime.units
-        for group in unit.groups
-        for index, name in enumerate(group.layout.names)
-    }
-
-
 def iter_slices(
     runtime: Runtime,
-    masters: Mapping[str, tuple[Master, ...]],
+    layout: ModelLayout,
     states: OptimizerStates,
     *,
     where: Where,
     held: bool = False,
     lazily: bool = False,
 ) -> Iterator[ParamSlice]:
-    """What this rank owns of every parameter, in definition order.
+    """This rank's own part of every parameter, in definition order.
 
     `held`: give everything that this rank keeps, not only what it owns (all elements of a parameter at stage 0, all
     elements of frozen ones up to stage 2). `lazily`: give values that are not in memory as `StoredValues`.
     """
-    places, inner = places_of(runtime), states.inner
+    inner = states.inner
     templates, errors = StateTemplates(inner), _GroupErrors(runtime)
     for info in runtime.infos:
-        group, index = places[info.name].group, places[info.name].index
-        if held and (runtime.stage == 0 or (runtime.stage < 3 and not info.trainable)):
-            part, home = group.whole_slice(index), group.all_visible()
-        else:
-            # with hybrid sharding several ranks hold equal shards; only those of the first copy count
-            owned = group.layout.local_slice(info.name, group.rank) if held or group.ranks.first_copy else None
-            part, home = owned or LocalSlice(0, 0, 0), group.shard
+        group = layout.group_of(info.name)
+        whole = held and (runtime.stage == 0 or (runtime.stage < 3 and not info.trainable))
+        part, home = layout.part_of(info.name, whole=whole)
+        if not held and not group.ranks.first_copy:
+            part = LocalSlice(0, 0, 0)  # with hybrid sharding several ranks hold equal shards
         param: Any = read_elements(home, part.offset, part.numel, where, lazily=lazily)
-        pieces = masters.get(info.name, ())
+        pieces = layout.masters_of(info.name)
         trainable = info.trainable
         found = own_states(states, pieces, part, templates, lazily, where, empty=held) if part.numel else {}
         yield ParamSlice(

@@ -1,4 +1,4 @@
-"""Which states an optimizer keeps per parameter, and in what form. A copy of the optimizer shows it in one step on a
+"""The states that an optimizer keeps per parameter, and their form. A copy of the optimizer shows it in one step on a
 sample parameter.
 
 A state is either elementwise (one value per element of the parameter, cut as the parameter is cut) or single (one value

@@ -222,7 +222,7 @@ class EditAgreement:
         return _hash(of_all, 15) << 16 | _hash([item for item in changes if item[0] in self._of_some], 16)
 
     def of_all(self) -> str:
-        """What was written into the parameters that all ranks hold, as a text; ranks that wrote the same give the same
+        """The edits of the parameters that all ranks hold, as a text; ranks that wrote the same give the same
         text.
         """
         return repr(sorted((name, value) for name, value in self._edited().items() if name not in self._of_some))
@@ -258,9 +258,9 @@ class EditAgreement:
         )
 
     def _changes_of_ranks(self) -> list[tuple[dict[str, int], dict[str, int]]]:
-        """What each rank has written and frozen. One rank of each of a few kinds tells it; of further kinds, which
-        differ from the first one too, it is taken to be that of the first. Of parameters that some ranks hold it is
-        told where ranks with the same parameters differ.
+        """The parameters that each rank has written and frozen. One rank of each of a few kinds tells it; of further
+        kinds, which differ from the first one too, it is taken to be that of the first. Of parameters that some ranks
+        hold it is told where ranks with the same parameters differ.
         """
         together = dsx_comm.together(self._ranks.group)
         edited, frozen = self._edited(), self._frozen()

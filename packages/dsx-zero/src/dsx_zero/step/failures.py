@@ -1,56 +1,16 @@
-"""Failures of one rank in a step, where the others would otherwise wait for it in a collective: raised on all ranks, or
-raised when this rank has taken part in the collectives that follow.
-"""
+"""Failures of the host's thread on one rank, raised on all ranks: the others would wait for it in a collective."""
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import dsx_comm
 
 from ..errors import ZeroStateError
 from ..order.channel import Asks
 
-__all__ = ["StepFailure", "is_full", "raise_on_all_ranks"]
-
-T = TypeVar("T")
-
-
-class StepFailure:
-    """What failed first on this rank in the running step.
-
-    With `deferred`, the parts of a step that follow a failure are left out, but not their collectives, and the failure
-    is raised at the end of the step. That is for an owner whose ranks agree then whether all could step. Without, a
-    failure is raised at once.
-    """
-
-    def __init__(self) -> None:
-        self.deferred = False
-        self.first: Exception | None = None
-
-    def begin(self) -> None:
-        """Begin a step."""
-        self.first = None
-
-    def run(self, action: Callable[[], T], instead: T) -> T:
-        """Do a part of the step that does not communicate. Gives `instead` where this part or one before it failed."""
-        if self.first is not None:
-            return instead
-        try:
-            return action()
-        except Exception as error:
-            if not self.deferred:
-                raise
-            self.first = error
-            return instead
-
-    def end(self) -> None:
-        """End the step: raise what has failed."""
-        failure, self.first = self.first, None
-        if failure is not None:
-            raise failure
+__all__ = ["is_full", "raise_on_all_ranks"]
 
 
 def raise_on_all_ranks(

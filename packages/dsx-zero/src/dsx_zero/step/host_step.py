@@ -3,8 +3,8 @@
 *During backward.* `announce` says that the coming backward is the last one before the step. When the last reduction of
 a unit is complete, the thread steps the unit's masters, in host memory or on disk. The parameters keep their old values
 until `step()`: backward, other ranks' gathers and the user see the values from before the update (`host_thread`). The
-result has the same bits as a step after backward: a unit is stepped only after all ranks have said, together with the
-unit's reduction, that it was the last one, and with the settings (learning rates) of the announcement.
+result is bitwise identical to a step after backward: a unit is stepped only after all ranks have said, together with
+the unit's reduction, that it was the last one, and with the settings (learning rates) of the announcement.
 
 Where the step clips or checks for overflow, the norm decides on the update, and it is known when backward has ended.
 There the thread *speculates* that gradients are neither clipped nor infinite, and keeps what it overwrites. In `step`
@@ -60,7 +60,7 @@ _TRIALS = 2
 """Announced steps in which nothing is stepped early, where a step cannot be undone."""
 
 _MOST_UNDONE = 2
-"""So many times an early step is undone because somebody read or changed something; then there are no more."""
+"""The number of early steps that may be undone because values were read or changed; then there are no more."""
 
 _REMEDY = (
     "do it before the last backward of an update or after step(), or set"
@@ -124,7 +124,7 @@ class HostSteps:
         self._disturbed: str | None = None
         self._late_after, self.under_way, self.kept = late_after, False, KeptGradients()
         if self._sub_groups:
-            runtime.gradients.watch_reductions(self)
+            runtime.gradients.reductions.watch = self
         before_edit = weakref.WeakMethod(self.before_edit)
         for group in (group for unit in runtime.trainable_units() for group in unit.trainable):
             group.before_edit = lambda: None if (call := before_edit()) is None else call()
@@ -176,7 +176,7 @@ class HostSteps:
             return
         if not (final or announced.trial):
             return
-        groups = tuple(SteppedGroup(*found) for found in self._runtime.gradients.reduced(unit))
+        groups = tuple(SteppedGroup(*found) for found in self._runtime.gradients.reductions.reduced(unit))
         self._stepped[unit] = groups
         if announced.trial:
             wait_for_gradients(groups)
@@ -212,7 +212,7 @@ class HostSteps:
             problem = f"the step of a unit during backward failed: {type(failure).__name__}: {failure}"
         elif announced is not None and self._stepped:
             now = settings_of(self._inner)
-            writes = writes_since(self._stepped, self._runtime.gradients, self._edits, self._names)
+            writes = writes_since(self._stepped, self._runtime.gradients.reductions, self._edits, self._names)
             changes = chain(announced.differences(grad_scale, max_norm, now), writes)
             problem = problem or next(changes, None)
         if problem is not None and self._is_undoable():

@@ -38,7 +38,7 @@ __all__ = ["ApartSteps", "NewValues", "OldValues", "new_values_wait", "worker_be
 
 
 def worker_beside(runtime: Runtime) -> Worker:
-    """A thread for the host's step of a model."""
+    """A thread for the CPU optimizer step of a model."""
     device = next((group.key.device for u in runtime.trainable_units() for group in u.trainable), "cpu")
     return Worker(torch.device(device), "dsx-zero-step")
 
@@ -64,7 +64,8 @@ class _Old:
 
 
 class OldValues:
-    """What a step changes, from before it, so that it can be undone: every bit, also of states that are no tensors.
+    """The values that a step changes, from before it, so that it can be undone: every bit, also of states that are no
+    tensors.
 
     Masters and states in memory are copied. What is stored in a `StoredHome` stays where it is: new values are written
     beside it until `settle`.

@@ -40,12 +40,12 @@ __all__ = [
 ]  # fmt: skip
 
 ReadGradients = Callable[[FlatGroup, Sequence[Part]], tuple[torch.Tensor, ...]]
-"""Reads the reduced gradients of parts of a flat group, as `Gradients.parts` does."""
+"""Reads the reduced gradients of parts of a flat group, as `Reductions.parts` does."""
 
 _TORCH = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 
 Settings = list[dict[str, Any]]
-"""What an optimizer's parameter groups say, without their parameters."""
+"""The settings of an optimizer's parameter groups, without their parameters."""
 
 
 def why_at_once(inner: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""What the inner optimizer sees: one tensor per parameter with this rank's slice of its master values.
+"""The tensors that the inner optimizer sees: one per parameter with this rank's slice of its master values.
 
 At stage 0 every rank steps all elements, so the tensors keep their logical shapes and any optimizer works. From stage 1
 on they are 1-D slices, also for rules with a function of whole matrices (`matrices.py`), or whole tensors where the
@@ -233,7 +233,9 @@ def replace_parameters(optimizer: Any, current: Callable[[torch.Tensor], torch.T
 
 
 def block_of(optimizer: Any, key: str) -> int | None:
-    """How many elements share one value of the state `key` (scales of coded moments); None for any other state."""
+    """The number of elements that share one value of the state `key` (scales of coded moments); None for any other
+    state.
+    """
     return getattr(optimizer, "state_parts", {}).get(key)
 
 
@@ -309,7 +311,7 @@ def _copy_all(target: Home, source: Home) -> None:
 
 
 def copy_targets(masters: Sequence[Master]) -> dict[torch.Tensor, torch.Tensor]:
-    """Where an optimizer that writes low-precision copies has to write them, by master tensor."""
+    """The targets of an optimizer that writes low-precision copies, by master tensor."""
     found: dict[torch.Tensor, torch.Tensor] = {}
     for master in masters:
         group, place = master.group, master.slice

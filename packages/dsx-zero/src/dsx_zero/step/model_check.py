@@ -1,4 +1,4 @@
-"""What the user may have changed in the model since it was sharded: its parameters, and which of them are frozen.
+"""Changes of the model by the user since it was sharded: its parameters, and which of them are frozen.
 
 Gradients and updates belong to the parameters that were there when the model was sharded, in the memory they had then.
 A layer that was replaced afterwards, an added parameter, or new memory behind a parameter (`p.data = ...`,

@@ -139,7 +139,7 @@ def _found(run: Runtime) -> list[str]:
     found = []
     for unit in run.trainable_units():
         for group in unit.trainable:
-            pieces = run.gradients.parts(group, group.parts)
+            pieces = run.gradients.reductions.parts(group, group.parts)
             values = [piece._values() if piece.is_sparse else piece for piece in pieces]
             found += [p.name for p, piece in zip(group.parts, values) if not torch.isfinite(piece).all().item()]
     return found

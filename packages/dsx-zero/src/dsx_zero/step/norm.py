@@ -29,7 +29,7 @@ import torch
 from dsx_comm import RankSet
 
 from ..errors import ZeroModelError
-from .failures import StepFailure
+from .runner import StepFailure
 
 if TYPE_CHECKING:
     from ..runtime import Runtime
@@ -154,7 +154,9 @@ class SquaresAndRows:
         self._under_way = handle, sums
 
     def _begin(self, row: Sequence[float]) -> torch.Tensor:
-        """What this rank adds: no squares, and the row. The sums of an earlier step end first: all ranks took part."""
+        """The numbers that this rank adds: no squares, and the row. The sums of an earlier step end first: all ranks
+        took part.
+        """
         if self._under_way is not None:
             self._under_way[0].wait()
             self._under_way = None
@@ -184,7 +186,7 @@ class StepNorm:
         self._with_rows: SquaresAndRows | None = None
         if group is not None:
             self._with_rows = SquaresAndRows(group, device, self._squares_to_add_up)
-            runtime.gradients.agree_by(self._with_rows)
+            runtime.gradients.order.agree_by(self._with_rows)
 
     @property
     def on_host(self) -> bool:
@@ -250,7 +252,9 @@ class StepNorm:
         """This rank's part of the square of the norm; zero where it could not be computed and the step ends so."""
 
         def squares() -> tuple[torch.Tensor, bool]:
-            return sum_of_squares(self._runtime.gradients.norms(), device=self._device, alone=not groups, whole=whole)
+            return sum_of_squares(
+                self._runtime.gradients.reductions.norms(), device=self._device, alone=not groups, whole=whole
+            )
 
         dtype = torch.float32 if self._device.type == "mps" else torch.float64
         return self._failure.run(squares, (torch.zeros((), dtype=dtype, device=self._device), False))
@@ -272,13 +276,13 @@ class StepNorm:
 
 
 def usual_factor(grad_scale: float, max_norm: float | None, *, on_host: bool) -> float:
-    """What `clip_factor` gives where the norm is at most `max_norm`, bit for bit. `on_host`: where the norm is."""
+    """The result of `clip_factor` where the norm is at most `max_norm`, bitwise. `on_host`: the norm is on the host."""
     factor = 1.0 / grad_scale if grad_scale else math.inf
     return factor if on_host or not max_norm else torch.tensor(factor, dtype=torch.float32, device="cpu").item()
 
 
 def clip_factor(norm: torch.Tensor, grad_scale: float, max_norm: float | None) -> float | torch.Tensor:
-    """What gradients are multiplied with. A number on the host's device, a tensor elsewhere (no waiting)."""
+    """The factor that gradients are multiplied with. A number on the host's device, a tensor elsewhere (no waiting)."""
     if not max_norm:
         return 1.0 / grad_scale
     if norm.device.type == "cpu":

@@ -31,7 +31,7 @@ host more time than the overlap hides.
 
 @dataclass(frozen=True)
 class Pipeline:
-    """How far transfers of sub-groups run beside the step.
+    """Limits of the transfers of sub-groups that run beside the step.
 
     Attributes:
         ahead: sub-groups that are fetched while one is stepped.
@@ -43,7 +43,7 @@ class Pipeline:
 
 
 class Kind(Enum):
-    """What is done with a sub-group; `PUBLISH` names a unit."""
+    """The kind of an action on a sub-group; `PUBLISH` names a unit."""
 
     FETCH = "fetch"
     STEP = "step"

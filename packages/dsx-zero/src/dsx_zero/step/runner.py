@@ -8,10 +8,10 @@ Another thread may step sub-groups beforehand (`apart`); `run` then only writes 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import takewhile
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from dsx_comm.lanes import CudaLane, HostLane, Lane, Ticket, transfer
@@ -19,7 +19,6 @@ from dsx_comm.lanes import CudaLane, HostLane, Lane, Ticket, transfer
 from ..homes.home import write
 from ..params.flat import FlatGroup
 from ..runtime import Runtime
-from .failures import StepFailure
 from .host_thread import ApartSteps
 from .inner import InnerStep, StepGroups, gradients_of, has_step_hooks, runs_of, takes_narrow, why_at_once
 from .masters import Master, copy_targets
@@ -29,7 +28,44 @@ from .plan import Action, Kind, Pipeline, StepPlan, make_plan
 from .states import OptimizerStates
 from .transfers import SubGroupTransfers
 
-__all__ = ["StepRunner", "plan_step"]
+__all__ = ["StepFailure", "StepRunner", "plan_step"]
+
+T = TypeVar("T")
+
+
+class StepFailure:
+    """The first failure on this rank in the running step.
+
+    With `deferred`, the parts of a step that follow a failure are left out, but not their collectives, and the failure
+    is raised at the end of the step. That is for an owner whose ranks agree then whether all could step. Without, a
+    failure is raised at once.
+    """
+
+    def __init__(self) -> None:
+        self.deferred = False
+        self.first: Exception | None = None
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self.first = None
+
+    def run(self, action: Callable[[], T], instead: T) -> T:
+        """Do a part of the step that does not communicate. Gives `instead` where this part or one before it failed."""
+        if self.first is not None:
+            return instead
+        try:
+            return action()
+        except Exception as error:
+            if not self.deferred:
+                raise
+            self.first = error
+            return instead
+
+    def end(self) -> None:
+        """End the step: raise what has failed."""
+        failure, self.first = self.first, None
+        if failure is not None:
+            raise failure
 
 
 class StepRunner:
@@ -175,7 +211,7 @@ class StepRunner:
         *,
         by_flat: bool,
     ) -> None:
-        read = self._runtime.gradients.parts
+        read = self._runtime.gradients.reductions.parts
         if self.blocks is not None:
             read = partial(read, blocks=self.blocks)
         if by_flat and self._takes_narrow:

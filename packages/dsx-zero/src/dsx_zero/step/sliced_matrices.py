@@ -37,8 +37,8 @@ __all__ = ["Cut", "Slice", "SliceSizes", "compute_sliced", "cut_dimension", "sta
 
 @dataclass(frozen=True)
 class SliceSizes:
-    """What a rank says of its slice: its shape, the dimension that was cut, how long its fused parts are there, and the
-    rows of the matrices that it has whole, below each other (heads).
+    """A rank's words about its slice: its shape, the dimension that was cut, how long its fused parts are there, and
+    the rows of the matrices that it has whole, below each other (heads).
     """
 
     shape: tuple[int, ...]
@@ -291,7 +291,7 @@ def compute_sliced(
     results: int,
     group: Any,
 ) -> list[list[torch.Tensor]]:
-    """What `function(number, whole matrix, whole states)` gives, and the states, which it changes in place: for each
+    """Results of `function(number, whole matrix, whole states)`, and the states, which it changes in place: for each
     slice this rank's slices of the results and its elements of the states (collective over `group`).
 
     Args:

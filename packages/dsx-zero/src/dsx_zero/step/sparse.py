@@ -1,4 +1,4 @@
-"""Which optimizers take sparse gradients (rows) as they are; all others get dense ones.
+"""Optimizers that take sparse gradients (rows) as they are; all others get dense ones.
 
 Some optimizers do not change a row without a gradient (plain SGD, Adagrad). They give the same values for sparse and
 dense gradients, and sparse ones cost less. With momentum or weight decay every row changes, so that the gradient is

@@ -1,5 +1,5 @@
-"""What the host steps beside the device's work: the step that was announced, its flat groups and what shows that
-somebody has changed something since, and the gradients of a late update.
+"""The CPU optimizer step beside the device's work: the step that was announced, its flat groups with what shows later
+writes, and the gradients of a late update.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from dsx_comm.lanes import Ticket
 
-from ..grads.protocol import Gradients
-from ..grads.reductions import cut_parts
+from ..grads.local import NoReductions
+from ..grads.reductions import Reductions
 from ..homes.blocks import HostBlocks
 from ..homes.home import DeviceHome, Home, HostHome, read, write
 from ..homes.stored import StoredHome
-from ..params.flat import FlatGroup, Part
+from ..params.flat import FlatGroup, Part, cut_parts
 from ..runtime import Runtime
 from .edits import Edits
 from .inner import InnerStep, ReadGradients, Settings, same_settings, takes_narrow
@@ -108,11 +108,14 @@ def note_stepped(groups: Sequence[SteppedGroup]) -> None:
 
 
 def writes_since(
-    stepped: Mapping[int, Sequence[SteppedGroup]], gradients: Gradients, edits: Edits, names: Mapping[int, str]
+    stepped: Mapping[int, Sequence[SteppedGroup]],
+    reductions: Reductions | NoReductions,
+    edits: Edits,
+    names: Mapping[int, str],
 ) -> Iterator[str]:
     """Descriptions of what was written since units were stepped and would give other values."""
     for unit, groups in stepped.items():
-        now = gradients.reduced(unit)
+        now = reductions.reduced(unit)
         dropped = any(home is not entry.gradients for entry, (_, home, _) in zip(groups, now, strict=True))
         if dropped or any(entry.was_written() for entry in groups):
             yield f"gradients or masters of unit {names[unit]} were written between backward and step"
@@ -123,7 +126,7 @@ def writes_since(
 def gradients_in(
     homes: Mapping[FlatGroup, Home], blocks: HostBlocks | None, inner: Any, *, copied: bool = False
 ) -> ReadGradients:
-    """Reads reduced gradients from homes, as `Gradients.parts` does, for the optimizer `inner`.
+    """Reads reduced gradients from homes, as `Reductions.parts` does, for the optimizer `inner`.
 
     Args:
         copied: give copies, to an optimizer that may change them.
@@ -151,7 +154,7 @@ class KeptGradients:
     def take(self, runtime: Runtime) -> None:
         """Copy the gradients of all units, in the dtype in which they are kept."""
         for unit in runtime.trainable_units():
-            for group, home, arriving in runtime.gradients.reduced(unit.index):
+            for group, home, arriving in runtime.gradients.reductions.reduced(unit.index):
                 if arriving is not None:
                     arriving.synchronize()
                 if group not in self.homes:

@@ -100,6 +100,6 @@ class SubGroupTransfers:
 
 
 def _writes(masters: Sequence[Master]) -> list[int]:
-    """How often the stores of the masters' values were written."""
+    """The number of times that the stores of the masters' values were written."""
     homes = [master.group.master for master in masters]
     return [home.writes if isinstance(home, StoredHome) else 0 for home in homes]

@@ -1,4 +1,4 @@
-"""What an optimizer does to sample tensors: may its step be divided among ranks?
+"""Trials of an optimizer on sample tensors: may its step be divided among ranks?
 
 Classes of other packages do not say whether they go element by element. So a copy of the optimizer steps a small
 matrix, and other copies step the same elements in two slices, as two ranks would. If the results differ (a factored

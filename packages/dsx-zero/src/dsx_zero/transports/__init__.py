@@ -1,4 +1,4 @@
-"""How a flat buffer is sent between the ranks that share it (architecture, C17).
+"""Ways to send a flat buffer between the ranks that share it (architecture, C17).
 
 `protocol` defines a transport; `plain` has gathers of exact values, and sums and means of gradients, exact,
 in another dtype, in pieces, or over copies; `quantized` has both with fewer bits; `levels` has gathers that use nodes,

@@ -12,7 +12,7 @@ not every job has:
     weight_sent@all             values that all ranks had of the parameters before the last step (`differences`)
     weight_current@all          the same, if there has been no step since
 
-A job with the same ranks and nodes continues with the same bits. In a job with another layout every rank takes the mean
+A resumed job with the same ranks and nodes is bitwise identical. In a job with another layout every rank takes the mean
 of all ranks' errors, so that the sum that reaches the parameters in the end is the same.
 
 When a model gets a new layout, the errors of gradients are kept (`carry_errors`). Errors of parameters are not needed:

@@ -205,7 +205,7 @@ class Checkpointer:
         """The part of a parameter that this rank writes: nothing if another rank's copy counts (weights that
         stages share). Each stage cuts its copy in its own way, so the pieces of several copies are not one tensor.
         """
-        ranks = self.shards.group_of(part.name).ranks
+        ranks = self.shards.layout.group_of(part.name).ranks
         return part if ranks.size == 1 or ranks.counts_in_norm else part.without_elements()
 
     def _agreed_tag(self, save_dir: Any, tag: str, client_state: Any) -> str:

@@ -240,7 +240,7 @@ class Engine(EngineCheckpoints, WeightsMixin, EngineByHand, EngineData, EngineAc
                 f"(micro batch {self.train_micro_batch_size_per_gpu()} x {parts.topology.batches[1]} ranks)"
             )
         parts.accumulation.steps = train_batch_size // per_micro_step
-        parts.shards.follow_backward(parts.backwards)
+        parts.shards.control.follow_backward(parts.backwards)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Tell the engine that micro-batches have another size from the next update on. The global size changes with
