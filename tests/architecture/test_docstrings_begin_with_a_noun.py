@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT / "ci"))
 from workspace import all_packages  # noqa: E402
 
 QUESTION = re.compile(r"(What|How|Where|Which|Who|Whose|Why)\b")
-NOT_YET = {"dsx-zero", "dsx-checkpoint", "dsx-simcuda", "dsx-ops", "dsx-compat"}
+NOT_YET = {"dsx-zero"}
 DONE = {name: package for name, package in all_packages().items() if name not in NOT_YET}
 
 

@@ -42,7 +42,7 @@ __all__ = ["LoadDisks", "LoadRequest", "Loadable", "Loaded", "OneDisk", "Prepare
 
 
 class Loadable(Protocol):
-    """What `load` fills: the sharded optimizer of dsx-zero."""
+    """The object that `load` fills: the sharded optimizer of dsx-zero."""
 
     def slices(self) -> Iterable[Any]: ...
 
@@ -354,7 +354,7 @@ def _wanted(
 
 @dataclass(frozen=True)
 class Differences:
-    """How a rank's names differ from those of a checkpoint.
+    """The difference between a rank's names and those of a checkpoint.
 
     Attributes:
         missing: names of the model that the checkpoint does not have; where that is an error, as many as it shows.

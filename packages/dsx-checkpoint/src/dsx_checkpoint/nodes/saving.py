@@ -78,7 +78,7 @@ class NodeShare:
 
 @dataclass(frozen=True)
 class NodePlan:
-    """What lies on which node when a save is over. Only rank 0 has it.
+    """The contents of every node when a save is over. Only rank 0 has it.
 
     Attributes:
         nodes: which ranks share a disk.
@@ -294,7 +294,7 @@ class NodeSave(PlannedSave):
 
 
 class _Follower:
-    """What other ranks than the lowest of a node do while that one works."""
+    """The part of all ranks but a node's lowest, while that one works."""
 
     def make(self) -> None:
         """Nothing, as in all steps."""
