@@ -15,7 +15,7 @@ SETTINGS = {
 
 
 def test_both_spellings_are_one_class():
-    assert dsx_comm.OnebitAdam is dsx_comm.OneBitAdam and dsx_comm.OnebitLamb is dsx_comm.OneBitLamb
+    assert dsx_comm.onebit.OnebitAdam is dsx_comm.OneBitAdam and dsx_comm.onebit.OnebitLamb is dsx_comm.OneBitLamb
 
 
 class Engine:
@@ -68,10 +68,12 @@ def test_an_engine_with_a_flag_is_told_when_to_reduce(name, pipeline):
 
 def test_what_is_no_engine_is_refused():
     params = [torch.nn.Parameter(torch.ones(2))]
-    with pytest.raises(dsx_comm.CommArgumentError, match=r"got 0\.01 as the second positional argument.*lr=0\.01"):
+    with pytest.raises(
+        dsx_comm.errors.CommArgumentError, match=r"got 0\.01 as the second positional argument.*lr=0\.01"
+    ):
         dsx_comm.OneBitAdam(params, 0.01)
     with pytest.raises(
-        dsx_comm.CommArgumentError, match="expected an engine with the attribute enable_backward_allreduce"
+        dsx_comm.errors.CommArgumentError, match="expected an engine with the attribute enable_backward_allreduce"
     ):
         dsx_comm.ZeroOneAdam(params, torch.nn.Linear(1, 1))
 

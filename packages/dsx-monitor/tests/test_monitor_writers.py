@@ -14,6 +14,7 @@ from pathlib import Path
 import dsx_monitor
 import pytest
 from dsx_monitor import MonitorConfig, MonitorMaster, background, csvMonitor
+from dsx_monitor.config import CSVConfig
 from dsx_monitor.errors import MonitorConfigError
 
 
@@ -321,7 +322,7 @@ def test_nothing_enabled_means_not_enabled():
 
 
 def test_a_section_alone_is_accepted(tmp_path):
-    section = dsx_monitor.CSVConfig(enabled=True, output_path=str(tmp_path), job_name="x")
+    section = CSVConfig(enabled=True, output_path=str(tmp_path), job_name="x")
     with csvMonitor(section, rank=0) as monitor:
         monitor.write_events([("a", 1, 1)])
     assert (tmp_path / "x" / "a.csv").exists()

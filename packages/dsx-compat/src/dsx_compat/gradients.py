@@ -41,11 +41,11 @@ def clip_grad_norm_(
         The norm before, a float64 tensor without dimensions.
 
     Raises:
-        dsx_ops.HyperparameterError: `max_norm` is negative, or `norm_type` is not positive.
-        dsx_comm.TopologyError: an expert's parameter names a group that does not exist, or the mpu has no groups.
+        dsx_ops.errors.HyperparameterError: `max_norm` is negative, or `norm_type` is not positive.
+        dsx_comm.errors.TopologyError: an expert's parameter names a group that does not exist, or the mpu has none.
     """
     if not max_norm >= 0:
-        raise dsx_ops.HyperparameterError(f"max_norm: got {max_norm}, expected a number >= 0")
+        raise dsx_ops.errors.HyperparameterError(f"max_norm: got {max_norm}, expected a number >= 0")
     found = [p for p in _listed(parameters) if p.grad is not None]
     if not all(_is_plain(p.grad) for p in found):  # gradients of a sharded model: their norms are those of all ranks
         total = torch.nn.utils.clip_grad_norm_(found, max_norm, norm_type)
@@ -157,7 +157,7 @@ def _norm(parameters: list[Tensor], tensors: list[Any], p: float, mpu: Any, *, s
         shared: sum over data-parallel ranks, too. False: only over the model-parallel ranks of an mpu.
     """
     if not p > 0:
-        raise dsx_ops.HyperparameterError(f"norm_type: got {p}, expected 2, infinity or a number > 0")
+        raise dsx_ops.errors.HyperparameterError(f"norm_type: got {p}, expected 2, infinity or a number > 0")
     powers = _power_sums(tensors, p)
     if mpu is None and not shared:
         return powers.amax() if math.isinf(p) and len(powers) else powers.sum() ** (1.0 / p)
@@ -181,7 +181,7 @@ def _power_sums(tensors: list[Tensor], p: float) -> Tensor:
     if not tensors:
         return torch.zeros(0, dtype=torch.float64)
     if p == 2.0:
-        return dsx_ops.squared_norms(tensors)
+        return dsx_ops.update.squared_norms(tensors)
     device, inf = tensors[0].device, math.isinf(p)
     norms = [torch.linalg.vector_norm(t.detach().to_dense().double(), p).to(device) for t in tensors]
     return torch.stack(norms).nan_to_num(nan=math.inf, posinf=math.inf) if inf else torch.stack(norms) ** p

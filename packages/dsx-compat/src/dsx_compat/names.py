@@ -92,9 +92,9 @@ _SCHEDULES = _of(
     " OptimizerStep ReduceGrads ReduceTiedGrads LoadMicroBatch ForwardPass BackwardPass SendActivation"
     " RecvActivation SendGrad RecvGrad",
 )
-_MOE_UTILS = _of(
-    "dsx_moe",
-    "has_moe_layers is_moe_param is_moe_param_group split_params_into_shared_and_expert_params"
+_MOE_UTILS = _of("dsx_moe", "has_moe_layers") | _of(
+    "dsx_moe.marks",
+    "is_moe_param is_moe_param_group split_params_into_shared_and_expert_params"
     " split_params_grads_into_shared_and_expert_params split_params_into_different_moe_groups_for_optimizer"
     " configure_moe_param_groups",
 )
@@ -243,7 +243,7 @@ MODULES: dict[str, dict[str, str]] = {
     "deepspeed.moe": {},
     "deepspeed.moe.layer": _of("dsx_compat.moe", "MoE"),
     "deepspeed.moe.sharded_moe": {
-        **_of("dsx_moe", "TopKGate"),
+        **_of("dsx_moe.gate", "TopKGate"),
         **_of("dsx_compat.moe", "top1gating top2gating topkgating"),
     },
     "deepspeed.moe.experts": _of("dsx_moe", "Experts"),
@@ -252,7 +252,7 @@ MODULES: dict[str, dict[str, str]] = {
     "deepspeed.monitor.monitor": _of("dsx_monitor", "MonitorMaster"),
     "deepspeed.monitor.config": {
         "DeepSpeedMonitorConfig": "dsx_monitor:MonitorConfig",
-        **_of("dsx_monitor", "TensorBoardConfig WandbConfig CSVConfig CometConfig"),
+        **_of("dsx_monitor.config", "TensorBoardConfig WandbConfig CSVConfig CometConfig"),
     },
     "deepspeed.monitor.tensorboard": _of("dsx_monitor", "TensorBoardMonitor"),
     "deepspeed.monitor.wandb": _of("dsx_monitor", "WandbMonitor"),
@@ -311,7 +311,7 @@ MODULES: dict[str, dict[str, str]] = {
         "DeepSpeedDataSampler": "dsx_data:CurriculumSampler"
     },
     "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": _of(
-        "dsx_data", "MMapIndexedDataset MMapIndexedDatasetBuilder"
+        "dsx_data.index", "MMapIndexedDataset MMapIndexedDatasetBuilder"
     ),
     "deepspeed.runtime.dataloader": _LOADER,
     "deepspeed.runtime.engine": {
@@ -322,9 +322,9 @@ MODULES: dict[str, dict[str, str]] = {
     "deepspeed.runtime.fp16": {},
     "deepspeed.runtime.fp16.fused_optimizer": {"FP16_Optimizer": "dsx_zero:ZeroOptimizer"},
     "deepspeed.runtime.fp16.loss_scaler": _SCALERS,
-    "deepspeed.runtime.fp16.onebit": _of("dsx_comm", "OnebitAdam OnebitLamb ZeroOneAdam"),
-    "deepspeed.runtime.fp16.onebit.adam": _of("dsx_comm", "OnebitAdam"),
-    "deepspeed.runtime.fp16.onebit.lamb": _of("dsx_comm", "OnebitLamb"),
+    "deepspeed.runtime.fp16.onebit": _of("dsx_comm.onebit", "OnebitAdam OnebitLamb ZeroOneAdam"),
+    "deepspeed.runtime.fp16.onebit.adam": _of("dsx_comm.onebit", "OnebitAdam"),
+    "deepspeed.runtime.fp16.onebit.lamb": _of("dsx_comm.onebit", "OnebitLamb"),
     "deepspeed.runtime.fp16.onebit.zoadam": _of("dsx_comm", "ZeroOneAdam"),
     "deepspeed.runtime.lr_schedules": _LR,
     "deepspeed.runtime.pipe": {**_PIPE, **_TOPOLOGY},

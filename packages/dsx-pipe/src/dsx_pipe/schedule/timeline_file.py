@@ -27,4 +27,6 @@ def load_timeline(path: str | Path) -> Timeline:
         spans = tuple(Span(int(r), Action.parse(a), float(s), float(e)) for r, a, s, e in data["spans"])
         return Timeline(str(data["name"]), int(data["ranks"]), spans)
     except (ValueError, KeyError, TypeError) as error:
-        raise ScheduleError(f"{path}: expected a timeline that dsx_pipe.save_timeline wrote ({error})") from None
+        raise ScheduleError(
+            f"{path}: expected a timeline that dsx_pipe.schedule.save_timeline wrote ({error})"
+        ) from None
