@@ -4,7 +4,7 @@ In model-parallel code some dropout masks are equal on all model-parallel ranks 
 named streams in addition to the default one, as Megatron's tracker does; `fork` draws from one of them. A user's own
 `torch.Generator` is tracked too, after it was given to `track`.
 
-The streams belong to the current CUDA device if CUDA is in use, otherwise to the CPU.
+The streams belong to the current accelerator if one is in use, otherwise to the CPU.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from dsx_core.device import Device
 
 from .errors import ActivationStateError
 
@@ -117,26 +118,20 @@ def seed_default_stream(seed: int) -> None:
     _seed(seed)
 
 
-def _on_cuda() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
+def _device() -> Device:
+    return Device.in_use() or Device("cpu")
 
 
 def _state() -> torch.Tensor:
-    return torch.cuda.get_rng_state() if _on_cuda() else torch.get_rng_state()
+    return _device().random_state()
 
 
 def _set_state(state: torch.Tensor) -> None:
-    if _on_cuda():
-        torch.cuda.set_rng_state(state)
-    else:
-        torch.set_rng_state(state)
+    _device().set_random_state(state)
 
 
 def _seed(seed: int) -> None:
-    if _on_cuda():
-        torch.cuda.manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)
+    _device().seed(seed)
 
 
 @contextmanager
