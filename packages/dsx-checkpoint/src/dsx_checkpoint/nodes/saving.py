@@ -33,7 +33,7 @@ from ..boxes import Region
 from ..crc import Chunks
 from ..errors import CheckpointError, shown
 from ..files import opened, write_all
-from ..folder import check_target, publish, remove_replaced, saving
+from ..folder import check_target, publish, remove_replaced
 from ..format import INDEX_NAME, WEIGHT_MAP_NAME, Placed
 from ..indexing import build_index
 from ..node_part import NodePart, digest_of_index
@@ -42,6 +42,7 @@ from ..plan import FileStart
 from ..planning import Part, WritePlan
 from ..ranks import Ranks
 from ..registers import Registers, collect_registers
+from ..saving_lock import saving
 from ..shares import Written
 from ..spans import Spans, spans_of_region
 from ..writers import Spot
