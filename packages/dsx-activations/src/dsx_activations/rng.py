@@ -60,8 +60,8 @@ class RngTracker:
             )
         self._seeds[seed] = name
         with _default_stream_kept():
-            _seed(seed)
-            self._streams[name] = _state()
+            _device().seed(seed)
+            self._streams[name] = _device().random_state()
 
     def track(self, name: str, generator: torch.Generator) -> None:
         """Save and restore your own generator with every checkpoint. `fork` does not know it; draw from it directly.
@@ -87,11 +87,11 @@ class RngTracker:
                 " model_parallel_cuda_manual_seed(seed) or add(name, seed) first"
             )
         with _default_stream_kept():
-            _set_state(self._streams[name])
+            _device().set_random_state(self._streams[name])
             try:
                 yield
             finally:
-                self._streams[name] = _state()
+                self._streams[name] = _device().random_state()
 
     def get_states(self) -> dict[str, torch.Tensor]:
         """Copies of the streams' states, for a checkpoint on disk."""
@@ -115,29 +115,17 @@ class RngTracker:
 
 def seed_default_stream(seed: int) -> None:
     """Seed the default generator of the device that the streams belong to."""
-    _seed(seed)
+    _device().seed(seed)
 
 
 def _device() -> Device:
     return Device.in_use() or Device("cpu")
 
 
-def _state() -> torch.Tensor:
-    return _device().random_state()
-
-
-def _set_state(state: torch.Tensor) -> None:
-    _device().set_random_state(state)
-
-
-def _seed(seed: int) -> None:
-    _device().seed(seed)
-
-
 @contextmanager
 def _default_stream_kept() -> Iterator[None]:
-    before = _state()
+    before = _device().random_state()
     try:
         yield
     finally:
-        _set_state(before)
+        _device().set_random_state(before)

@@ -72,7 +72,7 @@ def get_grad_zeros(parameters: Tensor | Iterable[Tensor], mpu: Any = None) -> fl
     if mpu is None:
         return float(dsx_ops.get_grad_zeros(found))
     with _rank_sets(mpu) as sets:
-        mine = [p for p in found if sets.of(_marks(p)).counts_in_norm]
+        mine = [p for p in found if sets.of(ParameterMarks.read(p)).counts_in_norm]
         total = torch.tensor(float(dsx_ops.get_grad_zeros(mine)), dtype=torch.float64, device=_device(found))
         _reduce(total, _groups(sets, shared=False), dsx_comm.ReduceOp.SUM)
     return float(total)
@@ -166,7 +166,7 @@ def _norm(parameters: list[Tensor], tensors: list[Any], p: float, mpu: Any, *, s
             total = powers.amax() if len(powers) else powers.sum()
             _reduce(total, _groups(sets, shared=shared), dsx_comm.ReduceOp.MAX)
             return total
-        ranks = [sets.of(_marks(parameter)) for parameter in parameters]
+        ranks = [sets.of(ParameterMarks.read(parameter)) for parameter in parameters]
         weights = [(1.0 / r.size if shared else 1.0) if r.counts_in_norm else 0.0 for r in ranks]
         counted = torch.where(torch.tensor(weights) == 0, 0.0, powers.cpu())  # 0 * inf of an uncounted copy is NaN
         total = (counted * torch.tensor(weights, dtype=torch.float64)).sum().to(powers.device)
@@ -224,12 +224,8 @@ def _of_groups(param_groups: Iterable[Any] | None) -> list[Tensor]:
     return [p for group in groups for p in group]
 
 
-def _marks(parameter: Tensor) -> ParameterMarks:
-    return ParameterMarks.read(parameter)
-
-
 def _has_experts(parameters: Iterable[Tensor]) -> bool:
-    return any(_marks(p).expert is not None for p in parameters)
+    return any(ParameterMarks.read(p).expert is not None for p in parameters)
 
 
 def _device(parameters: list[Tensor]) -> torch.device:
