@@ -1,5 +1,5 @@
-"""Commands that start the agents of several hosts: one module per family of launchers, with a pure function from a `Remote` to
-commands.
+"""Commands that start the agents of several hosts: one module per family of launchers, with pure functions from a
+`Remote` to commands.
 
 Every launcher starts exactly one process per host, ``python -m dsx_launch.node``, which starts the ranks of that
 host. So the launchers need not know devices or ranks, the program does not load MPI, and the pinning of MPI launchers
