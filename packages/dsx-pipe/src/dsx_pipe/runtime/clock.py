@@ -30,7 +30,8 @@ class DeviceClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = Device.of(device)
-        self._first, self._host = self._device.mark(), time.perf_counter()
+        self._first = self._device.mark()
+        self._host = self._first if isinstance(self._first, float) else time.perf_counter()
 
     def mark(self, action: Action | None = None) -> Mark:
         """Mark this moment."""
