@@ -73,7 +73,7 @@ def test_csv_files_are_not_read_again_to_go_on_in_them(tmp_path):
         (tmp_path / f"{label}.csv").write_text("step,x\n" + "1,1.0\n" * 20_000)
     code = f"""
         from pathlib import Path
-        from dsx_monitor import CSVConfig
+        from dsx_monitor.config import CSVConfig
         from dsx_monitor.writers.csv import CSVWriter
         read = lambda: int(Path("/proc/self/io").read_text().split()[1])
         writer, before = CSVWriter(CSVConfig(output_path={str(tmp_path)!r}, job_name="")), read()
@@ -273,7 +273,7 @@ def test_what_waits_to_be_written_when_a_process_forks_is_written_once(kind, tmp
     pytest.importorskip("tensorboard")
     code = f"""
         import os
-        from dsx_monitor import CSVConfig
+        from dsx_monitor.config import CSVConfig
         from dsx_monitor.writers.csv import CSVWriter
         from dsx_monitor.writers.tensorboard import TensorBoardWriter
         writer = {{"csv": CSVWriter, "tensorboard": TensorBoardWriter}}[{kind!r}]
