@@ -16,8 +16,7 @@ sys.path.insert(0, str(ROOT / "ci"))
 from workspace import all_packages  # noqa: E402
 
 QUESTION = re.compile(r"(What|How|Where|Which|Who|Whose|Why)\b")
-NOT_YET = {"dsx-checkpoint", "dsx-simcuda", "dsx-ops", "dsx-compat"}
-DONE = {name: package for name, package in all_packages().items() if name not in NOT_YET}
+PACKAGES = all_packages()
 
 
 def _question_docstrings(source: str) -> list[tuple[int, str]]:
@@ -27,7 +26,7 @@ def _question_docstrings(source: str) -> list[tuple[int, str]]:
     return sorted((line, t.splitlines()[0]) for line, t in texts if isinstance(t, str) and QUESTION.match(t))
 
 
-@pytest.mark.parametrize("package", DONE.values(), ids=list(DONE))
+@pytest.mark.parametrize("package", PACKAGES.values(), ids=list(PACKAGES))
 def test_no_docstring_begins_with_a_question_word(package):
     found = [
         f"{path.relative_to(ROOT)}:{line}: {text}"

@@ -1,22 +1,51 @@
 """Which files name `torch.cuda`: those that need more than a device in general, each with its reason.
 
-Streams, events, memory and random state of a device are asked of `dsx_core.device.Device`, for every accelerator. The
-packages below are done; a file that names `torch.cuda` there has to stand in the table, and every entry has to be true.
+Streams, events, memory and random state of a device are asked of `dsx_core.device.Device`, for every accelerator. A
+file that names `torch.cuda` has to stand in the table, and every entry has to be true. dsx-simcuda is left out: it is
+`torch.cuda` on a CPU.
 """
 
 from __future__ import annotations
 
 import ast
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "ci"))
+from workspace import all_packages  # noqa: E402
+
 ALLOWED = {
+    "dsx": {"utils/ranges.py": "NVTX ranges, which profilers of NVIDIA read"},
+    "dsx-activations": {"attention/fused.py": "asks whether the flash kernels run on a device"},
+    "dsx-checkpoint": {},
+    "dsx-comm": {
+        "groups.py": "asks for NCCL, which carries tensors of CUDA devices",
+        "init.py": "asks for NCCL, which carries tensors of CUDA devices",
+        "lanes.py": "the lane of a CUDA device, which tests record and break by these names",
+        "step_lane.py": "steps on a CUDA stream between collectives of NCCL",
+    },
+    "dsx-compat": {
+        "accelerator/choice.py": "DeepSpeed's accelerator for CUDA, by its name",
+        "accelerator/cuda.py": "DeepSpeed's accelerator for CUDA, by its name",
+    },
+    "dsx-compress": {},
     "dsx-core": {},
+    "dsx-data": {},
+    "dsx-launch": {"devices.py": "counts the devices that CUDA_VISIBLE_DEVICES names"},
+    "dsx-moe": {},
     "dsx-monitor": {},
     "dsx-nvme": {"memory.py": "page-locks memory that the package has allocated itself: cudaHostRegister"},
+    "dsx-ops": {"cuda/launch.py": "starts kernels"},
+    "dsx-pipe": {},
     "dsx-plan": {"trials.py": "limits the memory of a process, which torch can do for CUDA only"},
+    "dsx-sparse-attn": {
+        "backends/triton_gpu.py": "starts kernels",
+        "masks.py": "looks for a capture; this package needs torch and no other package",
+    },
+    "dsx-verify": {"command.py": "asks for NCCL, which carries tensors of CUDA devices"},
     "dsx-zero": {
         "homes/pinned.py": "page-locks memory that the package has allocated itself: cudaHostRegister",
         "params/init.py": "asks for NCCL, which carries tensors of CUDA devices",
@@ -36,6 +65,10 @@ def names_cuda(text: str) -> bool:
         if isinstance(node, ast.Import) and any(name.name.startswith("torch.cuda") for name in node.names):
             return True
     return False
+
+
+def test_every_package_stands_in_the_table():
+    assert set(ALLOWED) == set(all_packages()) - {"dsx-simcuda"}
 
 
 @pytest.mark.parametrize("package", sorted(ALLOWED))

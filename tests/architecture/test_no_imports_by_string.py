@@ -19,7 +19,7 @@ from workspace import all_packages  # noqa: E402
 
 OURS = {package.module for package in all_packages().values()}
 PLACES = {
-    "dsx_core/commands.py": "subcommands are entry points, each imported when it is called; no package is named here",
+    "dsx/commands.py": "subcommands are entry points, each imported when it is called; no package is named here",
     "dsx/deepspeed_names.py": "the table of DeepSpeed's names, found in dsx-compat, above dsx, where it is installed",
     "dsx_compat/op_builder/__init__.py": "DeepSpeed's builders are found by name, in the top layer: no arrow is hidden",
 }

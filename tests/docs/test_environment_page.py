@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "reference" / "environment.md").read_text()
 NAME = r"(?:DSX|DS|DEEPSPEED)_[A-Z][A-Z_]*[A-Z]"
 # Tables of names of DeepSpeed: constants of that program, which nobody reads from the environment.
-TABLES = {"names.py", "values.py", "_version.py", "__init__.py"}
+TABLES = {"name_groups.py", "names.py", "values.py", "_version.py", "__init__.py"}
 
 
 def read_by_sources() -> set[str]:

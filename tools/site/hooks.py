@@ -24,7 +24,10 @@ sys.path.insert(0, str(ROOT / "ci"))
 from workspace import all_packages  # noqa: E402
 
 # Modules that users import from, beside the packages themselves.
-MODULES = ("dsx.checkpoint", "dsx.config", "dsx.lr_schedules", "dsx.utils", "dsx_compat.accelerator")
+MODULES = (
+    *("dsx.checkpoint", "dsx.config", "dsx.lr_schedules", "dsx.utils"),
+    *("dsx_comm.errors", "dsx_compat.accelerator"),
+)
 FIRST = ("initialize", "Engine")  # what a reader of dsx's page looks for; errors come last
 RARELY_SOUGHT = re.compile(
     r"decisions/|log\.md|packages/.*-changes\.md|CONTRIBUTING|contributing/|architecture\.md|figures/"

@@ -4,9 +4,9 @@ import json
 import xml.etree.ElementTree
 
 import pytest
-from dsx_comm import CommArgumentError
 from dsx_comm.benchmark import OPERATIONS, Row, bus_factor, floor_bytes, main, parse_size, plot, table
 from dsx_comm.benchmark_plot import TimeAxis, time_text
+from dsx_comm.errors import CommArgumentError
 
 
 def elements(text, kind):

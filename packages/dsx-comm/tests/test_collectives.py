@@ -205,9 +205,9 @@ def subgroup(rank, n):
     dsx_comm.all_gather_object(got, ("r", rank), mine)
     assert got == [("r", r) for r in order]
     if rank == 1:
-        with pytest.raises(dsx_comm.CommArgumentError, match="rank 1 is not a member"):
+        with pytest.raises(dsx_comm.errors.CommArgumentError, match="rank 1 is not a member"):
             dsx_comm.all_reduce(t, group=pairs[0])
-    with pytest.raises(dsx_comm.CommArgumentError, match="src: got global rank"):
+    with pytest.raises(dsx_comm.errors.CommArgumentError, match="src: got global rank"):
         dsx_comm.broadcast(t, 1 if rank != 1 else 0, mine)
 
 
@@ -344,7 +344,7 @@ def test_a_rank_that_does_not_come_makes_wait_raise():
 
 
 def mistakes(rank, n):
-    E = dsx_comm.CommArgumentError
+    E = dsx_comm.errors.CommArgumentError
     one, two = torch.ones(1), torch.ones(2)
     cases = [
         (

@@ -151,7 +151,7 @@ def other_dtype(rank, n):
         else:
             got = torch.full((count,), 7, dtype=expected)
             with pytest.raises(
-                dsx_comm.MismatchError, match=f"sent .* {str(sent)[6:]} .*expects .* {str(expected)[6:]}"
+                dsx_comm.errors.MismatchError, match=f"sent .* {str(sent)[6:]} .*expects .* {str(expected)[6:]}"
             ):
                 dsx_comm.recv(got, 0)
             assert got.tolist() == [7] * count, "what was refused must not be written"
@@ -162,7 +162,7 @@ def other_dtype(rank, n):
         work.wait()
     else:
         dsx_comm.recv(torch.empty(3), 0, tag=2)
-        with pytest.raises(dsx_comm.MismatchError, match="float32"):
+        with pytest.raises(dsx_comm.errors.MismatchError, match="float32"):
             dsx_comm.recv(torch.zeros(300_000, dtype=torch.int32), 0, tag=1)
     got = torch.empty(3)  # the two are in step afterwards
     if rank == 0:
@@ -185,7 +185,9 @@ def freed(rank, n, how, call):
     dsx_comm.barrier()
     if rank == 1:
         time.sleep(0.5)
-        with pytest.raises(dsx_comm.CommAbortedError, match="on rank 0 the memory of a tensor was freed or moved"):
+        with pytest.raises(
+            dsx_comm.errors.CommAbortedError, match="on rank 0 the memory of a tensor was freed or moved"
+        ):
             dist.all_reduce(tensor) if call == "all_reduce" else dist.all_gather_single(out, tensor)
         return
     if call == "all_reduce":
@@ -199,7 +201,7 @@ def freed(rank, n, how, call):
         tensor.untyped_storage().resize_(32_000_000)
     elif how == "resize the output":
         out.untyped_storage().resize_(0)
-    with pytest.raises(dsx_comm.CommAbortedError, match="on rank 0 the memory of a tensor was freed or moved"):
+    with pytest.raises(dsx_comm.errors.CommAbortedError, match="on rank 0 the memory of a tensor was freed or moved"):
         work.wait()
 
 
@@ -239,12 +241,12 @@ def freed_under_a_send(rank, n):
         time.sleep(0.1)
         tensor.untyped_storage().resize_(0)
         with pytest.raises(
-            dsx_comm.CommAbortedError, match="send to rank 1: the memory of the tensor was freed or moved"
+            dsx_comm.errors.CommAbortedError, match="send to rank 1: the memory of the tensor was freed or moved"
         ):
             work.wait()
     else:
         time.sleep(0.4)
-        with pytest.raises(dsx_comm.CommAbortedError, match="freed or moved"):
+        with pytest.raises(dsx_comm.errors.CommAbortedError, match="freed or moved"):
             dist.recv(tensor, 0)
 
 
@@ -271,7 +273,7 @@ def given_up(rank, n):
             time.sleep(0.2)  # the other one sleeps by now
             group.abort(f"rank 0 has had enough of {number}")
         else:
-            with pytest.raises(dsx_comm.CommAbortedError, match=f"enough of {number}"):
+            with pytest.raises(dsx_comm.errors.CommAbortedError, match=f"enough of {number}"):
                 call()
     dsx_comm.barrier()
 
@@ -285,16 +287,16 @@ def destroyed_twice(rank, n):
     group = dsx_comm.new_group()
     dsx_comm.barrier(group)
     dsx_comm.destroy_process_group(group)
-    with pytest.raises(dsx_comm.CommArgumentError, match="was destroyed"):
+    with pytest.raises(dsx_comm.errors.CommArgumentError, match="was destroyed"):
         dsx_comm.destroy_process_group(group)
-    with pytest.raises(dsx_comm.CommArgumentError, match="was destroyed"):
+    with pytest.raises(dsx_comm.errors.CommArgumentError, match="was destroyed"):
         dsx_comm.barrier(group)
     dsx_comm.barrier()
     dsx_comm.destroy_process_group()
     dsx_comm.destroy_process_group()  # as in a `finally` after the end of a program
     with pytest.raises(dsx_comm.CommError, match="there is no process group"):
         dsx_comm.barrier()
-    with pytest.raises(dsx_comm.CommArgumentError, match="was destroyed"):
+    with pytest.raises(dsx_comm.errors.CommArgumentError, match="was destroyed"):
         dsx_comm.destroy_process_group(group)
 
 
@@ -324,7 +326,7 @@ def test_programs_that_a_rank_starts_do_not_inherit_the_memory():
 
 def no_group(rank, world):
     for ask in (dsx_comm.get_rank, dsx_comm.get_world_size, dsx_comm.barrier):
-        with pytest.raises(dsx_comm.CommArgumentError, match="got int, expected a process group or None"):
+        with pytest.raises(dsx_comm.errors.CommArgumentError, match="got int, expected a process group or None"):
             ask(2)
     single = torch.distributed.new_group([0])
     assert (dsx_comm.get_rank(single), dsx_comm.get_world_size(single)) == ((0, 1) if rank == 0 else (-1, -1))

@@ -73,9 +73,9 @@ def wrong(rank, world):
         (torch.zeros(16), torch.zeros(8), "buffer_m has 20 elements, expected at most the 16"),
         (torch.zeros(32, dtype=torch.float16), torch.zeros(16), "worker error: got torch.float16"),
     ):
-        with pytest.raises(dsx_comm.CommArgumentError, match=text):
+        with pytest.raises(dsx_comm.errors.CommArgumentError, match=text):
             dsx_comm.compressed_allreduce(x, worker, server, rank)
-    with pytest.raises(dsx_comm.CommArgumentError, match="not contiguous"):
+    with pytest.raises(dsx_comm.errors.CommArgumentError, match="not contiguous"):
         dsx_comm.compressed_allreduce(torch.ones(40)[::2], torch.zeros(32), torch.zeros(16), rank)
     assert torch.equal(x, torch.ones(20))
 

@@ -36,7 +36,7 @@ class Counting(TorchDispatchMode):
 @pytest.fixture
 def kernels_on_cuda(monkeypatch):
     """As if dsx-ops' CUDA module were built and a GPU were there."""
-    monkeypatch.setattr(dsx_ops, "missing_kernels", lambda device: "")
+    monkeypatch.setattr(dsx_ops.status, "missing_kernels", lambda device: "")
 
 
 def all_phases(layout, device, codec):
@@ -57,7 +57,7 @@ ONCE = {"compress_sign_runs": 2, "mean_of_sign_runs": 1, "unpack_sign_runs": 1}
 
 @pytest.mark.parametrize("parameters", [3, 300])
 def test_kernels_are_called_once_per_phase(parameters):
-    if reason := dsx_ops.missing_kernels("cpu"):
+    if reason := dsx_ops.status.missing_kernels("cpu"):
         pytest.skip(reason)
     layout = OneBitLayout.of([40 + i % 7 for i in range(parameters)], 4)
     codec = codec_for(layout, 1, torch.device("cpu"), "rms")
@@ -80,11 +80,14 @@ def test_on_cuda_the_kernels_do_it_without_the_host_waiting(parameters, kernels_
 def test_plain_torch_serves_where_there_are_no_kernels(monkeypatch):
     layout = OneBitLayout.of((40, 7), 2)
     for device, scale in (("cpu", "mean"), ("meta", "rms")):
-        status = dsx_comm.codec_status(device, scale)
+        status = dsx_comm.compressed.codec_status(device, scale)
         assert not status["native"] and status["reason"]
         assert isinstance(codec_for(layout, 0, torch.device(device), scale), TorchCodec)
-    monkeypatch.setattr(dsx_ops, "missing_kernels", lambda device: f"nothing for {torch.device(device).type}")
-    assert dsx_comm.codec_status("cuda")["reason"] == "dsx-ops has no kernels for cuda tensors: nothing for cuda"
+    monkeypatch.setattr(dsx_ops.status, "missing_kernels", lambda device: f"nothing for {torch.device(device).type}")
+    assert (
+        dsx_comm.compressed.codec_status("cuda")["reason"]
+        == "dsx-ops has no kernels for cuda tensors: nothing for cuda"
+    )
     assert isinstance(codec_for(layout, 0, torch.device("cpu"), "rms"), TorchCodec)
 
 

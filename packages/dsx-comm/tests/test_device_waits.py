@@ -174,7 +174,7 @@ def own_limit(rank, n):
     begin()
     with recording(completed=False) as works:
         handle = dsx_comm.all_reduce(torch.ones(4, device="meta"), async_op=True)
-        with pytest.raises(dsx_comm.CollectiveTimeoutError, match=r"all_reduce of 16 bytes.*0\.05 s"):
+        with pytest.raises(dsx_comm.errors.CollectiveTimeoutError, match=r"all_reduce of 16 bytes.*0\.05 s"):
             handle.wait(timedelta(seconds=0.05))
         assert works[0].waits == [] and not handle.is_completed()
         works[0].completed = True

@@ -34,7 +34,7 @@ def disagreements(rank, n):
     ]
     dsx_comm.check_first_calls(len(cases))
     for call, text in cases:
-        with pytest.raises(dsx_comm.MismatchError, match=text):
+        with pytest.raises(dsx_comm.errors.MismatchError, match=text):
             call()
     tensor = torch.ones(3)
     dsx_comm.all_reduce(tensor)
@@ -74,7 +74,7 @@ def test_what_may_differ_is_not_refused():
 
 
 def test_the_number_of_calls_is_checked():
-    with pytest.raises(dsx_comm.CommArgumentError, match="at least 0"):
+    with pytest.raises(dsx_comm.errors.CommArgumentError, match="at least 0"):
         dsx_comm.check_first_calls(-1)
 
 
@@ -104,7 +104,7 @@ def lines_of(ranks, odd=()):
         for rank in range(ranks):
             try:
                 agreement._compare(stores[rank], lines[rank], list(range(ranks)), "call #1 of group 0")
-            except dsx_comm.MismatchError as error:
+            except dsx_comm.errors.MismatchError as error:
                 errors[rank] = str(error)
     return [s.requests for s in stores], errors
 

@@ -89,7 +89,7 @@ def gathers(rank, world):
         assert dsx_comm.all_gather_in_rounds(last, torch.tensor([rank]), lane=lane) is None
     assert last.tolist() == list(range(world))
     assert traffic.by_op() == {"all_gather_in_rounds": (1, 8 * (world - 1))}
-    with pytest.raises(dsx_comm.CommArgumentError, match="group size"):
+    with pytest.raises(dsx_comm.errors.CommArgumentError, match="group size"):
         dsx_comm.all_gather_in_rounds(last[:-1], torch.tensor([rank]), lane=lane)
 
 
@@ -99,7 +99,7 @@ def test_on_processes(world):
 
 
 def refused(rank, world):
-    with pytest.raises(dsx_comm.CommArgumentError, match="expected gloo"):
+    with pytest.raises(dsx_comm.errors.CommArgumentError, match="expected gloo"):
         dsx_comm.all_gather_in_rounds(torch.empty(2), torch.ones(1), lane=dsx_comm.StepLane())
 
 

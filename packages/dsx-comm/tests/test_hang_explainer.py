@@ -24,7 +24,7 @@ def one_is_missing(rank, n, missing, later):
     if rank == missing:
         time.sleep(6.0)  # the line that the report has to show
         return ""
-    with pytest.raises(dsx_comm.HangError) as caught:
+    with pytest.raises(dsx_comm.errors.HangError) as caught:
         with dsx_comm.unit("layers.7.mlp"):
             handle = dsx_comm.all_gather_into_tensor(torch.empty(n * 100), tensor, async_op=later)
         if later:
@@ -93,7 +93,7 @@ def after_errors(rank, n, kind):
 
     other = WATCH.enter(dsx_comm.get_world_group(), "another thread's call", abort=cannot_be_ended)
     WATCH._state.waiting[-1] = WATCH._state.waiting.pop(other.thread)  # it is in front of ours
-    with pytest.raises(dsx_comm.HangError) as caught:
+    with pytest.raises(dsx_comm.errors.HangError) as caught:
         dsx_comm.all_reduce(torch.ones(100))
     assert len(errors) == 2 and other.failed
     return str(caught.value)
@@ -114,7 +114,7 @@ def missing_from(rank, n, call):
     if rank == 1:
         time.sleep(6.0)
         return ""
-    with pytest.raises(dsx_comm.HangError) as caught:
+    with pytest.raises(dsx_comm.errors.HangError) as caught:
         if call == "two phases":
             dsx_comm.all_reduce(torch.ones(100, dtype=torch.bfloat16), async_op=True).wait()
         else:
@@ -205,7 +205,7 @@ def off(rank, n):
 
 def test_it_can_be_turned_off():
     assert run_ranks(off, 2, backend="gloo") == [[], []]
-    with pytest.raises(dsx_comm.CommArgumentError, match="at least 0"):
+    with pytest.raises(dsx_comm.errors.CommArgumentError, match="at least 0"):
         dsx_comm.explain_hangs(limit=-1.0)
 
 
@@ -234,7 +234,7 @@ def a_rank_that_computes_between_messages(rank, n):
     try:
         for _ in range(4 if rank else 1):
             dsx_comm.recv(tensor, 1 - rank)
-    except dsx_comm.HangError as error:
+    except dsx_comm.errors.HangError as error:
         return str(error), error.ranks
     finally:
         time.sleep(0 if rank == 0 else 5.0)  # the process that was right to give up is still there

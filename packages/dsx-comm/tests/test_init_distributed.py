@@ -186,9 +186,9 @@ def test_an_unknown_address_of_rank_0_is_an_error_not_a_hang():
 
 def wrong_arguments(rank, n):
     clean()
-    with pytest.raises(dsx_comm.CommArgumentError, match="got -1"):
+    with pytest.raises(dsx_comm.errors.CommArgumentError, match="got -1"):
         dsx_comm.init_distributed(timeout=-1)
-    with pytest.raises(dsx_comm.CommArgumentError, match="needs rank and world_size"):
+    with pytest.raises(dsx_comm.errors.CommArgumentError, match="needs rank and world_size"):
         dsx_comm.init_distributed(init_method="tcp://127.0.0.1:1")
     with pytest.raises(dsx_comm.CommError, match="built without MPI"):
         dsx_comm.init_distributed("mpi")

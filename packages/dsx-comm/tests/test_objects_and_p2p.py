@@ -77,7 +77,7 @@ def bad_p2p(rank, n):
         (lambda: dsx_comm.isend(t[::2], 1 - rank), "not contiguous"),
         (lambda: dsx_comm.isend(t, 1 - rank, tag=-1), "tag: got -1"),
     ]:
-        with pytest.raises(dsx_comm.CommArgumentError, match=message):
+        with pytest.raises(dsx_comm.errors.CommArgumentError, match=message):
             call()
 
 
@@ -104,7 +104,7 @@ def coalesced(rank, n):
     assert outputs[0].tolist() == list(range(n))
     assert outputs[1].tolist() == [s * r for r in range(n) for s in (1, -1)]
     parts = [torch.empty(1), torch.empty(2)]
-    dsx_comm.reduce_scatter_coalesced(parts, [torch.arange(float(n)), torch.ones(2 * n)])
+    dsx_comm.coalesced.reduce_scatter_coalesced(parts, [torch.arange(float(n)), torch.ones(2 * n)])
     assert parts[0].item() == n * rank and parts[1].tolist() == [n, n]
     t = torch.tensor([1.0 + rank])
     dsx_comm.inference_all_reduce(t)
@@ -170,11 +170,11 @@ def by_group_ranks(rank, n):
     assert found is None or found == [2, 0]
     dsx_comm.scatter_object_list(objects, ["a", "b"] if first else None, group=group, group_src=0)
     assert objects == ["ab"[place]]
-    with pytest.raises(dsx_comm.CommArgumentError, match="got src=0 and group_src=0, expected one of them"):
+    with pytest.raises(dsx_comm.errors.CommArgumentError, match="got src=0 and group_src=0, expected one of them"):
         dsx_comm.broadcast(tensor, 0, group, group_src=0)
-    with pytest.raises(dsx_comm.CommArgumentError, match="got neither src nor group_src"):
+    with pytest.raises(dsx_comm.errors.CommArgumentError, match="got neither src nor group_src"):
         dsx_comm.broadcast(tensor, group=group)
-    with pytest.raises(dsx_comm.CommArgumentError, match="group_dst: got 2, expected 0 <= group_dst < 2"):
+    with pytest.raises(dsx_comm.errors.CommArgumentError, match="group_dst: got 2, expected 0 <= group_dst < 2"):
         dsx_comm.reduce(tensor, group=group, group_dst=2)
 
 
@@ -219,7 +219,7 @@ def through_the_tree(rank, world, root):
     found = [None] * world if rank == root else None
     with dsx_comm.count_traffic() as traffic:
         dsx_comm.gather_object({"rank": rank, "text": "x" * 1000 * rank}, found, dst=root)
-    joined = dsx_comm.join_objects(f"{rank} ", lambda one, other: one + other, dst=root)
+    joined = dsx_comm.objects.join_objects(f"{rank} ", lambda one, other: one + other, dst=root)
     mine = [None]
     given = [("same" * 1000, r) for r in range(world)] if rank == root else None
     dsx_comm.scatter_object_list(mine, given, src=root)
@@ -257,10 +257,10 @@ def joining_fails(rank, world, way):
         if way == "merge":
             dsx_comm.merge_objects(obj, joining)
         else:
-            dsx_comm.join_objects(obj, joining, dst=0)
+            dsx_comm.objects.join_objects(obj, joining, dst=0)
     except dsx_comm.CommError as error:
         said = str(error), type(error.__cause__).__name__
-    joined = dsx_comm.join_objects([rank], lambda one, other: one + other, dst=0)
+    joined = dsx_comm.objects.join_objects([rank], lambda one, other: one + other, dst=0)
     assert joined == ([*range(world)] if rank == 0 else None)
     return said
 

@@ -180,13 +180,13 @@ def ugly(rank, world):
         (torch.ones(50, dtype=torch.int64), "got torch.int64, expected one of"),
     ]
     for tensor, text in wrong:
-        with pytest.raises(dsx_comm.CommArgumentError, match=text):
+        with pytest.raises(dsx_comm.errors.CommArgumentError, match=text):
             compressed_all_reduce(tensor, feedback)
     alone = dsx_comm.new_group([0])
     if rank == 0:
-        with pytest.raises(dsx_comm.CommArgumentError, match="made for rank 0 of 2, but this is rank 0 of 1"):
+        with pytest.raises(dsx_comm.errors.CommArgumentError, match="made for rank 0 of 2, but this is rank 0 of 1"):
             compressed_all_reduce(torch.ones(50), feedback, alone)
-    with pytest.raises(dsx_comm.CommArgumentError, match="scale: got 'max', expected one of rms, mean"):
+    with pytest.raises(dsx_comm.errors.CommArgumentError, match="scale: got 'max', expected one of rms, mean"):
         ErrorFeedback(3, scale="max")
 
 
@@ -238,7 +238,7 @@ def test_the_layout_is_right_for_any_number_of_ranks():
             assert covered == sum(lengths) == layout.numel - sum(b - a for a, b in layout.gaps)
     assert OneBitLayout.of(64, 2).sent_bytes == 2 * (4 + 4)
     assert OneBitLayout.of(10**9, 1).sent_bytes == 0
-    with pytest.raises(dsx_comm.CommArgumentError, match="lengths >= 0"):
+    with pytest.raises(dsx_comm.errors.CommArgumentError, match="lengths >= 0"):
         OneBitLayout.of((3, -1), 2)
 
 
@@ -272,8 +272,8 @@ def test_the_shared_memory_backend_gives_the_same_bits():
 def test_kernels_and_torch_compress_alike(length, chunk):
     from dsx_comm.compressed.codec import KernelCodec, TorchCodec, codec_for
 
-    if not dsx_comm.codec_status()["native"]:
-        pytest.skip(dsx_comm.codec_status()["reason"])
+    if not dsx_comm.compressed.codec_status()["native"]:
+        pytest.skip(dsx_comm.compressed.codec_status()["reason"])
     layout = OneBitLayout((length, 5, 0, length), 2, chunk)
     found = []
     kernels = codec_for(layout, 1, torch.device("cpu"), "rms")

@@ -399,7 +399,7 @@ def ugly(rank, world):
     sparse = torch.nn.Embedding(4, 2, sparse=True)
     other = dsx_comm.OneBitLamb(sparse.parameters(), freeze_step=1)
     sparse(torch.tensor([1])).sum().backward()
-    with pytest.raises(dsx_comm.CommArgumentError, match="sparse gradient; build its module with sparse=False"):
+    with pytest.raises(dsx_comm.errors.CommArgumentError, match="sparse gradient; build its module with sparse=False"):
         other.step()
 
 
@@ -429,23 +429,25 @@ def test_16_bit_unused_empty_late_and_sparse_parameters():
     ],
 )
 def test_arguments_that_cannot_be(name, settings, text):
-    with pytest.raises(dsx_comm.CommArgumentError, match=text):
+    with pytest.raises(dsx_comm.errors.CommArgumentError, match=text):
         getattr(dsx_comm, name)([torch.nn.Parameter(torch.ones(2))], **settings)
 
 
 def test_groups_that_cannot_be():
     p = torch.nn.Parameter(torch.ones(2))
-    with pytest.raises(dsx_comm.CommArgumentError, match="only OneBitAdam has groups that are never frozen"):
+    with pytest.raises(dsx_comm.errors.CommArgumentError, match="only OneBitAdam has groups that are never frozen"):
         dsx_comm.ZeroOneAdam([{"params": [p], "non_freeze": True}])
     with pytest.raises(
-        dsx_comm.CommArgumentError, match=r"exp_avg_mask: got shape \(3,\) for a parameter of shape \(2,\)"
+        dsx_comm.errors.CommArgumentError, match=r"exp_avg_mask: got shape \(3,\) for a parameter of shape \(2,\)"
     ):
         dsx_comm.OneBitAdam([{"params": [p], "exp_avg_mask": torch.ones(3)}])
     matrix = torch.nn.Parameter(torch.ones(2, 3))
     for wrong in (torch.ones(5), torch.ones(6, 1), torch.ones(3, 2)):
-        with pytest.raises(dsx_comm.CommArgumentError, match=r"broadcasts to it, or \(6,\), the parameter flattened"):
+        with pytest.raises(
+            dsx_comm.errors.CommArgumentError, match=r"broadcasts to it, or \(6,\), the parameter flattened"
+        ):
             dsx_comm.OneBitAdam([{"params": [matrix], "exp_avg_mask": wrong}])
-    with pytest.raises(dsx_comm.CommArgumentError, match="exp_avg_mask: got float, expected a tensor"):
+    with pytest.raises(dsx_comm.errors.CommArgumentError, match="exp_avg_mask: got float, expected a tensor"):
         dsx_comm.OneBitAdam([{"params": [matrix], "exp_avg_mask": 1.0}])
-    with pytest.raises(dsx_comm.CommArgumentError, match=r"parameter of torch\.complex64, expected"):
+    with pytest.raises(dsx_comm.errors.CommArgumentError, match=r"parameter of torch\.complex64, expected"):
         dsx_comm.OneBitAdam([torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))])

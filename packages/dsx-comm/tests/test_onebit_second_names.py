@@ -15,7 +15,7 @@ SETTINGS = {
 
 
 def test_both_spellings_are_one_class():
-    assert dsx_comm.OnebitAdam is dsx_comm.OneBitAdam and dsx_comm.OnebitLamb is dsx_comm.OneBitLamb
+    assert dsx_comm.onebit.OnebitAdam is dsx_comm.OneBitAdam and dsx_comm.onebit.OnebitLamb is dsx_comm.OneBitLamb
 
 
 class Engine:
@@ -40,8 +40,8 @@ def gradient(step, rank):
 def switched(rank, world, name, pipeline):
     ours, plain = (torch.nn.Parameter(torch.linspace(-1, 1, 40)) for _ in range(2))
     engine, seen = Engine(pipeline), []
-    a = getattr(dsx_comm, name)([ours], engine, lr=0.01, **SETTINGS[name])
-    b = getattr(dsx_comm, name)([plain], None, 0.01, **SETTINGS[name])  # lr is third, as in DeepSpeed
+    a = getattr(dsx_comm.onebit, name)([ours], engine, lr=0.01, **SETTINGS[name])
+    b = getattr(dsx_comm.onebit, name)([plain], None, 0.01, **SETTINGS[name])  # lr is third, as in DeepSpeed
     for step in range(9):
         seen.append(engine.enable_backward_allreduce)
         if pipeline:
@@ -55,7 +55,7 @@ def switched(rank, world, name, pipeline):
     torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)
     assert True in seen and False in seen
     late = Engine()
-    c = getattr(dsx_comm, name)([torch.nn.Parameter(torch.ones(40))], late, **SETTINGS[name])
+    c = getattr(dsx_comm.onebit, name)([torch.nn.Parameter(torch.ones(40))], late, **SETTINGS[name])
     assert late.enable_backward_allreduce
     c.load_state_dict(a.state_dict())
     assert late.enable_backward_allreduce == engine.enable_backward_allreduce
@@ -68,10 +68,12 @@ def test_an_engine_with_a_flag_is_told_when_to_reduce(name, pipeline):
 
 def test_what_is_no_engine_is_refused():
     params = [torch.nn.Parameter(torch.ones(2))]
-    with pytest.raises(dsx_comm.CommArgumentError, match=r"got 0\.01 as the second positional argument.*lr=0\.01"):
+    with pytest.raises(
+        dsx_comm.errors.CommArgumentError, match=r"got 0\.01 as the second positional argument.*lr=0\.01"
+    ):
         dsx_comm.OneBitAdam(params, 0.01)
     with pytest.raises(
-        dsx_comm.CommArgumentError, match="expected an engine with the attribute enable_backward_allreduce"
+        dsx_comm.errors.CommArgumentError, match="expected an engine with the attribute enable_backward_allreduce"
     ):
         dsx_comm.ZeroOneAdam(params, torch.nn.Linear(1, 1))
 

@@ -118,5 +118,5 @@ def test_compression_is_what_was_asked_for_and_sends_nothing_to_find_out(wish, c
 
 
 def test_a_wish_to_measure_names_the_planner():
-    with pytest.raises(dsx_comm.CommArgumentError, match="said by `dsx plan`"):
+    with pytest.raises(dsx_comm.errors.CommArgumentError, match="said by `dsx plan`"):
         dsx_comm.OneBitAdam([torch.nn.Parameter(torch.ones(1))], compression="auto")

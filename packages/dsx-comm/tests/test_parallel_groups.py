@@ -5,8 +5,9 @@ really connects.
 import dsx_comm
 import pytest
 import torch
-from dsx_comm import GroupRegistry, Mpu, ProcessTopology, TopologyError
+from dsx_comm import GroupRegistry, Mpu, ProcessTopology
 from dsx_comm import parallel_groups as groups
+from dsx_comm.errors import TopologyError
 from dsx_testkit import run_ranks
 
 

@@ -54,14 +54,14 @@ def _wrong(rank, world_size):
     prepared = dsx_comm.prepare_all_gather(4, torch.float32, torch.device("cpu"))
     errors = []
     for out, source in ((8, 5), (7, 4)):
-        with pytest.raises(dsx_comm.CommArgumentError, match="prepared for 8 and 4"):
+        with pytest.raises(dsx_comm.errors.CommArgumentError, match="prepared for 8 and 4"):
             prepared.start(torch.zeros(out), torch.zeros(source))
         errors.append(True)
-    with pytest.raises(dsx_comm.CommArgumentError, match="float64"):
+    with pytest.raises(dsx_comm.errors.CommArgumentError, match="float64"):
         prepared.start(torch.zeros(8, dtype=torch.float64), torch.zeros(4, dtype=torch.float64))
-    with pytest.raises(dsx_comm.CommArgumentError, match="at least 0"):
+    with pytest.raises(dsx_comm.errors.CommArgumentError, match="at least 0"):
         dsx_comm.prepare_all_gather(-1, torch.float32, torch.device("cpu"))
-    with pytest.raises(dsx_comm.CommArgumentError, match="AVG"):
+    with pytest.raises(dsx_comm.errors.CommArgumentError, match="AVG"):
         dsx_comm.prepare_reduce_scatter(4, torch.int64, torch.device("cpu"), dsx_comm.ReduceOp.AVG)
     return errors
 

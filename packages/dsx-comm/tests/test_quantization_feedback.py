@@ -79,7 +79,7 @@ def test_equal_messages_until_the_values_change_and_no_error_that_is_not_finite(
     feedback.reset()
     assert torch.equal(first, feedback.encode(0, x, form)) and x.isfinite().all()
     for wrong in ({"decay": 1.0}, {"decay": -0.1}, {"period": -1}):
-        with pytest.raises(dsx_comm.CommArgumentError):
+        with pytest.raises(dsx_comm.errors.CommArgumentError):
             dsx_comm.QuantizationFeedback(**wrong)
 
 
@@ -131,7 +131,7 @@ def two_phases(rank, world):
     with dsx_comm.count_traffic() as traffic:
         dsx_comm.hierarchical_all_gather(found, mine, hierarchy)
     assert traffic.sent_bytes(group=hierarchy.inter) == mine.nbytes  # to the one other node
-    with pytest.raises(dsx_comm.CommArgumentError):
+    with pytest.raises(dsx_comm.errors.CommArgumentError):
         dsx_comm.hierarchical_all_gather(found[:-1], mine, hierarchy)
 
 

@@ -198,18 +198,18 @@ def test_volume_of_quantised_weights_and_gradients():
 
 def wrong(rank, world):
     x, y = torch.ones(4), torch.ones(8)
-    with pytest.raises(dsx_comm.CommArgumentError, match="bits: got 3, expected 8, 4 or 2"):
+    with pytest.raises(dsx_comm.errors.CommArgumentError, match="bits: got 3, expected 8, 4 or 2"):
         dsx_comm.quantized_all_gather(y, x, 3)
-    with pytest.raises(dsx_comm.CommArgumentError, match="block_size: got 5, expected a positive even number"):
+    with pytest.raises(dsx_comm.errors.CommArgumentError, match="block_size: got 5, expected a positive even number"):
         dsx_comm.quantized_all_gather(y, x, 8, 5)
-    with pytest.raises(dsx_comm.CommArgumentError, match=r"expected one of torch\.float32"):
+    with pytest.raises(dsx_comm.errors.CommArgumentError, match=r"expected one of torch\.float32"):
         dsx_comm.quantized_all_gather(y.int(), x.int())
-    with pytest.raises(dsx_comm.CommArgumentError, match="3 devices per node, expected a divisor of 2"):
+    with pytest.raises(dsx_comm.errors.CommArgumentError, match="3 devices per node, expected a divisor of 2"):
         dsx_comm.make_hierarchy(3)
     hierarchy = dsx_comm.make_hierarchy(2)
-    with pytest.raises(dsx_comm.CommArgumentError, match=r"op: got .*MAX.*, expected ReduceOp.SUM"):
+    with pytest.raises(dsx_comm.errors.CommArgumentError, match=r"op: got .*MAX.*, expected ReduceOp.SUM"):
         dsx_comm.quantized_reduce_scatter(x, y, hierarchy, op=dsx_comm.ReduceOp.MAX)
-    with pytest.raises(dsx_comm.CommArgumentError, match="input has 4 elements, output 4"):
+    with pytest.raises(dsx_comm.errors.CommArgumentError, match="input has 4 elements, output 4"):
         dsx_comm.quantized_reduce_scatter(x, x.clone(), hierarchy)
 
 

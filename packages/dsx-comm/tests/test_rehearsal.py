@@ -95,7 +95,7 @@ def test_nothing_is_left():
 @pytest.mark.parametrize(("size", "rank", "local"), [(0, 0, None), (4, 4, None), (4, 0, 3), (4, 0, 0)])
 def test_numbers_that_do_not_fit(size, rank, local):
     with (
-        pytest.raises(dsx_comm.CommArgumentError, match="rehearse"),
+        pytest.raises(dsx_comm.errors.CommArgumentError, match="rehearse"),
         dsx_comm.rehearse(size, rank, ranks_per_host=local),
     ):
         pass

@@ -283,7 +283,7 @@ def alone(rank, n):
     dist.broadcast(tensor, 0)
     dist.barrier()
     assert torch.equal(out, torch.arange(5.0))
-    with pytest.raises(dsx_comm.CommArgumentError):
+    with pytest.raises(dsx_comm.errors.CommArgumentError):
         dist.reduce_scatter_tensor(out, torch.ones(7))
 
 
@@ -378,7 +378,7 @@ def disagreements(rank, n):
         ),
     ]
     for call, text in cases:
-        with pytest.raises(dsx_comm.MismatchError, match=text):
+        with pytest.raises(dsx_comm.errors.MismatchError, match=text):
             call()
         tensor = torch.ones(3)
         dist.all_reduce(tensor)  # nothing was exchanged: the group lives on

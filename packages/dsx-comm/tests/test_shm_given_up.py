@@ -18,7 +18,7 @@ def given_up_receive(rank, n):
     lost, got = torch.zeros(NUMEL), torch.zeros(NUMEL)
     if rank == 0:
         work = dist.irecv(lost, 1)
-        with pytest.raises(dsx_comm.CollectiveTimeoutError, match="recv from rank 1"):
+        with pytest.raises(dsx_comm.errors.CollectiveTimeoutError, match="recv from rank 1"):
             work.wait(datetime.timedelta(seconds=0.2))
     dist.barrier()
     if rank == 1:
@@ -46,7 +46,7 @@ def given_up_sends(rank, n):
         half, behind = torch.ones(NUMEL), torch.full((4,), 2.0)
         works = [dist.isend(half, 1), dist.isend(behind, 1)]  # the first fills the mailbox, the second cannot begin
         for work in works:
-            with pytest.raises(dsx_comm.CollectiveTimeoutError, match="send to rank 1"):
+            with pytest.raises(dsx_comm.errors.CollectiveTimeoutError, match="send to rank 1"):
                 work.wait(datetime.timedelta(seconds=0.2))
         half.fill_(7.0)
         behind.fill_(7.0)

@@ -16,6 +16,7 @@ import dsx_comm
 import pytest
 import torch
 from dsx_comm.shm import native
+from dsx_comm.shm.process_group import ShmProcessGroup
 from dsx_testkit import run_ranks
 from dsx_testkit.leftovers import segments_of, sockets_of, unix_inodes
 
@@ -202,10 +203,12 @@ def absent(rank, n):
     group = dist.new_group(timeout=datetime.timedelta(seconds=1))
     if rank == 1:
         time.sleep(2.5)
-        with pytest.raises(dsx_comm.CollectiveTimeoutError, match=r"rank\(s\) 1 did not come within 1 s"):
+        with pytest.raises(dsx_comm.errors.CollectiveTimeoutError, match=r"rank\(s\) 1 did not come within 1 s"):
             dist.all_reduce(torch.ones(3), group=group)
         return
-    with pytest.raises(dsx_comm.CollectiveTimeoutError, match=r"all_reduce #1: rank\(s\) 1 did not come within 1 s"):
+    with pytest.raises(
+        dsx_comm.errors.CollectiveTimeoutError, match=r"all_reduce #1: rank\(s\) 1 did not come within 1 s"
+    ):
         dist.all_reduce(torch.ones(3), group=group)
 
 
@@ -231,9 +234,9 @@ def falls_back(rank, n, environ, limit):
     dsx_comm.all_reduce(tensor)
     assert tensor[0] == n
     dsx_comm.all_reduce(tensor, dist.ReduceOp.AVG)
-    assert not isinstance(dist.group.WORLD, dsx_comm.ShmProcessGroup)
+    assert not isinstance(dist.group.WORLD, ShmProcessGroup)
     dsx_comm.destroy_process_group()
-    return [str(w.message) for w in seen if w.category is dsx_comm.FallbackWarning]
+    return [str(w.message) for w in seen if w.category is dsx_comm.shm.register.FallbackWarning]
 
 
 def test_without_the_compiled_module_gloo_serves_and_says_why():
@@ -253,15 +256,15 @@ def small(rank, n):
     import torch.distributed as dist
 
     tight = dist.new_group(pg_options=dsx_comm.ShmOptions(limit_bytes=400_000))
-    assert isinstance(tight, dsx_comm.ShmProcessGroup)
+    assert isinstance(tight, ShmProcessGroup)
     tensor = torch.arange(100_001.0)
     dist.all_reduce(tensor, group=tight)
     assert torch.equal(tensor, torch.arange(100_001.0) * n)
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
         none = dist.new_group(pg_options=dsx_comm.ShmOptions(limit_bytes=10_000))
-    assert not isinstance(none, dsx_comm.ShmProcessGroup)
-    with pytest.raises(dsx_comm.CommArgumentError, match="multiple of 4096"):
+    assert not isinstance(none, ShmProcessGroup)
+    with pytest.raises(dsx_comm.errors.CommArgumentError, match="multiple of 4096"):
         dsx_comm.ShmOptions(slice_bytes=1000)
 
 
@@ -275,7 +278,7 @@ def differing(rank, n):
     import torch.distributed as dist
 
     for sizes in ({"one_shot_bytes": 4096 * rank}, {"slice_bytes": 8192 * (rank + 1)}):
-        with pytest.raises(dsx_comm.CommArgumentError, match=f"rank 1 has {next(iter(sizes))} .*rank 0 "):
+        with pytest.raises(dsx_comm.errors.CommArgumentError, match=f"rank 1 has {next(iter(sizes))} .*rank 0 "):
             dist.new_group(pg_options=dsx_comm.ShmOptions(**sizes))
     tensor = torch.ones(5000)
     dist.all_reduce(
@@ -309,7 +312,7 @@ def interrupted(rank, n, call):
             wait()
     dist.barrier()
     if rank == 1 and call == "all_reduce":
-        with pytest.raises(dsx_comm.CommAbortedError, match="rank 0 was interrupted"):
+        with pytest.raises(dsx_comm.errors.CommAbortedError, match="rank 0 was interrupted"):
             wait()
     dist.barrier()
 
@@ -328,7 +331,7 @@ def aborted(rank, n):
         time.sleep(0.3)
         dist.group.WORLD.abort("rank 0 has had enough")
         return
-    with pytest.raises(dsx_comm.CommAbortedError, match="rank 0 has had enough"):
+    with pytest.raises(dsx_comm.errors.CommAbortedError, match="rank 0 has had enough"):
         dist.barrier()
 
 

@@ -64,14 +64,16 @@ def test_an_embedding_trains_on_the_bytes_of_its_rows():
 
 
 def refused(rank, n):
-    with pytest.raises(dsx_comm.CommArgumentError, match=r"got layout torch\.strided"):
+    with pytest.raises(dsx_comm.errors.CommArgumentError, match=r"got layout torch\.strided"):
         dsx_comm.sparse_allreduce(torch.ones(3))
-    with pytest.raises(dsx_comm.CommArgumentError, match="sparse_allreduce takes sparse"):
+    with pytest.raises(dsx_comm.errors.CommArgumentError, match="sparse_allreduce takes sparse"):
         dsx_comm.all_reduce(torch.ones(3).to_sparse())
-    with pytest.raises(dsx_comm.CommArgumentError, match=r"expected ReduceOp\.SUM"):
+    with pytest.raises(dsx_comm.errors.CommArgumentError, match=r"expected ReduceOp\.SUM"):
         dsx_comm.sparse_allreduce(torch.ones(3).to_sparse(), dsx_comm.ReduceOp.MAX)
     for mine in (torch.ones(3 + rank), torch.ones(3, dtype=[torch.float32, torch.float64][rank])):
-        with pytest.raises(dsx_comm.MismatchError, match=rf"rank\(s\) {rank} have \({len(mine)},\) {mine.dtype}"):
+        with pytest.raises(
+            dsx_comm.errors.MismatchError, match=rf"rank\(s\) {rank} have \({len(mine)},\) {mine.dtype}"
+        ):
             dsx_comm.sparse_allreduce(mine.to_sparse())
     dsx_comm.barrier()
 

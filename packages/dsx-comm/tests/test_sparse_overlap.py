@@ -87,13 +87,13 @@ def test_a_hang_would_be_explained_with_the_callers_label():
 
 
 def refused(rank, world):
-    with pytest.raises(dsx_comm.CommArgumentError, match=r"lane=dsx_comm\.StepLane\(\)"):
+    with pytest.raises(dsx_comm.errors.CommArgumentError, match=r"lane=dsx_comm\.StepLane\(\)"):
         dsx_comm.sparse_allreduce(draw(rank, 1), async_op=True)
     group, lane = dsx_comm.new_group(list(range(world))), dsx_comm.StepLane()
     mine = torch.ones(3 + rank).to_sparse()
     work = dsx_comm.sparse_allreduce(mine, group=group, async_op=True, lane=lane)
     for use in (work.wait, work.result):
-        with pytest.raises(dsx_comm.MismatchError, match=rf"rank\(s\) {rank} have"):
+        with pytest.raises(dsx_comm.errors.MismatchError, match=rf"rank\(s\) {rank} have"):
             use()
     # the lane goes on
     again = dsx_comm.sparse_allreduce(torch.ones(3).to_sparse(), group=group, async_op=True, lane=lane)

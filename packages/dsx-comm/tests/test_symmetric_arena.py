@@ -75,15 +75,15 @@ def pages(rank, n):
     assert not dsx_comm.is_symmetric(more)
     arena.give(more)
     arena.give(whole)
-    with pytest.raises(dsx_comm.CommArgumentError, match="once"):
+    with pytest.raises(dsx_comm.errors.CommArgumentError, match="once"):
         arena.give(whole)
-    with pytest.raises(dsx_comm.CommArgumentError, match="once"):
+    with pytest.raises(dsx_comm.errors.CommArgumentError, match="once"):
         arena.give(arena.take(1000)[500:])
     assert arena.take(0).numel() == 0
     for size in (-1, (2, -3)):
-        with pytest.raises(dsx_comm.CommArgumentError, match="at least 0"):
+        with pytest.raises(dsx_comm.errors.CommArgumentError, match="at least 0"):
             arena.take(size)
-    with pytest.raises(dsx_comm.CommArgumentError, match="at least 0"):
+    with pytest.raises(dsx_comm.errors.CommArgumentError, match="at least 0"):
         dsx_comm.SymmetricArena(-1)
     kept = arena.take(1000).fill_(2.5)
     del arena, whole, a, b, c

@@ -52,7 +52,7 @@ def rules(rank, n):
     symmetric = dsx_comm.empty(100)
     with pytest.raises(dsx_comm.CommError, match="different sizes"):
         dsx_comm.empty(10_000 * (rank + 1))
-    with pytest.raises(dsx_comm.CommArgumentError, match="at least 0"):
+    with pytest.raises(dsx_comm.errors.CommArgumentError, match="at least 0"):
         dsx_comm.empty(-1)
     assert dsx_comm.empty(0).numel() == 0
     sub = dsx_comm.new_group([0])

@@ -1,17 +1,9 @@
 import dsx_comm
 import pytest
 import torch
-from dsx_comm import (
-    GroupRegistry,
-    Mpu,
-    PipeDataParallelTopology,
-    PipeModelDataParallelTopology,
-    ProcessTopology,
-    TopologyError,
-    block_groups,
-    expert_groups,
-    read_mpu,
-)
+from dsx_comm import GroupRegistry, Mpu, ProcessTopology, read_mpu
+from dsx_comm.errors import TopologyError
+from dsx_comm.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, block_groups, expert_groups
 from dsx_testkit import run_ranks
 
 

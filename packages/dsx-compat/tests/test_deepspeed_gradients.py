@@ -59,7 +59,7 @@ def one_expert_without_a_name(rank, world):
     from deepspeed.utils import groups
 
     expert = parameter([rank + 1.0], allreduce=False)
-    with pytest.raises(dsx_comm.TopologyError, match="group_name"):
+    with pytest.raises(dsx_comm.errors.TopologyError, match="group_name"):
         clip_grad_norm_([expert], 0.1)
     assert expert.grad.tolist() == [rank + 1.0]
     groups._create_expert_and_data_parallel(2)

@@ -111,7 +111,7 @@ def test_rounding_in_place_by_dtype(handle, name):
         got = getattr(handle, f"{name}_{suffix}")(x, 4, 8)
         assert got is x
         torch.testing.assert_close(x.float(), torch.linspace(-1, 1, 64), rtol=0, atol=0.02)
-        with pytest.raises(dsx_ops.TensorError):
+        with pytest.raises(dsx_ops.errors.TensorError):
             getattr(handle, f"{name}_{suffix}")(x.double(), 4, 8)
 
 
@@ -122,12 +122,12 @@ def test_weights_that_were_quantised_beforehand(handle):
     packed = codes[:, 0::2] << 4 | codes[:, 1::2]
     assert torch.equal(handle.dequantize_int4_to_half_experimental(packed, scale, smallest, 2, 4), wanted)
     assert torch.equal(handle.dequantize_int8_to_half_experimental(codes, scale, smallest, 2, 4), wanted)
-    with pytest.raises(dsx_ops.TensorError, match="expected 3 groups of 4"):
+    with pytest.raises(dsx_ops.errors.TensorError, match="expected 3 groups of 4"):
         handle.dequantize_int8_to_half_experimental(codes, scale, smallest, 3, 4)
 
 
 def test_groups_that_do_not_divide_are_refused(handle):
-    with pytest.raises(dsx_ops.TensorError, match="groups: got 5, expected a divisor of the 64 elements"):
+    with pytest.raises(dsx_ops.errors.TensorError, match="groups: got 5, expected a divisor of the 64 elements"):
         handle.quantize(torch.ones(64), 5, 8, handle.Symmetric)
 
 
@@ -151,5 +151,5 @@ def test_adam_by_its_raw_functions():
     for got, wanted in zip((p, m, v), kept[1]):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
     handle.destroy_adam(3)
-    with pytest.raises(dsx_ops.HyperparameterError, match="optimizer_id: got 3"):
+    with pytest.raises(dsx_ops.errors.HyperparameterError, match="optimizer_id: got 3"):
         handle.adam_update(*numbers, p, grad, m, v)

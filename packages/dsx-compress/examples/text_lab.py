@@ -20,14 +20,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from dsx_compress import (
-    DistillationLoss,
-    compression_report,
-    export_model,
-    is_compressed,
-    redundancy_clean,
-    student_initialization,
-)
+from dsx_compress import DistillationLoss, compression_report, export_model, redundancy_clean, student_initialization
+from dsx_compress.apply import is_compressed
 from torch import nn
 
 CONTEXT, BATCH, VOCABULARY, MASK = 64, 16, 257, 256

@@ -3,14 +3,8 @@
 import pytest
 import torch
 from compress_zoo import TinyBert, ids
-from dsx_compress import (
-    CompressionError,
-    PostTrainingConfig,
-    export_model,
-    is_compressed,
-    load_exported,
-    quantize_post_training,
-)
+from dsx_compress import CompressionError, PostTrainingConfig, export_model, load_exported, quantize_post_training
+from dsx_compress.apply import is_compressed
 from dsx_compress.quantizers import fake_quantize
 from torch import nn
 

@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 from compress_zoo import TinyBert, TinyNet, method
-from dsx_compress import CompressionError, compression_scheduler, init_compression, load_config
+from dsx_compress import CompressionError, compression_scheduler, init_compression
 from dsx_compress.apply import techniques_of
+from dsx_compress.config import load_config
 from dsx_compress.errors import CompressionConfigError
 from dsx_compress.quantizers import fake_quantize
 from torch import nn

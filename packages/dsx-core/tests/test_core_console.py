@@ -1,11 +1,12 @@
-"""A command whose reader ends first is quiet; a broken pipe of something else is an error."""
+"""Programs of the command line: a reader that ends first, words that were meant, progress."""
 
 import os
 import subprocess
 import sys
 
 import pytest
-from dsx_core import end_with_reader
+from dsx_core import CommandParser, end_with_reader
+from dsx_core.progress import Progress
 
 COMMAND = """
 import sys
@@ -48,3 +49,39 @@ def test_another_broken_pipe_is_raised(capsys):
     with pytest.raises(BrokenPipeError):
         end_with_reader(command)
     assert capsys.readouterr().out == "said\n"
+
+
+def test_the_parser_of_the_subcommand_names_what_was_meant(capsys):
+    parser = CommandParser(prog="tool", version="tool 1")
+    wash = parser.add_subparsers(required=True).add_parser("wash")
+    wash.add_argument("--soap", choices=["green", "blue"])
+    for words, said in (
+        (["wash", "--soup", "a"], "usage: tool wash"),
+        (["wash", "--soup", "a"], "--soup: use --soap"),
+        (["wash", "--soap", "blu"], "did you mean blue?"),
+        (["wach"], "did you mean wash?"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            parser.parse_args(words)
+        assert end.value.code == 2 and said in capsys.readouterr().err
+
+
+class Screen:
+    def __init__(self):
+        self.text = ""
+
+    def isatty(self):
+        return True
+
+    def write(self, text):
+        self.text += text
+
+    def flush(self):
+        pass
+
+
+def test_progress_of_bytes_is_shown_in_gigabytes():
+    screen = Screen()
+    with Progress(0, "verify", unit="bytes", stream=screen) as bar:
+        bar.reach(1_500_000_000, 3_000_000_000)
+    assert "verify [############............]  50% 1.50/3.00 GB" in screen.text

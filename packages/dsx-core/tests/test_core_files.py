@@ -5,12 +5,11 @@ from __future__ import annotations
 import glob
 import os
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from dsx_core import FolderInUseError, FolderLock, ProcessIdentity, replace_text, replacing
+from dsx_core import replace_text, replacing
+from dsx_core.locks import lock_alone, unlock
 
 
 def test_a_text_replaces_the_old_file_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
@@ -78,39 +77,10 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
         replace_text(tmp_path / "nowhere" / "state.json", "x")
 
 
-def _lock(folder: Path) -> FolderLock:
-    return FolderLock(str(folder), os.open(folder / "lock", os.O_RDWR | os.O_CREAT), user="store")
-
-
-def test_a_second_holder_is_refused_by_name_and_succeeds_after_release(tmp_path: Path) -> None:
-    first, second = _lock(tmp_path), _lock(tmp_path)
-    first.acquire()
-    with pytest.raises(FolderInUseError, match=rf"in use by another store \(process {os.getpid()}\)"):
-        second.acquire()
-    first.release()
-    second.acquire()
-    second.release()
-
-
-def test_a_killed_holder_leaves_the_folder_free(tmp_path: Path) -> None:
-    program = (
-        "import os, sys, signal; from dsx_core import FolderLock\n"
-        "lock = FolderLock(sys.argv[1], os.open(sys.argv[1] + '/lock', os.O_RDWR | os.O_CREAT)); lock.acquire()\n"
-        "os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
-    owner = ProcessIdentity.parse((tmp_path / "owner").read_text())
-    assert owner is not None and not owner.is_running()
-    lock = _lock(tmp_path)
-    lock.acquire()
-    lock.release()
-
-
-def test_a_process_is_told_apart_from_another_with_its_id() -> None:
-    me = ProcessIdentity.current()
-    assert ProcessIdentity.parse(str(me)) == me
-    assert me.is_running()
-    if me.started:
-        assert not me._replace(started=str(int(me.started) + 1)).is_running()
-    assert me._replace(machine="elsewhere").is_running()  # this machine cannot tell
-    assert ProcessIdentity.parse("not an identity at all") is None
+def test_a_file_is_locked_for_one_descriptor_alone_until_it_is_unlocked(tmp_path: Path) -> None:
+    first, second = (os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT) for _ in range(2))
+    assert lock_alone(first) and not lock_alone(second)
+    unlock(first)
+    assert lock_alone(second)
+    os.close(first)
+    os.close(second)

@@ -17,7 +17,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-from dsx_data import CurriculumSampler, IndexWriter
+from dsx_data import CurriculumSampler
+from dsx_data.index import IndexWriter
 from dsx_testkit.results import Table, add_json_option
 
 

@@ -18,7 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from dsx_data import ProgressiveLayerDrop, RandomLTDScheduler, TokenDrop, convert_to_layer_drop, convert_to_random_ltd
+from dsx_data import ProgressiveLayerDrop, RandomLTDScheduler, convert_to_layer_drop, convert_to_random_ltd
+from dsx_data.routing import TokenDrop
 from dsx_data.routing.tokens import draw_indices, gather_tokens, scatter_tokens
 from dsx_testkit.results import Table, add_json_option
 

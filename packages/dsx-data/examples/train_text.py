@@ -36,13 +36,13 @@ from dsx_data import (
     RandomLTDScheduler,
     RepeatingLoader,
     TokenBudget,
-    TokenDrop,
     TrainingLoader,
     convert_to_layer_drop,
     convert_to_random_ltd,
     lr_factor,
     truncate_batch,
 )
+from dsx_data.routing import TokenDrop
 from torch import nn
 from torch.nn import functional as F
 

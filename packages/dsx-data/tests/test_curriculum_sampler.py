@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from dsx_data import CurriculumSampler, DataAnalyzer, IndexWriter, LoaderOptions, TrainingLoader
+from dsx_data import CurriculumSampler, DataAnalyzer, LoaderOptions, TrainingLoader
 from dsx_data.errors import DataArgumentError, DataStateError
+from dsx_data.index import IndexWriter
 
 
 def write_metric(path, name, values, form="dsx"):

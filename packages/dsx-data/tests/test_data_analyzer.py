@@ -6,15 +6,8 @@ import re
 import numpy as np
 import pytest
 import torch
-from dsx_data import (
-    DataAnalyzer,
-    DistributedDataAnalyzer,
-    SequenceLength,
-    VocabularyCounts,
-    VocabularyRarity,
-    open_index,
-)
-from dsx_data.analysis import difficulty_picture
+from dsx_data import DataAnalyzer, DistributedDataAnalyzer, SequenceLength, open_index
+from dsx_data.analysis import VocabularyCounts, VocabularyRarity, difficulty_picture
 from dsx_data.batching.plan import lengths_from
 from dsx_data.errors import AnalysisError, DataArgumentError
 from dsx_testkit import run_ranks

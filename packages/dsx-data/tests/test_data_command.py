@@ -4,8 +4,9 @@ import sys
 
 import numpy as np
 import pytest
-from dsx_data import MMapIndexedDataset, MMapIndexedDatasetBuilder, open_index
+from dsx_data import MMapIndexedDataset, open_index
 from dsx_data.cli import main
+from dsx_data.index import MMapIndexedDatasetBuilder
 from dsx_data.sources import TextLines
 
 LINES = ["a", "", "hello world", "zz" * 30, "ünï"]

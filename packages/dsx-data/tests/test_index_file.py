@@ -5,8 +5,9 @@ import random
 
 import numpy as np
 import pytest
-from dsx_data import IndexFile, IndexWriter, open_index
+from dsx_data import open_index
 from dsx_data.errors import DataArgumentError, IndexFileError
+from dsx_data.index import IndexFile, IndexWriter
 
 
 def written(path, rows, dtype="uint32", **options):

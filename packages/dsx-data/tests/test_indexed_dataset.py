@@ -6,8 +6,9 @@ import struct
 import numpy as np
 import pytest
 import torch
-from dsx_data import MMapIndexedDataset, MMapIndexedDatasetBuilder, open_index
+from dsx_data import MMapIndexedDataset, open_index
 from dsx_data.errors import DataArgumentError, IndexFileError
+from dsx_data.index import MMapIndexedDatasetBuilder
 
 SEQUENCES = [[5, 6, 7], [], [8], [9, 10]]
 

@@ -4,7 +4,8 @@ import random
 
 import pytest
 import torch
-from dsx_data import PackingCollator, block_diagonal_mask, pack_lengths
+from dsx_data import PackingCollator
+from dsx_data.batching import block_diagonal_mask, pack_lengths
 from dsx_data.errors import DataArgumentError
 
 

@@ -5,9 +5,9 @@ import pickle
 
 import pytest
 import torch
-from dsx_data import RandomLTDScheduler, TokenDrop, convert_to_random_ltd, save_without_random_ltd
+from dsx_data import RandomLTDScheduler, convert_to_random_ltd, save_without_random_ltd
 from dsx_data.errors import DataArgumentError
-from dsx_data.routing import find_layers, remove_random_ltd
+from dsx_data.routing import TokenDrop, find_layers, remove_random_ltd
 from dsx_data.routing import tokens as token_functions
 from torch import nn
 from torch.utils.checkpoint import checkpoint

@@ -12,7 +12,8 @@ import argparse
 
 import dsx_comm
 import torch
-from dsx_moe import MoE, expert_capacity
+from dsx_moe import MoE
+from dsx_moe.gating import expert_capacity
 from dsx_testkit import run_ranks
 from dsx_testkit.results import Table, add_json_option
 from torch import nn

@@ -19,7 +19,8 @@ from pathlib import Path
 import dsx_comm
 import torch
 import torch.nn.functional as F
-from dsx_moe import LoadHistory, MoE, average_gradients, broadcast_parameters, clip_grad_norm_, layer_stats, name_layers
+from dsx_moe import MoE, average_gradients, broadcast_parameters, clip_grad_norm_, name_layers
+from dsx_moe.watching import LoadHistory, layer_stats
 from torch import nn
 
 

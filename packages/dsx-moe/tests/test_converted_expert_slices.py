@@ -8,9 +8,9 @@ import dsx_comm
 import pytest
 import torch
 from dsx_comm import GroupRegistry, ProcessTopology, parallel_groups
-from dsx_moe import MoEConfigError, apply_expert_parallel, full_state_dict, restore_experts
+from dsx_moe import apply_expert_parallel, full_state_dict, restore_experts
 from dsx_moe.config import ExpertParallelConfig, apply_config
-from dsx_moe.errors import ConversionError
+from dsx_moe.errors import ConversionError, MoEConfigError
 from dsx_moe.state import expert_slices
 from dsx_testkit import run_ranks
 from torch import nn

@@ -6,7 +6,8 @@ import dsx_comm
 import dsx_moe
 import pytest
 import torch
-from dsx_moe import MoE, MoEConfigError, PackedExperts, RoutingError
+from dsx_moe import MoE, PackedExperts
+from dsx_moe.errors import MoEConfigError, RoutingError
 from dsx_testkit import RankError, run_ranks
 from torch import nn
 

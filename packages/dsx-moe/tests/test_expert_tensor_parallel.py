@@ -7,7 +7,8 @@ import dsx_comm
 import pytest
 import torch
 from dsx_comm import GroupRegistry, ProcessTopology, parallel_groups
-from dsx_moe import MoE, MoEConfigError, PackedExperts, average_gradients, broadcast_parameters, clip_grad_norm_
+from dsx_moe import MoE, PackedExperts, average_gradients, broadcast_parameters, clip_grad_norm_
+from dsx_moe.errors import MoEConfigError
 from dsx_testkit import run_ranks
 from torch import nn
 

@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
-from dsx_moe import MoEConfigError, expert_capacity, top1_gating, top2_gating, topk_gating
-from dsx_moe.gating import router_z_loss
+from dsx_moe import top1_gating, top2_gating, topk_gating
+from dsx_moe.errors import MoEConfigError
+from dsx_moe.gating import expert_capacity, router_z_loss
 
 
 def reference(logits, choices, capacity, *, order, normalise, first_only):

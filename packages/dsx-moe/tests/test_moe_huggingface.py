@@ -7,8 +7,9 @@ import dsx_comm
 import dsx_moe
 import pytest
 import torch
-from dsx_moe import RouterRule, apply_expert_parallel, restore_experts
+from dsx_moe import apply_expert_parallel, restore_experts
 from dsx_moe.errors import ConversionError
+from dsx_moe.rules import RouterRule
 from dsx_testkit import run_ranks
 from torch import nn
 

@@ -3,7 +3,8 @@
 import dsx_moe
 import pytest
 import torch
-from dsx_moe import MoE, MoEConfigError, PackedExperts
+from dsx_moe import MoE, PackedExperts
+from dsx_moe.errors import MoEConfigError
 from dsx_testkit import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

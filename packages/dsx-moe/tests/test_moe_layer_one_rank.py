@@ -5,16 +5,8 @@ import pickle
 
 import pytest
 import torch
-from dsx_moe import (
-    MoE,
-    MoEConfigError,
-    PackedExperts,
-    RoutingError,
-    has_moe_layers,
-    is_moe_param,
-    name_layers,
-    update_router_bias,
-)
+from dsx_moe import MoE, PackedExperts, has_moe_layers, is_moe_param, name_layers, update_router_bias
+from dsx_moe.errors import MoEConfigError, RoutingError
 from torch import nn
 
 

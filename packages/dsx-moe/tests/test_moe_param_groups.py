@@ -4,14 +4,13 @@ import pytest
 import torch
 from dsx_moe import (
     MoE,
-    MoEConfigError,
-    configure_moe_param_groups,
     is_moe_param,
-    is_moe_param_group,
     split_params_grads_into_shared_and_expert_params,
     split_params_into_different_moe_groups_for_optimizer,
     split_params_into_shared_and_expert_params,
 )
+from dsx_moe.errors import MoEConfigError
+from dsx_moe.marks import configure_moe_param_groups, is_moe_param_group
 from torch import nn
 
 

@@ -6,7 +6,9 @@ import xml.etree.ElementTree as ElementTree
 import dsx_comm
 import pytest
 import torch
-from dsx_moe import LoadHistory, MoE, MoEConfigError, layer_stats, moe_events
+from dsx_moe import MoE, moe_events
+from dsx_moe.errors import MoEConfigError
+from dsx_moe.watching import LoadHistory, layer_stats
 from dsx_testkit import run_ranks
 from torch import nn
 

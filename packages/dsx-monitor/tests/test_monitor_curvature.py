@@ -5,8 +5,9 @@ import logging
 import pytest
 
 torch = pytest.importorskip("torch")
-from dsx_monitor import Eigenvalue, GradientNoise, GradientSquares  # noqa: E402
+from dsx_monitor import Eigenvalue, GradientNoise  # noqa: E402
 from dsx_monitor.curvature import CurvatureError, double_backward  # noqa: E402
+from dsx_monitor.noise import GradientSquares  # noqa: E402
 from torch import nn  # noqa: E402
 
 

@@ -4,8 +4,9 @@ import re
 from xml.etree import ElementTree
 
 import pytest
-from dsx_monitor import JSONLMonitor, Timeline, start_run
+from dsx_monitor import Timeline, start_run
 from dsx_monitor.errors import ReportError
+from dsx_monitor.monitor import JSONLMonitor
 from dsx_monitor.picture import Bar, Lane, run_picture, step_picture
 
 

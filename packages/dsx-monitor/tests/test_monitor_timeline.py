@@ -7,9 +7,10 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from dsx_monitor import StragglerMonitor, Timeline, WallClock, judge_stragglers, merge_traces, phase_times
+from dsx_monitor import StragglerMonitor, Timeline, WallClock, merge_traces
 from dsx_monitor.errors import ReportError
-from dsx_monitor.straggler import PHASES
+from dsx_monitor.straggler import PHASES, judge_stragglers
+from dsx_monitor.timers import phase_times
 
 
 def call(op="all_gather_into_tensor", nbytes=8):

@@ -14,6 +14,7 @@ from pathlib import Path
 import dsx_monitor
 import pytest
 from dsx_monitor import MonitorConfig, MonitorMaster, background, csvMonitor
+from dsx_monitor.config import CSVConfig
 from dsx_monitor.errors import MonitorConfigError
 
 
@@ -72,7 +73,7 @@ def test_csv_files_are_not_read_again_to_go_on_in_them(tmp_path):
         (tmp_path / f"{label}.csv").write_text("step,x\n" + "1,1.0\n" * 20_000)
     code = f"""
         from pathlib import Path
-        from dsx_monitor import CSVConfig
+        from dsx_monitor.config import CSVConfig
         from dsx_monitor.writers.csv import CSVWriter
         read = lambda: int(Path("/proc/self/io").read_text().split()[1])
         writer, before = CSVWriter(CSVConfig(output_path={str(tmp_path)!r}, job_name="")), read()
@@ -272,7 +273,7 @@ def test_what_waits_to_be_written_when_a_process_forks_is_written_once(kind, tmp
     pytest.importorskip("tensorboard")
     code = f"""
         import os
-        from dsx_monitor import CSVConfig
+        from dsx_monitor.config import CSVConfig
         from dsx_monitor.writers.csv import CSVWriter
         from dsx_monitor.writers.tensorboard import TensorBoardWriter
         writer = {{"csv": CSVWriter, "tensorboard": TensorBoardWriter}}[{kind!r}]
@@ -321,7 +322,7 @@ def test_nothing_enabled_means_not_enabled():
 
 
 def test_a_section_alone_is_accepted(tmp_path):
-    section = dsx_monitor.CSVConfig(enabled=True, output_path=str(tmp_path), job_name="x")
+    section = CSVConfig(enabled=True, output_path=str(tmp_path), job_name="x")
     with csvMonitor(section, rank=0) as monitor:
         monitor.write_events([("a", 1, 1)])
     assert (tmp_path / "x" / "a.csv").exists()

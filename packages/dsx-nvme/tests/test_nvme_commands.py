@@ -202,9 +202,19 @@ def test_explain(tmp_path, capsys):
     assert main(["explain", str(tmp_path / "none")]) == 1
 
 
-def test_the_command_itself(capsys):
-    assert main([]) == 2 and "commands:" in capsys.readouterr().out
-    assert main(["--help"]) == 0 and main(["tuna"]) == 2 and "unknown command 'tuna'" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ([], 2, "required: command"),
+        (["--help"], 0, "measure reads and writes"),
+        (["--version"], 0, f"dsx-nvme {dsx_nvme.__version__}"),
+        (["tuna"], 2, "did you mean tune?"),
+    ],
+)
+def test_the_command_itself(words, code, said, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == code and said in "".join(capsys.readouterr())
 
 
 def test_sizes_pictures_and_bars():

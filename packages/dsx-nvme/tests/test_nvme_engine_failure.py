@@ -52,7 +52,7 @@ def test_a_transfer_is_not_over_while_the_kernel_may_write_to_its_memory(pipe):
     assert not ticket.done()
     os.write(writer, bytes([7]) * 3 * 4096)
     assert ticket.wait(30) == 3 * 4096 and bool((tensor == 7).all())
-    with pytest.raises(dsx_nvme.TransferError, match="close this Engine and make a new one") as caught:
+    with pytest.raises(dsx_nvme.errors.TransferError, match="close this Engine and make a new one") as caught:
         engine.read(tensor, file)
     assert caught.value.errno == errno.EIO
     engine.close()
@@ -63,7 +63,7 @@ def test_memory_that_the_kernel_does_not_give_back_is_kept(pipe):
     tensor = torch.zeros(4096, dtype=torch.uint8)
     memory = weakref.ref(tensor.untyped_storage())
     engine, ticket = broken_engine(tensor, file, 0.1)
-    with pytest.raises(dsx_nvme.TransferError, match="kept until the process ends") as caught:
+    with pytest.raises(dsx_nvme.errors.TransferError, match="kept until the process ends") as caught:
         ticket.wait(30)
     assert caught.value.errno == errno.EIO and caught.value.op == "read"
     engine.close()
@@ -90,10 +90,10 @@ def test_a_failing_engine_ends_every_request_and_refuses_new_ones(name, tmp_path
             thread.start()
         for thread in waiting:
             thread.join()
-        assert any(isinstance(error, dsx_nvme.TransferError) and error.errno == errno.EBADF for error in ended)
+        assert any(isinstance(error, dsx_nvme.errors.TransferError) and error.errno == errno.EBADF for error in ended)
         for ticket, back in zip(tickets, backs):
             if ticket.exception() is None:  # one that the kernel had finished, whole
                 assert torch.equal(back, data)
-        with pytest.raises(dsx_nvme.TransferError, match="failed earlier"):
+        with pytest.raises(dsx_nvme.errors.TransferError, match="failed earlier"):
             engine.read(torch.zeros(10), tmp_path / "t")
         engine.close()

@@ -246,7 +246,7 @@ def test_errors_of_the_library_are_os_errors(fake, tmp_path):
         h.sync_pwrite(torch.zeros(5000), str(tmp_path / "t"))
         for code, number in ((-errno.ENOSPC, errno.ENOSPC), (5027, errno.EIO)):
             fake.fake_set(1 << 30, code, 0)
-            with pytest.raises(dsx_nvme.TransferError) as caught:
+            with pytest.raises(dsx_nvme.errors.TransferError) as caught:
                 h.sync_pread(torch.zeros(5000), str(tmp_path / "t"))
             assert caught.value.errno == number and caught.value.filename == str(tmp_path / "t")
             assert code < 0 or "code 5027" in str(caught.value)
@@ -274,6 +274,6 @@ def test_without_cufile_everything_works_through_host_buffers(monkeypatch, tmp_p
         assert torch.equal(data, back)
         t = h.new_pinned_device_tensor(10, data)
         assert t.numel() == 10 and h.is_pinned(t) and h.free_pinned_device_tensor(t) is True
-        with pytest.raises(dsx_nvme.TensorError, match="expected one on a GPU"):
+        with pytest.raises(dsx_nvme.errors.TensorError, match="expected one on a GPU"):
             h.pin_device_tensor(data)
         assert h.unpin_device_tensor(data) is False

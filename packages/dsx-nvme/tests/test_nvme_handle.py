@@ -147,7 +147,7 @@ def test_functional_forms(tmp_path):
     assert torch.equal(t, back)
     target = torch.zeros(70_000, dtype=torch.float64)
     assert dsx_nvme.deepspeed_memcpy(target, t) == 1 and torch.equal(target.view(torch.int64), t)
-    with pytest.raises(dsx_nvme.TensorError):
+    with pytest.raises(dsx_nvme.errors.TensorError):
         dsx_nvme.deepspeed_memcpy(target[1:], t)
 
 
@@ -173,7 +173,7 @@ def test_tensors_that_have_no_bytes(handle, tmp_path):
         pass
 
     for bad in (torch.empty(3, device="meta"), torch.eye(3).to_sparse(), torch.zeros(3).as_subclass(Wrapped), [1, 2]):
-        with pytest.raises(dsx_nvme.TensorError):
+        with pytest.raises(dsx_nvme.errors.TensorError):
             handle.sync_pwrite(bad, str(tmp_path / "t"))
     assert not (tmp_path / "t").exists()
     handle.sync_pwrite(torch.nn.Parameter(torch.ones(3)), str(tmp_path / "t"))

@@ -95,7 +95,7 @@ def test_writing_to_a_tensor_in_flight_is_reported(tmp_path):
         data = torch.zeros(1000)
         ticket = engine.write(data, tmp_path / "t")
         data += 1
-        with pytest.raises(dsx_nvme.DataRaceError, match="was written to while its write of"):
+        with pytest.raises(dsx_nvme.errors.DataRaceError, match="was written to while its write of"):
             ticket.wait()
         data += 1  # over: nobody minds
         flat = torch.zeros(2000)  # of a buffer, the parts that are not in flight are the caller's
@@ -120,7 +120,7 @@ def test_memory_lives_until_the_transfer_is_over_though_its_tensor_moves_away(mo
         gc.collect()
         kept = memory() is not None
         assert kept
-        with pytest.raises(dsx_nvme.DataRaceError, match="moved or resized"):
+        with pytest.raises(dsx_nvme.errors.DataRaceError, match="moved or resized"):
             ticket.wait()
         assert not data.any()
         del ticket
@@ -134,13 +134,13 @@ def test_two_transfers_of_the_same_memory_are_refused_where_they_race(tmp_path):
         data = pattern(BIG)
         engine.write(data, tmp_path / "a").wait()
         writing = [engine.write(data, tmp_path / "b"), engine.write(data, tmp_path / "c")]  # both only read the memory
-        with pytest.raises(dsx_nvme.DataRaceError, match="takes part in a write"):
+        with pytest.raises(dsx_nvme.errors.DataRaceError, match="takes part in a write"):
             engine.read(data[-10:], tmp_path / "a")
         for ticket in writing:
             ticket.wait()
         engine.read(data[-10:], tmp_path / "a", BIG - 10).wait()
         reading = engine.read(data, tmp_path / "a")
-        with pytest.raises(dsx_nvme.DataRaceError, match="takes part in a read"):
+        with pytest.raises(dsx_nvme.errors.DataRaceError, match="takes part in a read"):
             engine.write(data[:10], tmp_path / "d")
         reading.wait()
 

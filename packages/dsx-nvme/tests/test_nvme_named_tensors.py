@@ -103,7 +103,7 @@ def test_what_a_tensor_file_refuses(tmp_path):
             file.write("w", TENSORS["w"])
         with pytest.raises(KeyError, match="no tensor 'x'"):
             file.read("x")
-        with pytest.raises(dsx_nvme.TensorError, match="the file has 33000"):
+        with pytest.raises(dsx_nvme.errors.TensorError, match="the file has 33000"):
             file.read("w", torch.zeros(33_001))
     with pytest.raises(dsx_nvme.errors.OptionError, match="reserved"):
         TensorFile.create(tmp_path / "u", {"__pad_0__": ((3,), torch.uint8)})
@@ -240,7 +240,7 @@ def test_budgets_locks_and_swap_space(tmp_path):
     with TensorStore(tmp_path / "s", budget=3 * 4096, keep=False) as store:
         store.put("a", torch.zeros(1024))
         store.put("b", torch.zeros(2048))
-        with pytest.raises(dsx_nvme.BudgetError, match="c: 4096 bytes more"):
+        with pytest.raises(dsx_nvme.errors.BudgetError, match="c: 4096 bytes more"):
             store.put("c", torch.zeros(1))
         store.delete("a")
         store.put("c", torch.zeros(1))
@@ -248,7 +248,7 @@ def test_budgets_locks_and_swap_space(tmp_path):
             TensorStore(tmp_path / "s")
         with pytest.raises(KeyError):
             store.get("a")
-        with pytest.raises(dsx_nvme.TensorError):
+        with pytest.raises(dsx_nvme.errors.TensorError):
             store.get("b", torch.zeros(3))
     assert os.listdir(tmp_path / "s") == []
 
@@ -289,7 +289,7 @@ def test_a_pool_keeps_its_budget_and_lets_wait():
     for buffer, _ in held:
         buffer.release()
     whole = pool.acquire(10 * 4096)  # nothing is lost to fragments
-    with pytest.raises(dsx_nvme.BudgetError, match="came free"):
+    with pytest.raises(dsx_nvme.errors.BudgetError, match="came free"):
         pool.acquire(1, timeout=0.01)
     thread = threading.Thread(target=lambda: seen.append(pool.acquire(4096, timeout=30)))
     thread.start()
@@ -297,9 +297,9 @@ def test_a_pool_keeps_its_budget_and_lets_wait():
     whole.release()
     thread.join()
     assert len(seen) == 1 and pool.peak == pool.budget
-    with pytest.raises(dsx_nvme.BudgetError, match="larger budget"):
+    with pytest.raises(dsx_nvme.errors.BudgetError, match="larger budget"):
         pool.acquire(11 * 4096)
-    with pytest.raises(dsx_nvme.BudgetError, match="given back"):
+    with pytest.raises(dsx_nvme.errors.BudgetError, match="given back"):
         whole.tensor()
 
 

@@ -38,11 +38,11 @@ def test_pipes_and_sockets_are_refused(engine, tmp_path):
     reader, writer = os.pipe()
     with socket.socket() as plug:
         for target in (tmp_path / "pipe", reader, plug.fileno()):
-            with pytest.raises(dsx_nvme.TransferError, match="a pipe or socket has no offsets") as caught:
+            with pytest.raises(dsx_nvme.errors.TransferError, match="a pipe or socket has no offsets") as caught:
                 engine.read(torch.zeros(10), target)
             assert caught.value.errno == errno.ESPIPE
         for target in (tmp_path / "pipe", writer):
-            with pytest.raises(dsx_nvme.TransferError, match="a pipe or socket has no offsets"):
+            with pytest.raises(dsx_nvme.errors.TransferError, match="a pipe or socket has no offsets"):
                 engine.write(torch.zeros(10), target)
     with pytest.raises(OSError):
         TensorFile.open(tmp_path / "pipe")
@@ -58,7 +58,7 @@ def test_descriptors_of_the_other_direction_are_refused(engine, tmp_path):
         (os.O_WRONLY, engine.read, "is open for writing only; open it with O_RDWR or O_RDONLY"),
     ):
         fd = os.open(tmp_path / "t", flags)
-        with pytest.raises(dsx_nvme.TransferError, match=words) as caught:
+        with pytest.raises(dsx_nvme.errors.TransferError, match=words) as caught:
             call(torch.zeros(100), fd, 0)
         assert caught.value.errno == errno.EBADF and str(fd) in str(caught.value)
         os.close(fd)

@@ -12,8 +12,9 @@ import dsx_nvme
 import dsx_nvme.errors
 import pytest
 import torch
-from dsx_core import ProcessIdentity
 from dsx_nvme import TensorStore
+from dsx_nvme.errors import FolderInUseError
+from dsx_nvme.folder_lock import FolderLock, ProcessIdentity
 
 PAGE = 4096
 
@@ -109,11 +110,11 @@ def test_a_budget_counts_what_was_flushed(tmp_path):
         store.put("a", torch.ones(1024))
         store.put("b", torch.ones(2048))
         store.flush()
-        with pytest.raises(dsx_nvme.BudgetError, match="keeps its room until the next one"):
+        with pytest.raises(dsx_nvme.errors.BudgetError, match="keeps its room until the next one"):
             store.put("a", torch.zeros(1024))
         assert store.get("a").result().sum() == 1024
         store.delete("b")
-        with pytest.raises(dsx_nvme.BudgetError):
+        with pytest.raises(dsx_nvme.errors.BudgetError):
             store.put("a", torch.zeros(1024))
         store.flush()
         store.put("a", torch.zeros(1024))
@@ -125,7 +126,7 @@ def test_a_budget_that_only_the_old_version_fills_takes_the_new_one(tmp_path):
         store.put("a", torch.ones(2048))
         store.put("a", torch.ones(3 * 1024))
         assert store.get("a").result().numel() == 3 * 1024
-        with pytest.raises(dsx_nvme.BudgetError):
+        with pytest.raises(dsx_nvme.errors.BudgetError):
             store.put("a", torch.zeros(5 * 1024))
         assert store.get("a").result().sum() == 3 * 1024
 
@@ -186,12 +187,40 @@ def test_a_forked_child_may_read_and_nothing_else(tmp_path):
 def test_a_process_is_known_by_more_than_its_number():
     me = ProcessIdentity.current()
     assert ProcessIdentity.parse(str(me)) == me and me.is_running()
-    assert not me._replace(started="1").is_running() or not me.started
+    assert not me.started or not me._replace(started=str(int(me.started) + 1)).is_running()
     gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
     assert not ProcessIdentity(int(gone.stdout), "", me.machine).is_running()
     assert ProcessIdentity(1, "", "another-machine").is_running()
     for text in ("", "x y z", "12", "12 @3", "12 @3 m extra"):
         assert ProcessIdentity.parse(text) is None
+
+
+def folder_lock(folder):
+    return FolderLock(str(folder), os.open(folder / "lock", os.O_RDWR | os.O_CREAT))
+
+
+def test_a_second_holder_is_refused_by_name_and_succeeds_after_release(tmp_path):
+    first, second = folder_lock(tmp_path), folder_lock(tmp_path)
+    first.acquire()
+    with pytest.raises(FolderInUseError, match=rf"in use by another TensorStore \(process {os.getpid()}\)"):
+        second.acquire()
+    first.release()
+    second.acquire()
+    second.release()
+
+
+def test_a_killed_holder_leaves_the_folder_free(tmp_path):
+    program = (
+        "import os, sys, signal; from dsx_nvme.folder_lock import FolderLock\n"
+        "lock = FolderLock(sys.argv[1], os.open(sys.argv[1] + '/lock', os.O_RDWR | os.O_CREAT)); lock.acquire()\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
+    owner = ProcessIdentity.parse((tmp_path / "owner").read_text())
+    assert owner is not None and not owner.is_running()
+    lock = folder_lock(tmp_path)
+    lock.acquire()
+    lock.release()
 
 
 @pytest.fixture

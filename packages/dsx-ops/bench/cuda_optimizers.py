@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import dsx_ops
 import torch
+from dsx_ops import onebit
 from dsx_ops.cuda import loader
 from dsx_testkit.results import Table, add_json_option
 
@@ -95,7 +96,7 @@ def whole_phase(n: int) -> list[Contender]:
         copies[0].copy_(theirs[0].detach())
 
     def one_call() -> None:
-        norm = dsx_ops.squared_norms([mine[0].grad]).sum().sqrt() / 1024
+        norm = dsx_ops.update.squared_norms([mine[0].grad]).sum().sqrt() / 1024
         fused.step(grad_scale=1024 * norm.clamp(min=1.0), copy_out={mine[0]: copies[1]})
 
     return [
@@ -122,7 +123,7 @@ def codes(n: int) -> list[Contender]:
         Contender("dsx quantize int8", 5.0 * n, lambda: dsx_ops.quantize(x)),
         Contender("dsx quantize int4", 4.5 * n, lambda: dsx_ops.quantize(x, bits=4)),
         Contender("dsx quantize_fp8", 5.0 * n, lambda: dsx_ops.quantize_fp8(x)),
-        Contender("dsx compress_with_feedback", 20.125 * n, lambda: dsx_ops.onebit.compress_with_feedback(x, error)),
+        Contender("dsx compress_with_feedback", 20.125 * n, lambda: onebit.compress_with_feedback(x, error)),
     ]
 
 

@@ -16,6 +16,7 @@ import dsx_ops
 import torch
 from _measure import Contender, Goal, Job, copy_contender, keep_memory, run_jobs
 from dsx_ops import onebit
+from dsx_ops.codes.exchange import reduce_dequantize, reduce_quantize, swizzle_quantize
 
 SHARE = 0.7  # of the copy's bandwidth
 
@@ -106,19 +107,21 @@ def exchange(n: int) -> Job:
     n -= n % (8 * 256)
     x = torch.randn(n)
     grid = {"nodes": 2, "devices": 4}
-    q = dsx_ops.swizzle_quantize(x, **grid)
+    q = swizzle_quantize(x, **grid)
     out = torch.empty(n // 4)
     nbytes = (0.5 + 4 / 256) * n
     found = [
         copy_contender(8 * n),
-        Contender("dsx swizzle_quantize", 4.0 * n + nbytes, lambda: dsx_ops.swizzle_quantize(x, out=q, **grid)),
+        Contender("dsx swizzle_quantize", 4.0 * n + nbytes, lambda: swizzle_quantize(x, out=q, **grid)),
         Contender(
             "dsx reduce_dequantize, 4 ranks",
             nbytes + 4.0 * n / 4,
-            lambda: dsx_ops.reduce_dequantize(q, ranks=4, numel=n // 4, out=out),
+            lambda: reduce_dequantize(q, ranks=4, numel=n // 4, out=out),
         ),
         Contender(
-            "dsx reduce_quantize, 4 ranks", 1.25 * nbytes, lambda: dsx_ops.reduce_quantize(q, ranks=4, numel=n // 4)
+            "dsx reduce_quantize, 4 ranks",
+            1.25 * nbytes,
+            lambda: reduce_quantize(q, ranks=4, numel=n // 4),
         ),
     ]
     return judged(found)

@@ -5,6 +5,7 @@ test_cuda_optimizers for what runs everywhere.
 import dsx_ops
 import pytest
 import torch
+from dsx_ops import onebit
 from dsx_ops.cuda import loader
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -103,9 +104,9 @@ def test_a_captured_step_replays():
 def test_norms(dtype):
     tensors = data("cuda", dtype)
     exact = torch.stack([t.double().square().sum() for t in tensors])
-    got = dsx_ops.squared_norms(tensors)
+    got = dsx_ops.update.squared_norms(tensors)
     torch.testing.assert_close(got, exact, rtol=1e-12, atol=0)
-    assert torch.equal(got, dsx_ops.squared_norms(tensors))
+    assert torch.equal(got, dsx_ops.update.squared_norms(tensors))
     tensors[-1][5] = float("inf")
     assert not dsx_ops.norm(tensors).finite
 
@@ -121,7 +122,7 @@ def test_codes_and_signs_have_the_bits_of_the_cpu(dtype, format):
             make = lambda t: dsx_ops.quantize_fp8(t, format=format)  # noqa: E731
         for a, b in zip(make(x), make(y)):
             assert torch.equal(a.view(torch.uint8), b.cpu().view(torch.uint8))
-        assert torch.equal(dsx_ops.onebit.pack_signs(x), dsx_ops.onebit.pack_signs(y).cpu())
+        assert torch.equal(onebit.pack_signs(x), onebit.pack_signs(y).cpu())
 
 
 @pytest.mark.parametrize("hidden", [48, 768, 1024, 5000])

@@ -216,7 +216,7 @@ def test_state_dict_continues_to_the_bit():
             p.grad = (p.detach() * 3).sin() + step
             o.step()
     assert torch.equal(a, b)
-    with pytest.raises(dsx_ops.TensorError, match="8-bit"):
+    with pytest.raises(dsx_ops.errors.TensorError, match="8-bit"):
         second.load_state_dict(
             torch.optim.AdamW([nn.Parameter(torch.ones(2))]).state_dict() | {"state": {0: {"step": 1}}}
         )
@@ -232,7 +232,7 @@ def test_offsets_key_the_noise_and_must_fit_the_blocks():
             optimizer.step_flat(p, p * 0.37, state, offset=offset)
         outcomes.append(state["exp_avg"])
     assert all(not torch.equal(a, b) for i, a in enumerate(outcomes) for b in outcomes[:i])
-    with pytest.raises(dsx_ops.TensorError, match="multiple of 256"):
+    with pytest.raises(dsx_ops.errors.TensorError, match="multiple of 256"):
         optimizer.step_flat(p, p, state, offset=100)
 
 

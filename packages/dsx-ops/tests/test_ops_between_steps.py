@@ -68,7 +68,7 @@ def test_a_bad_gradient_is_named_before_anything_changes(spoil):
         optimizer.step()
     before = everything(optimizer, params)
     spoil(params[4])
-    with pytest.raises(dsx_ops.TensorError, match="parameter 4 of group 0"):
+    with pytest.raises(dsx_ops.errors.TensorError, match="parameter 4 of group 0"):
         optimizer.step()
     same(before, everything(optimizer, params))
     params[4].grad = None
@@ -84,7 +84,7 @@ def test_a_parameter_that_is_no_longer_contiguous_is_named():
         give_grads(params, step, in_place=True)
         optimizer.step()
     params[4].data = params[4].data.t()
-    with pytest.raises(dsx_ops.TensorError, match="parameter 4 of group 0"):
+    with pytest.raises(dsx_ops.errors.TensorError, match="parameter 4 of group 0"):
         optimizer.step()
 
 
@@ -121,7 +121,7 @@ def test_a_bad_state_is_named_before_anything_changes(spoil):
         optimizer.step()
     before = [p.detach().clone() for p in params]
     spoil(optimizer.state[params[4]])
-    with pytest.raises(dsx_ops.TensorError, match="parameter 4 of group 0"):
+    with pytest.raises(dsx_ops.errors.TensorError, match="parameter 4 of group 0"):
         optimizer.step()
     same(before, [p.detach() for p in params])
     assert [optimizer.state[p]["step"] for p in params] == [3] * len(params)
@@ -149,7 +149,7 @@ def test_a_subclass_as_gradient_is_refused_in_a_later_step_too():
         optimizer.step()
     before = everything(optimizer, params)
     params[4].grad = Wrapper(torch.ones_like(params[4]))
-    with pytest.raises(dsx_ops.TensorError, match="parameter 4 of group 0"):
+    with pytest.raises(dsx_ops.errors.TensorError, match="parameter 4 of group 0"):
         optimizer.step()
     same(before, everything(optimizer, params))
 

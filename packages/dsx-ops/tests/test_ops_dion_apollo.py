@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from dsx_ops import HyperparameterError, TensorError
+from dsx_ops.errors import HyperparameterError, TensorError
 from dsx_ops.optim.apollo import Apollo
 from dsx_ops.optim.dion import Dion
 from dsx_ops.optim.low_rank import gaussian

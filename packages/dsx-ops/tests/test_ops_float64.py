@@ -58,7 +58,7 @@ def test_narrow_vectors_are_widened_and_wide_ones_never_narrowed():
         lambda: dsx_ops.bias_gelu(x.float(), B),
         lambda: dsx_ops.masked_softmax(x.float(), torch.zeros(6, dtype=torch.float64)),
     ):
-        with pytest.raises(dsx_ops.TensorError, match="float64"):
+        with pytest.raises(dsx_ops.errors.TensorError, match="float64"):
             call()
 
 

@@ -23,7 +23,7 @@ def way(request):
 def test_every_code_decodes_as_torchs(way, format):
     dtype = FORMATS[format][0]
     codes = torch.arange(256, dtype=torch.uint8).view(dtype)
-    q = dsx_ops.Quantized(codes, torch.tensor([1.0]), torch.empty(0))
+    q = dsx_ops.codes.quantize.Quantized(codes, torch.tensor([1.0]), torch.empty(0))
     back = dsx_ops.dequantize_fp8(q, 256, format=format)
     torch.testing.assert_close(back, codes.float(), rtol=0, atol=0, equal_nan=True)
 
@@ -107,8 +107,8 @@ def test_every_path_gives_the_same_bits(format):
 
 
 def test_wrong_arguments_are_named():
-    with pytest.raises(dsx_ops.TensorError, match="format: got 'int8'"):
+    with pytest.raises(dsx_ops.errors.TensorError, match="format: got 'int8'"):
         dsx_ops.quantize_fp8(torch.ones(4), format="int8")
     q = dsx_ops.quantize_fp8(torch.ones(4))
-    with pytest.raises(dsx_ops.TensorError, match="codes: got float8_e4m3fn, expected float8_e5m2"):
+    with pytest.raises(dsx_ops.errors.TensorError, match="codes: got float8_e4m3fn, expected float8_e5m2"):
         dsx_ops.dequantize_fp8(q, 4, format="e5m2")

@@ -139,7 +139,7 @@ def test_bias_dropout_residual(way, shape, dtype):
     torch.manual_seed(4)
     x, r, b = leaf(*shape, dtype=dtype), leaf(*shape, dtype=dtype), leaf(shape[-1], dtype=dtype)
     y = dsx_ops.bias_dropout_residual(x, b, r, 0.3, seed=11, offset=5)
-    kept = dsx_ops.dropout_mask(shape, 0.3, 11, 5)
+    kept = dsx_ops.functional.dropout.dropout_mask(shape, 0.3, 11, 5)
     x64, r64, b64 = exact(x, r, b)
     y64 = r64 + torch.where(kept, (x64 + b64) / 0.7, 0.0)
     close(y, y64, dtype)
@@ -155,7 +155,7 @@ def test_bias_dropout_residual(way, shape, dtype):
 def test_dropout_replays_its_mask(way, p):
     x = (torch.rand(1000, 17) + 0.5).requires_grad_()
     y = dsx_ops.dropout(x, p, seed=3)
-    kept = dsx_ops.dropout_mask(x.shape, p, 3)
+    kept = dsx_ops.functional.dropout.dropout_mask(x.shape, p, 3)
     assert torch.equal(y != 0, kept)
     assert abs(kept.float().mean().item() - (1 - p)) < 0.02
     y.sum().backward()
@@ -236,5 +236,5 @@ def test_unfit_tensors_are_named():
         (lambda: dsx_ops.masked_softmax(torch.zeros(3, 0)), "at least one element"),
         (lambda: torch.ops.dsx_ops.dropout(x.to_sparse(), 0.5, 0, 0), "sparse"),
     ):
-        with pytest.raises(dsx_ops.TensorError, match=words):
+        with pytest.raises(dsx_ops.errors.TensorError, match=words):
             call()

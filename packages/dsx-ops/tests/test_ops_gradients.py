@@ -51,11 +51,11 @@ def test_overflow_is_seen_anywhere(bad, dtype):
 
 
 def test_collectives_are_refused_with_the_way_out():
-    with pytest.raises(dsx_ops.HyperparameterError, match="let the engine clip"):
+    with pytest.raises(dsx_ops.errors.HyperparameterError, match="let the engine clip"):
         dsx_ops.clip_grad_norm_(parameters(3, 3), 1.0, mpu=object())
-    with pytest.raises(dsx_ops.HyperparameterError, match="max_norm: got -1"):
+    with pytest.raises(dsx_ops.errors.HyperparameterError, match="max_norm: got -1"):
         dsx_ops.clip_grad_norm_(parameters(3, 3), -1)
-    with pytest.raises(dsx_ops.HyperparameterError, match="norm_type: got 0"):
+    with pytest.raises(dsx_ops.errors.HyperparameterError, match="norm_type: got 0"):
         dsx_ops.clip_grad_norm_(parameters(3, 3), 1.0, norm_type=0)
 
 
@@ -77,7 +77,7 @@ def test_flatten_and_views_back():
         ("got no tensors", lambda: dsx_ops.flatten([])),
         (r"expected a contiguous \[17\]", lambda: dsx_ops.flatten(parts, out=torch.zeros(16))),
     ):
-        with pytest.raises(dsx_ops.TensorError, match=words):
+        with pytest.raises(dsx_ops.errors.TensorError, match=words):
             call()
 
 
@@ -94,6 +94,6 @@ def test_fake_quantisation_in_place(bits, asym):
     )
     assert dsx_ops.ds_quantizer(x, groups=4, bit_num=bits, asym=asym) is x
     assert torch.equal(x, wanted)
-    with pytest.raises(dsx_ops.TensorError, match="groups: got 7"):
+    with pytest.raises(dsx_ops.errors.TensorError, match="groups: got 7"):
         dsx_ops.ds_quantizer(x, groups=7)
     assert torch.equal(x, wanted)

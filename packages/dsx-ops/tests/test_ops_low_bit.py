@@ -233,16 +233,16 @@ def test_a_bad_gradient_spoils_its_block_and_no_other(bad):
 def test_mistakes_are_named():
     p = nn.Parameter(torch.zeros(4))
     p.grad = torch.ones(4)
-    with pytest.raises(dsx_ops.TensorError, match=r"stochastic_rounding: got moments in float32.*state_dtype"):
+    with pytest.raises(dsx_ops.errors.TensorError, match=r"stochastic_rounding: got moments in float32.*state_dtype"):
         dsx_ops.FusedAdam([p], stochastic_rounding=True).step()
-    with pytest.raises(dsx_ops.TensorError, match="multiple of 128"):
+    with pytest.raises(dsx_ops.errors.TensorError, match="multiple of 128"):
         four = dsx_ops.Adam4bit([p])
         four.step_flat(torch.zeros(8), torch.zeros(8), four.new_flat_state(torch.zeros(8)), offset=64)
-    with pytest.raises(dsx_ops.TensorError, match="expected 4-bit moments"):
+    with pytest.raises(dsx_ops.errors.TensorError, match="expected 4-bit moments"):
         saved = dsx_ops.FusedAdam([p])
         saved.step()
         dsx_ops.Adam4bit([p]).load_state_dict(saved.state_dict())
-    with pytest.raises(dsx_ops.HyperparameterError, match="rounded at random or in codes"):
+    with pytest.raises(dsx_ops.errors.HyperparameterError, match="rounded at random or in codes"):
         optimizer = rounded()
         _, state = flat_run(optimizer, torch.zeros(4), [torch.ones(4)])
         optimizer.rollback_flat(torch.zeros(4), torch.ones(4), state)

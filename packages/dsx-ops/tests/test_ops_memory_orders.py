@@ -235,11 +235,13 @@ def test_a_parameter_whose_elements_share_memory_is_refused_before_anything_is_w
     bad = nn.Parameter(shared)
     bad.grad = torch.ones(2, 3)
     optimizer = dsx_ops.FusedAdam([good, bad])
-    with pytest.raises(dsx_ops.TensorError, match="parameter 1 of group 0: elements of the parameter share memory"):
+    with pytest.raises(
+        dsx_ops.errors.TensorError, match="parameter 1 of group 0: elements of the parameter share memory"
+    ):
         optimizer.step()
     assert torch.equal(good, torch.ones(3)) and not optimizer.state
     windows = torch.ones(6).as_strided((3, 3), (1, 1))
-    with pytest.raises(dsx_ops.TensorError, match="tensor 1: elements share memory"):
+    with pytest.raises(dsx_ops.errors.TensorError, match="tensor 1: elements share memory"):
         dsx_ops.scale_([good.grad, windows], 2.0)
     assert torch.equal(good.grad, torch.ones(3))
 

@@ -88,7 +88,7 @@ def test_a_refused_step_begins_nothing():
     before = copy.deepcopy(optimizer.state_dict()["state"])
     optimizer.param_groups[0]["momentum"] = 0.9
     mine[1].grad = torch.ones(40).to_sparse()
-    with pytest.raises(dsx_ops.TensorError):
+    with pytest.raises(dsx_ops.errors.TensorError):
         optimizer.step()
     assert optimizer.state_dict()["state"] == before
 

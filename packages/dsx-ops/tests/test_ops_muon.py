@@ -4,7 +4,9 @@ import copy
 
 import pytest
 import torch
-from dsx_ops import HyperparameterError, Muon, TensorError, orthogonalize
+from dsx_ops import Muon
+from dsx_ops.errors import HyperparameterError, TensorError
+from dsx_ops.optim.muon import orthogonalize
 from torch import nn
 
 

@@ -31,7 +31,7 @@ def test_norm_is_the_float64_norm(dtype, either_path):
     found = dsx_ops.norm(tensors(dtype))
     exact = torch.cat([t.double() for t in tensors(dtype)]).norm().item()
     assert found.finite and found.norm == pytest.approx(exact, rel=1e-12)
-    per_tensor = dsx_ops.squared_norms(tensors(dtype))
+    per_tensor = dsx_ops.update.squared_norms(tensors(dtype))
     assert torch.allclose(per_tensor, torch.stack([t.double().square().sum() for t in tensors(dtype)]), rtol=1e-12)
 
 
@@ -41,7 +41,7 @@ def test_one_bad_element_is_seen(value, place, either_path):
     found = tensors(torch.float32)
     found[-1][place] = value
     assert not dsx_ops.norm(found).finite
-    finite = dsx_ops.squared_norms(found).isfinite()
+    finite = dsx_ops.update.squared_norms(found).isfinite()
     assert not finite[-1] and finite[:-1].all()
 
 
@@ -97,9 +97,9 @@ def test_clipping_as_torch():
 
 
 def test_wrong_tensors_are_named():
-    with pytest.raises(dsx_ops.TensorError, match=r"tensor 1 is torch\.int64"):
+    with pytest.raises(dsx_ops.errors.TensorError, match=r"tensor 1 is torch\.int64"):
         dsx_ops.norm([torch.ones(2), torch.ones(2, dtype=torch.int64)])
-    with pytest.raises(dsx_ops.TensorError, match="share memory"):
+    with pytest.raises(dsx_ops.errors.TensorError, match="share memory"):
         dsx_ops.scale_([torch.ones(6).as_strided((3, 3), (1, 1))], 2.0)
-    with pytest.raises(dsx_ops.TensorError, match="sparse_csr"):
+    with pytest.raises(dsx_ops.errors.TensorError, match="sparse_csr"):
         dsx_ops.norm([torch.eye(3).to_sparse_csr()])

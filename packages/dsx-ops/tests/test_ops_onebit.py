@@ -159,6 +159,6 @@ def test_unfit_tensors_are_named_and_nothing_is_written():
         (lambda: onebit.unpack_signs(packed, one, out=torch.empty(15)), r"out: got shape \(15,\)"),
         (lambda: onebit.mean_of_signs(packed, one), "at least one rank"),
     ):
-        with pytest.raises(dsx_ops.TensorError, match=words):
+        with pytest.raises(dsx_ops.errors.TensorError, match=words):
             call()
     assert torch.equal(error, torch.ones(16))

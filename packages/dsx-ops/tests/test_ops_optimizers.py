@@ -346,7 +346,7 @@ def test_bad_tensors_are_refused_before_anything_changes(case):
     good = nn.Parameter(torch.ones(3))
     good.grad = torch.ones(3)
     optimizer = dsx_ops.FusedAdam([good, bad], lr=0.1)
-    with pytest.raises(dsx_ops.TensorError, match=text):
+    with pytest.raises(dsx_ops.errors.TensorError, match=text):
         optimizer.step()
     assert torch.equal(good, torch.ones(3)) and not optimizer.state
 
@@ -361,7 +361,7 @@ def test_flat_step_refuses_what_does_not_fit():
         (torch.ones(8, dtype=torch.int32), None, "int32"),
         (torch.ones(8, device="meta"), None, "meta"),
     ):
-        with pytest.raises(dsx_ops.TensorError, match=text):
+        with pytest.raises(dsx_ops.errors.TensorError, match=text):
             optimizer.step_flat(p, grad, state, copy_out=out)
     assert torch.equal(p, torch.ones(8)) and state["step"] == 0
 
@@ -382,7 +382,7 @@ def test_flat_step_refuses_what_does_not_fit():
     ],
 )
 def test_bad_numbers_are_refused(make):
-    with pytest.raises(dsx_ops.HyperparameterError, match=r"expected|not available"):
+    with pytest.raises(dsx_ops.errors.HyperparameterError, match=r"expected|not available"):
         make([nn.Parameter(torch.ones(2))])
 
 
@@ -390,7 +390,7 @@ def test_grad_scale_must_be_positive():
     p = nn.Parameter(torch.ones(2))
     p.grad = torch.ones(2)
     for scale in (0.0, -1.0, float("nan")):
-        with pytest.raises(dsx_ops.HyperparameterError, match="grad_scale"):
+        with pytest.raises(dsx_ops.errors.HyperparameterError, match="grad_scale"):
             dsx_ops.FusedAdam([p]).step(grad_scale=scale)
     assert torch.equal(p, torch.ones(2))
 

@@ -138,5 +138,5 @@ def test_wrong_arguments_are_named():
         ("expected .64, 1, 0.", lambda: dsx_ops.quantize(x, out=dsx_ops.quantize(x[:63]))),
         ("expected .65, 1, 0.", lambda: dsx_ops.dequantize(dsx_ops.quantize(x), 65)),
     ):
-        with pytest.raises(dsx_ops.TensorError, match=text):
+        with pytest.raises(dsx_ops.errors.TensorError, match=text):
             call()

@@ -65,7 +65,7 @@ def test_adam_takes_the_step_from_the_group_and_names_a_missing_one():
     step(first, param, 2)
     saved = copy.deepcopy(first.state_dict())
     del saved["state"][0]["step"]
-    with pytest.raises(dsx_ops.TensorError, match="exp_avg, exp_avg_sq but no step"):
+    with pytest.raises(dsx_ops.errors.TensorError, match="exp_avg, exp_avg_sq but no step"):
         dsx_ops.FusedAdam([param]).load_state_dict(copy.deepcopy(saved))
     saved["param_groups"][0]["step"] = 2
     second = dsx_ops.FusedAdam([param])
@@ -79,7 +79,7 @@ def test_states_of_another_rule_are_refused():
     theirs = torch.optim.AdamW([param], amsgrad=True)
     step(theirs, param, 1)
     ours = dsx_ops.FusedAdam([param], lr=0.5)
-    with pytest.raises(dsx_ops.HyperparameterError, match="amsgrad"):
+    with pytest.raises(dsx_ops.errors.HyperparameterError, match="amsgrad"):
         ours.load_state_dict(theirs.state_dict())
     assert ours.param_groups[0]["lr"] == 0.5 and not ours.state
 
@@ -89,6 +89,6 @@ def test_a_refused_step_leaves_no_states():
     optimizer = dsx_ops.CPUAdagrad([param])
     optimizer.param_groups[0]["lr_decay"] = 0.1  # as torch's groups may have
     param.grad = torch.ones(300)
-    with pytest.raises(dsx_ops.HyperparameterError, match="lr_decay"):
+    with pytest.raises(dsx_ops.errors.HyperparameterError, match="lr_decay"):
         optimizer.step()
     assert not optimizer.state

@@ -188,7 +188,7 @@ def test_unfit_places_and_tensors_are_named_and_nothing_is_written():
         ([[]], "run 0: got no stretch"),
         ([[(0, 8, -1)]], "not empty"),
     ):
-        with pytest.raises(dsx_ops.TensorError, match=words):
+        with pytest.raises(dsx_ops.errors.TensorError, match=words):
             SignRuns(wrong)
     runs = SignRuns([[(0, 20, 1)]])
     x, error, bits, scales = torch.ones(20), torch.ones(20), torch.zeros(4, dtype=torch.uint8), torch.zeros(1)
@@ -208,17 +208,17 @@ def test_unfit_places_and_tensors_are_named_and_nothing_is_written():
             "expected at least one rank",
         ),
     ):
-        with pytest.raises(dsx_ops.TensorError, match=words):
+        with pytest.raises(dsx_ops.errors.TensorError, match=words):
             call()
     assert torch.equal(error, torch.ones(20)) and not bits.any()
 
 
 def test_missing_kernels_names_the_reason():
-    assert dsx_ops.missing_kernels("cpu") == native.why_not()
-    assert dsx_ops.missing_kernels("cuda") == loader.reason()
-    assert "no kernels for meta tensors" in dsx_ops.missing_kernels("meta")
+    assert dsx_ops.status.missing_kernels("cpu") == native.why_not()
+    assert dsx_ops.status.missing_kernels("cuda") == loader.reason()
+    assert "no kernels for meta tensors" in dsx_ops.status.missing_kernels("meta")
     with dsx_ops.reference_only():
-        assert "reference_only" in dsx_ops.missing_kernels(torch.device("cpu"))
+        assert "reference_only" in dsx_ops.status.missing_kernels(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", ["compress_sign_runs", "unpack_sign_runs", "mean_of_sign_runs"])

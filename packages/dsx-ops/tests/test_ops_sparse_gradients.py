@@ -85,7 +85,7 @@ def test_weight_decay_with_a_sparse_gradient_is_refused_before_anything_changes(
     before = net.weight.detach().clone()
     net(torch.tensor([1])).sum().backward()
     optimizer = dsx_ops.CPUAdagrad(net.parameters(), weight_decay=0.1)
-    with pytest.raises(dsx_ops.HyperparameterError, match="weight_decay=0"):
+    with pytest.raises(dsx_ops.errors.HyperparameterError, match="weight_decay=0"):
         optimizer.step()
     assert torch.equal(net.weight, before) and not optimizer.state
 
@@ -96,7 +96,7 @@ def test_weight_decay_with_a_sparse_gradient_is_refused_before_anything_changes(
 def test_the_others_name_the_way(make):
     net = nn.Embedding(20, 6, sparse=True)
     net(torch.tensor([1])).sum().backward()
-    with pytest.raises(dsx_ops.TensorError, match="CPUAdagrad"):
+    with pytest.raises(dsx_ops.errors.TensorError, match="CPUAdagrad"):
         make(net.parameters()).step()
 
 

@@ -90,9 +90,9 @@ def test_a_subgroup_is_rolled_back():
     assert optimizer.step_subgroup(2, closure=lambda: 7) == 7
     optimizer.rollback_subgroup(2)
     torch.testing.assert_close(place.detach(), before, rtol=1e-5, atol=1e-6)
-    with pytest.raises(dsx_ops.HyperparameterError, match="got a state of 0 steps"):
+    with pytest.raises(dsx_ops.errors.HyperparameterError, match="got a state of 0 steps"):
         optimizer.rollback_subgroup(2)
-    with pytest.raises(dsx_ops.HyperparameterError, match="got a state of 0 steps"):
+    with pytest.raises(dsx_ops.errors.HyperparameterError, match="got a state of 0 steps"):
         optimizer.rollback_subgroup(0)
 
 
@@ -106,7 +106,7 @@ def test_what_cannot_be_undone_is_refused_before_anything_is_written():
         state = optimizer.new_flat_state(flat)
         optimizer.step_flat(flat, torch.ones(300), state)
         before = flat.clone()
-        with pytest.raises(dsx_ops.HyperparameterError, match=text):
+        with pytest.raises(dsx_ops.errors.HyperparameterError, match=text):
             optimizer.rollback_flat(flat, torch.ones(300), state)
         assert torch.equal(flat, before) and state["step"] == 1
 
@@ -114,11 +114,11 @@ def test_what_cannot_be_undone_is_refused_before_anything_is_written():
 def test_a_subgroup_step_wants_one_gradient():
     params = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]
     optimizer = dsx_ops.CPUAdam(params)
-    with pytest.raises(dsx_ops.TensorError, match="got 0 parameters with a gradient, expected one"):
+    with pytest.raises(dsx_ops.errors.TensorError, match="got 0 parameters with a gradient, expected one"):
         optimizer.step_subgroup(0)
     for p in params:
         p.grad = torch.ones_like(p)
-    with pytest.raises(dsx_ops.TensorError, match="got 2 parameters"):
+    with pytest.raises(dsx_ops.errors.TensorError, match="got 2 parameters"):
         optimizer.step_subgroup(0)
     assert not optimizer.state
 

@@ -42,7 +42,7 @@ def test_gather_and_scatter(way, batch, sequence, kept, hidden, batch_first, dty
     new = (torch.randn(part.shape) * 9).to(dtype)
     wanted = x.clone()
     wanted[rows, indices] = new
-    result = dsx_ops.token_scatter(given, turned(new).contiguous(), indices, batch_first)
+    result = dsx_ops.tokens.token_scatter(given, turned(new).contiguous(), indices, batch_first)
     assert torch.equal(turned(result), wanted)
     before = given.clone()
     assert torch.equal(given, before), "scatter leaves its input alone"
@@ -68,7 +68,7 @@ def test_gradients_are_those_of_indexing(way, batch_first):
 
     wanted = torch.autograd.grad(by_indexing(x, y), (x, y), g)
     part = dsx_ops.token_gather(x, indices, batch_first).sin()
-    got = torch.autograd.grad(dsx_ops.token_scatter(y, part, indices, batch_first), (x, y), g)
+    got = torch.autograd.grad(dsx_ops.tokens.token_scatter(y, part, indices, batch_first), (x, y), g)
     assert all(torch.equal(a, b) for a, b in zip(got, wanted))
 
 
@@ -107,11 +107,11 @@ def test_unfit_arguments_are_named_and_nothing_is_written():
         ("contiguous", lambda: dsx_ops.token_gather(x.transpose(0, 1), good)),
         ("three dimensions", lambda: dsx_ops.token_gather(x[0], good)),
         (r"tokens: got shape \(2, 1, 4\)", lambda: dsx_ops.token_scatter_(x, part[:, :1].contiguous(), good)),
-        ("tokens: got bfloat16", lambda: dsx_ops.token_scatter(x, part.bfloat16(), good)),
+        ("tokens: got bfloat16", lambda: dsx_ops.tokens.token_scatter(x, part.bfloat16(), good)),
         ("requires? gradients", lambda: dsx_ops.token_scatter_(x, part.requires_grad_(), good)),
         ("kept: got 7", lambda: dsx_ops.mask_gather_gpt(torch.zeros(6, 6), 7)),
     ):
-        with pytest.raises(dsx_ops.TensorError, match=words):
+        with pytest.raises(dsx_ops.errors.TensorError, match=words):
             call()
         part = part.detach()
     assert not x.any()

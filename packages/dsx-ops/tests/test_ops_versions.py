@@ -6,6 +6,7 @@ import dsx_ops
 import pytest
 import torch
 from dsx_ops import onebit, update
+from dsx_ops.codes.exchange import reduce_dequantize
 from dsx_ops.cuda import optimizers as cuda_optimizers
 from torch import nn
 
@@ -98,7 +99,7 @@ def test_step_flat_is_a_write_too(way):
 def test_a_refused_step_changes_no_version(way):
     param, bad = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, dtype=torch.float64))
     param.grad, bad.grad = torch.ones(3), torch.ones(3, dtype=torch.float64)
-    with pytest.raises(dsx_ops.TensorError):
+    with pytest.raises(dsx_ops.errors.TensorError):
         dsx_ops.FusedAdam([param, bad]).step()
     assert param._version == 0
 
@@ -128,7 +129,7 @@ def through_fp8(out):
 
 def through_reduction(out):
     q = dsx_ops.quantize(torch.ones(16), bits=8, group_size=8)
-    dsx_ops.reduce_dequantize(q, ranks=2, numel=8, bits=8, group_size=8, out=out)
+    reduce_dequantize(q, ranks=2, numel=8, bits=8, group_size=8, out=out)
 
 
 def through_flatten(out):

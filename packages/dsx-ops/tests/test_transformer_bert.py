@@ -5,6 +5,7 @@ and inside a model.
 import dsx_ops
 import pytest
 import torch
+from dsx_ops.transformer.bert import config_from_bert, copy_from_bert, copy_to_bert
 
 pytest.importorskip("transformers")
 from transformers import BertConfig, BertModel
@@ -61,7 +62,7 @@ def first(result):
 def test_same_result_and_gradients_as_a_bert_layer(attention, act, options):
     config = bert_config(attention, hidden_act=act)
     theirs = noisy(BertLayer(config)).train()
-    ours = dsx_ops.copy_from_bert(dsx_ops.TransformerLayer(dsx_ops.config_from_bert(config, **options)), theirs)
+    ours = copy_from_bert(dsx_ops.TransformerLayer(config_from_bert(config, **options)), theirs)
     x = torch.randn(3, 9, 48)
     padding = torch.zeros(3, 1, 1, 9)
     padding[1, ..., 4:] = torch.finfo(torch.float32).min
@@ -92,8 +93,8 @@ def test_in_the_place_of_a_models_layers(attention):
     expected = model(tokens, attention_mask=kept).last_hidden_state
     for i, old in enumerate(model.encoder.layer):
         returns_tuple = isinstance(old(torch.randn(1, 2, 48)), tuple)
-        new = dsx_ops.TransformerLayer(dsx_ops.config_from_bert(config, return_tuple=returns_tuple, training=False))
-        model.encoder.layer[i] = dsx_ops.copy_from_bert(new, old)
+        new = dsx_ops.TransformerLayer(config_from_bert(config, return_tuple=returns_tuple, training=False))
+        model.encoder.layer[i] = copy_from_bert(new, old)
     got = model(tokens, attention_mask=kept).last_hidden_state
     torch.testing.assert_close(got[kept.bool()], expected[kept.bool()], rtol=1e-4, atol=1e-5)
 
@@ -101,17 +102,17 @@ def test_in_the_place_of_a_models_layers(attention):
 def test_weights_go_both_ways():
     config = bert_config()
     theirs, empty = noisy(BertLayer(config)), BertLayer(config)
-    ours = dsx_ops.copy_from_bert(dsx_ops.TransformerLayer(dsx_ops.config_from_bert(config)), theirs)
-    dsx_ops.copy_to_bert(ours, empty)
+    ours = copy_from_bert(dsx_ops.TransformerLayer(config_from_bert(config)), theirs)
+    copy_to_bert(ours, empty)
     for (name, a), b in zip(theirs.named_parameters(), empty.parameters()):
         assert torch.equal(a, b), name
 
 
 def test_what_does_not_fit_is_named():
-    with pytest.raises(dsx_ops.HyperparameterError, match="hidden_act: got 'relu'"):
-        dsx_ops.config_from_bert(bert_config(hidden_act="relu"))
-    with pytest.raises(dsx_ops.HyperparameterError, match="expected an encoder"):
-        dsx_ops.config_from_bert(bert_config(is_decoder=True))
-    pre = dsx_ops.TransformerLayer(dsx_ops.config_from_bert(bert_config(), pre_layer_norm=True))
-    with pytest.raises(dsx_ops.HyperparameterError, match="pre_layer_norm"):
-        dsx_ops.copy_from_bert(pre, BertLayer(bert_config()))
+    with pytest.raises(dsx_ops.errors.HyperparameterError, match="hidden_act: got 'relu'"):
+        config_from_bert(bert_config(hidden_act="relu"))
+    with pytest.raises(dsx_ops.errors.HyperparameterError, match="expected an encoder"):
+        config_from_bert(bert_config(is_decoder=True))
+    pre = dsx_ops.TransformerLayer(config_from_bert(bert_config(), pre_layer_norm=True))
+    with pytest.raises(dsx_ops.errors.HyperparameterError, match="pre_layer_norm"):
+        copy_from_bert(pre, BertLayer(bert_config()))

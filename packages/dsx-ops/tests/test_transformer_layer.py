@@ -35,7 +35,7 @@ def plain(layer, w, x, mask, key):
     def drop(value, p, site):
         if not layer.training or p == 0:
             return value
-        kept = dsx_ops.dropout_mask(value.shape, p, keyed.seed_of(key, layer.salt * 4 + site))
+        kept = dsx_ops.functional.dropout.dropout_mask(value.shape, p, keyed.seed_of(key, layer.salt * 4 + site))
         return torch.where(kept, value / (1 - p), 0.0)
 
     def norm(value, name):
@@ -317,7 +317,7 @@ def test_config_from_files_and_dicts(tmp_path, encoding):
     layer = dsx_ops.TransformerLayer(config)
     (y,) = layer(torch.randn(1, 2, 64))
     assert not layer.training and y.shape == (1, 2, 64)
-    with pytest.raises(dsx_ops.HyperparameterError, match="did you mean 'hidden_size'"):
+    with pytest.raises(dsx_ops.errors.HyperparameterError, match="did you mean 'hidden_size'"):
         dsx_ops.TransformerConfig.from_dict({"hiden_size": 64})
     with pytest.warns(UserWarning, match="batch_size means nothing"):
         dsx_ops.TransformerConfig(batch_size=4, **SIZES)
@@ -335,7 +335,7 @@ def test_config_from_files_and_dicts(tmp_path, encoding):
     ],
 )
 def test_wrong_configs_are_named(change, words):
-    with pytest.raises(dsx_ops.HyperparameterError, match=words):
+    with pytest.raises(dsx_ops.errors.HyperparameterError, match=words):
         dsx_ops.TransformerConfig(**{**SIZES, **change})
 
 
@@ -368,5 +368,5 @@ def test_wrong_arguments_are_named():
         (lambda: layer(x, encoder_hidden_states=x), "got encoder_hidden_states"),
         (lambda: layer(x, output_attentions=True), "got output_attentions"),
     ):
-        with pytest.raises(dsx_ops.TensorError, match=words):
+        with pytest.raises(dsx_ops.errors.TensorError, match=words):
             call()

@@ -40,7 +40,7 @@ def main():
         plan = dsx_pipe.build(name, world, m)
         chunks = plan.stages // world
         seconds = 2 * unit / chunks  # a rank sleeps equally long in every schedule: one stage of 2 units, or two of one
-        times = dsx_pipe.StageTimes(seconds, seconds, seconds)
+        times = dsx_pipe.schedule.StageTimes(seconds, seconds, seconds)
         stages = [Sleeper(seconds, seconds, seconds) for _ in plan.stages_of(rank)]
         pipe = dsx_pipe.Pipeline(stages, plan, loss_fn=lambda out, labels: out.sum())
         data = torch.zeros(m, 4)
@@ -62,7 +62,7 @@ def main():
                 least = bubble / base_bubble
                 table.goal(f"{name}: a bubble of at most 0.36 of 1F1B's", f"{least:.3f}", met=least <= 0.36)
             if arguments.charts:
-                dsx_pipe.save_chart(report.measured, f"{arguments.charts}/{name}.svg")
+                dsx_pipe.schedule.save_chart(report.measured, f"{arguments.charts}/{name}.svg")
     if rank == 0:
         table.save(arguments.json)
     dsx_comm.destroy_process_group()

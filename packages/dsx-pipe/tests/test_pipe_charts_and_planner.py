@@ -4,10 +4,10 @@ import itertools
 import xml.etree.ElementTree as ET
 
 import pytest
-from dsx_pipe import PipelineError, candidates, plan
+from dsx_pipe import PipelineError, plan
 from dsx_pipe.cli import main
 from dsx_pipe.errors import ScheduleError
-from dsx_pipe.planner import LayerCost, save_costs, stage_times
+from dsx_pipe.planner import LayerCost, candidates, save_costs, stage_times
 from dsx_pipe.schedule import build, load_timeline, save_chart, save_timeline, simulate, svg, uniform_times
 
 SPACE = "{http://www.w3.org/2000/svg}"

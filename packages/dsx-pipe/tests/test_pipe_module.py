@@ -6,7 +6,7 @@ Hugging Face models work unchanged.
 import dsx_comm
 import pytest
 import torch
-from dsx_comm import TopologyError
+from dsx_comm.errors import TopologyError
 from dsx_pipe import (
     LayerSpec,
     Pipeline,

@@ -6,8 +6,8 @@ import dsx_comm
 import dsx_pipe
 import pytest
 import torch
-from dsx_pipe import Pipeline, Schedule, build, live_activations, schedule_of, with_communication
-from dsx_pipe.schedule import Span, TrainSchedule
+from dsx_pipe import Pipeline, Schedule, build, live_activations, with_communication
+from dsx_pipe.schedule import Span, TrainSchedule, schedule_of
 from dsx_testkit import run_ranks
 from torch import nn
 

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from dsx_sparse_attn import ArgumentError, Layout, SparseAttentionError, block_sparse_attention, native
+from dsx_sparse_attn import Layout, SparseAttentionError, block_sparse_attention, native
 from dsx_sparse_attn.attention import Options, checked
+from dsx_sparse_attn.errors import ArgumentError
 from dsx_sparse_attn.reference import dense_attention
 from torch.utils.checkpoint import checkpoint
 

@@ -2,15 +2,8 @@
 
 import pytest
 import torch
-from dsx_sparse_attn import (
-    ArgumentError,
-    BackendError,
-    Layout,
-    LayoutError,
-    block_sparse_attention,
-    explain_backends,
-    native,
-)
+from dsx_sparse_attn import Layout, block_sparse_attention, explain_backends, native
+from dsx_sparse_attn.errors import ArgumentError, BackendError, LayoutError
 
 Q = torch.zeros(2, 4, 64, 8)
 KV = torch.zeros(2, 2, 64, 8)

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from dsx_sparse_attn import ArgumentError, FixedSparsityConfig, MatMul, Softmax
+from dsx_sparse_attn import FixedSparsityConfig, MatMul, Softmax
+from dsx_sparse_attn.errors import ArgumentError
 
 BLOCK, HEADS, BATCH = 4, 2, 3
 

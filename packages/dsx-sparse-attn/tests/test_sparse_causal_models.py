@@ -5,13 +5,13 @@ models.
 import pytest
 import torch
 from dsx_sparse_attn import (
-    ArgumentError,
     DenseSparsityConfig,
     FixedSparsityConfig,
     LocalSlidingWindowSparsityConfig,
     SparseAttentionError,
     apply_sparse_attention,
 )
+from dsx_sparse_attn.errors import ArgumentError
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 LENGTH = 37

@@ -6,11 +6,11 @@ from dsx_sparse_attn import (
     BSLongformerSparsityConfig,
     DenseSparsityConfig,
     FixedSparsityConfig,
-    LayoutError,
     LocalSlidingWindowSparsityConfig,
     VariableSparsityConfig,
 )
 from dsx_sparse_attn.config import SparseAttentionConfig
+from dsx_sparse_attn.errors import LayoutError
 from pydantic import ValidationError
 
 # the example of DeepSpeed's documentation

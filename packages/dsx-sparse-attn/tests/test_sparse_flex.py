@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from dsx_sparse_attn import BackendError, block_sparse_attention, explain_backends
+from dsx_sparse_attn import block_sparse_attention, explain_backends
 from dsx_sparse_attn.attention import Options, checked
 from dsx_sparse_attn.backends import flex
+from dsx_sparse_attn.errors import BackendError
 
 pytest.importorskip("torch.nn.attention.flex_attention")
 

@@ -29,7 +29,7 @@ def test_forward_and_backward_are_two_and_five_products(heads, kv_heads, per_hea
     layout[:, :, 0] = 1
     q = torch.randn(batch, heads, seq, dim, requires_grad=True)
     k, v = (torch.randn(batch, kv_heads, seq, dim, requires_grad=True) for _ in range(2))
-    dsx_sparse_attn.register_flop_formulas()
+    dsx_sparse_attn.flops.register_flop_formulas()
     with FlopCounterMode(display=False) as counter:
         out = dsx_sparse_attn.block_sparse_attention(q, k, v, layout, block=block)
         forward = counter.get_total_flops()

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from dsx_sparse_attn import (
-    ArgumentError,
     DenseSparsityConfig,
     FixedSparsityConfig,
     SparseAttentionError,
@@ -12,6 +11,7 @@ from dsx_sparse_attn import (
     block_sparse_attention,
 )
 from dsx_sparse_attn.config import SparseAttentionConfig
+from dsx_sparse_attn.errors import ArgumentError
 
 transformers = pytest.importorskip("transformers")
 SIZES = dict(

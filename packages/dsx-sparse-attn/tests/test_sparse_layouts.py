@@ -12,11 +12,11 @@ from dsx_sparse_attn import (
     DenseSparsityConfig,
     FixedSparsityConfig,
     Layout,
-    LayoutError,
     LocalSlidingWindowSparsityConfig,
     SparsityConfig,
     VariableSparsityConfig,
 )
+from dsx_sparse_attn.errors import LayoutError
 
 
 def rows(layout, head=0):

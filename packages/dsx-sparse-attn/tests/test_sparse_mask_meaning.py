@@ -2,13 +2,8 @@
 
 import pytest
 import torch
-from dsx_sparse_attn import (
-    ArgumentError,
-    DenseSparsityConfig,
-    Softmax,
-    SparseSelfAttention,
-    block_sparse_attention,
-)
+from dsx_sparse_attn import DenseSparsityConfig, Softmax, SparseSelfAttention, block_sparse_attention
+from dsx_sparse_attn.errors import ArgumentError
 from torch.nn import functional
 
 FULL = torch.ones(1, 3, 3, dtype=torch.int64)

@@ -6,18 +6,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from dsx_sparse_attn import (
-    ArgumentError,
     BertSparseSelfAttention,
     BigBirdSparsityConfig,
     DenseSparsityConfig,
     FixedSparsityConfig,
-    LayoutError,
     LocalSlidingWindowSparsityConfig,
     SparseSelfAttention,
     apply_sparse_attention,
     block_sparse_attention,
 )
 from dsx_sparse_attn.config import SparseAttentionConfig
+from dsx_sparse_attn.errors import ArgumentError, LayoutError
 
 
 def test_dense_layout_is_ordinary_attention():

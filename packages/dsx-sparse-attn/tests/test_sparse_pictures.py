@@ -7,8 +7,9 @@ import zlib
 
 import pytest
 import torch
-from dsx_sparse_attn import FixedSparsityConfig, Layout, LayoutError
+from dsx_sparse_attn import FixedSparsityConfig, Layout
 from dsx_sparse_attn.__main__ import main
+from dsx_sparse_attn.errors import LayoutError
 
 
 def pixels(data):

@@ -51,7 +51,7 @@ def one_sleeps(rank, world, stage, steps, late):
 
     if rank == 1:
         return last()
-    with pytest.raises(dsx_comm.HangError) as caught:
+    with pytest.raises(dsx_comm.errors.HangError) as caught:
         last()
     lines = str(caught.value).splitlines()
     return next(line for line in lines if line.startswith("  rank 0:"))

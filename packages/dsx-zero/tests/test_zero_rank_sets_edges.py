@@ -333,7 +333,7 @@ def refused(rank, world):
         net = Net(marks="ep_size_2" if name == "no group" else None)
         try:
             dsx_zero.shard(net, sgd, stage=1, **arguments)
-        except (dsx_zero.ZeroError, dsx_comm.TopologyError) as error:
+        except (dsx_zero.ZeroError, dsx_comm.errors.TopologyError) as error:
             found[name] = str(error)
     dsx_comm.parallel_groups.create_expert_and_data_parallel(2)
     try:

@@ -12,6 +12,7 @@ import dsx_zero
 import pytest
 import torch
 from dsx_comm.shm import native
+from dsx_comm.shm.process_group import ShmProcessGroup
 from dsx_testkit import run_ranks
 from dsx_testkit.leftovers import segments_of
 from torch import nn
@@ -59,7 +60,7 @@ def shared_shards(optimizer):
     """Which of the shards lie in memory that a group of this job shares."""
     import torch.distributed as dist
 
-    groups = [g for g in dist.distributed_c10d._world.pg_map if isinstance(g, dsx_comm.ShmProcessGroup)]
+    groups = [g for g in dist.distributed_c10d._world.pg_map if isinstance(g, ShmProcessGroup)]
     shards = [g.shard.view() for unit in optimizer.runtime.units for g in unit.groups if g.layout.numel]
     return [any(dsx_comm.is_symmetric(shard, group) for group in groups) for shard in shards]
 

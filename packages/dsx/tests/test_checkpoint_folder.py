@@ -11,7 +11,7 @@ import pytest
 import torch
 from dsx.checkpoint import CheckpointArgumentError, CheckpointCorruptError, CheckpointError, open_checkpoint
 from dsx_checkpoint.command import main as checkpoint_command
-from dsx_checkpoint.folder import saving
+from dsx_checkpoint.saving_lock import saving
 from dsx_testkit import run_ranks
 
 

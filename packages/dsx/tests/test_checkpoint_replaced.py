@@ -211,9 +211,9 @@ def descriptors():
 
 
 def test_a_lock_that_cannot_be_signed_is_given_back(tmp_path, monkeypatch):
-    from dsx.checkpoint import folder
+    from dsx_checkpoint import saving_lock
 
-    monkeypatch.setattr(folder, "_sign", lambda fd, text: text.encode("ascii"))
+    monkeypatch.setattr(saving_lock, "_sign", lambda fd, text: text.encode("ascii"))
     before = descriptors()
     with pytest.raises(UnicodeEncodeError):
         lock(tmp_path, "ü")
@@ -223,7 +223,7 @@ def test_a_lock_that_cannot_be_signed_is_given_back(tmp_path, monkeypatch):
 
 
 def lock(root, tag="tag"):
-    from dsx_checkpoint.folder import saving
+    from dsx_checkpoint.saving_lock import saving
 
     with saving(root, tag):
         pass

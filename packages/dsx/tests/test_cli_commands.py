@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from dsx import __version__
 from dsx.cli import TASKS, main
-from dsx_core.commands import installed_commands
+from dsx.commands import installed_commands
 from dsx_launch.remote_shell import main as remote_shell
 from dsx_launch.remote_shell import remote_text
 

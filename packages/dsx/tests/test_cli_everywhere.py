@@ -8,8 +8,8 @@ import sys
 
 import pytest
 from dsx.cli import main
+from dsx.commands import installed_commands
 from dsx.completion import words_of
-from dsx_core.commands import installed_commands
 
 COMMANDS = installed_commands()
 RUN_PROGRAMS = {"launch", "ssh", "autotune", "simcuda"}  # what they print is what the program prints

@@ -105,7 +105,7 @@ def test_the_shared_memory_group_is_told_with_the_reason_why_it_is_missing(monke
     import dsx_comm
 
     monkeypatch.setattr(dsx_comm, "native_status", lambda: {"native": False, "reason": "built without native code"})
-    monkeypatch.setattr(dsx_comm, "codec_status", lambda: {"native": False, "reason": "no dsx-ops"})
+    monkeypatch.setattr(dsx_comm.compressed, "codec_status", lambda: {"native": False, "reason": "no dsx-ops"})
     shared, kernels = doctor.transports()
     assert "built without native code" in shared.value and shared.status == WARNING and "gloo" in shared.hint
     assert "no dsx-ops" in kernels.value and kernels.status == WARNING

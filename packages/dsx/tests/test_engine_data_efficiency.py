@@ -17,6 +17,7 @@ from dsx.data import (
     save_without_random_ltd,
 )
 from dsx.engine.errors import EngineArgumentError, EngineError
+from dsx_data.batching.plan import lengths_from
 from dsx_testkit import run_ranks
 from torch import nn
 
@@ -363,7 +364,7 @@ def weighted(rank, world, folder, stage, precision, by="tokens", steps=3, fetch=
 
 def one_batch(folder, world, steps=3):
     """The same updates, each made of one batch of all its samples: what weights by tokens stand for."""
-    plan = dsx.data.TokenBudget(dsx.data.lengths_from(folder), 12).plan()
+    plan = dsx.data.TokenBudget(lengths_from(folder), 12).plan()
     torch.manual_seed(0)
     model, data = Means(), sequences()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

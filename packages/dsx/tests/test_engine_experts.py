@@ -225,7 +225,7 @@ def test_the_section_spreads_experts_over_ranks():
 
 def _sliced(rank, world, stage, slices, folder):
     dsx_comm.init_distributed()
-    topology = dsx_comm.PipeModelDataParallelTopology(num_pp=1, num_mp=slices, num_dp=world // slices)
+    topology = dsx_comm.topology.PipeModelDataParallelTopology(num_pp=1, num_mp=slices, num_dp=world // slices)
     torch.manual_seed(3)
     engine, *_ = dsx.initialize(
         model=Converted(),

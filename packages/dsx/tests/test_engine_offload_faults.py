@@ -98,7 +98,7 @@ def test_a_file_that_was_cut_or_changed_while_training_is_named(fault, tmp_path)
     with pytest.raises(OSError, match=r"tensors.dat") as caught:
         trained(engine, 3, 2)
     assert isinstance(
-        caught.value, (dsx_nvme.TransferError, dsx_nvme.errors.ChecksumError, dsx_nvme.errors.EndOfFileError)
+        caught.value, (dsx_nvme.errors.TransferError, dsx_nvme.errors.ChecksumError, dsx_nvme.errors.EndOfFileError)
     )
     engine.destroy()
     assert files_in(tmp_path) == []

@@ -5,7 +5,8 @@ means nothing.
 import dsx
 import pytest
 import torch
-from dsx_sparse_attn import ArgumentError, DenseSparsityConfig, SparseSelfAttention
+from dsx_sparse_attn import DenseSparsityConfig, SparseSelfAttention
+from dsx_sparse_attn.errors import ArgumentError
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,

@@ -23,6 +23,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from dsx_core.device import Device
 from dsx_core.modules import outside_graphs
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
@@ -194,10 +195,9 @@ class _Run:
         settings = self._state.settings
         if not (settings.synchronize_checkpoint_boundary or settings.profile):
             return
-        if any(tensor.is_cuda for tensor in tensors):
-            synchronize(tensors)
-        elif torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # the function may use the current device
+        device = Device.in_use()
+        if not synchronize(tensors) and device is not None:
+            device.synchronize()  # the function may use the current device
 
     def _flattened(self, out: Any, first: bool) -> tuple[torch.Tensor, ...]:
         leaves, structure = tree_flatten(out)
@@ -230,7 +230,9 @@ def restore_buffers(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None
                 buffer.copy_(value)
 
 
-def synchronize(tensors: Iterable[torch.Tensor]) -> None:
-    """Let the host wait for the devices of these tensors, whatever device is current."""
-    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-        torch.cuda.synchronize(device)
+def synchronize(tensors: Iterable[torch.Tensor]) -> int:
+    """Let the host wait for the accelerators of these tensors, whatever device is current; returns their number."""
+    devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
+    for device in devices:
+        Device.of(device).synchronize()
+    return len(devices)

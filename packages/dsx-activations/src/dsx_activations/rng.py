@@ -4,7 +4,7 @@ In model-parallel code some dropout masks are equal on all model-parallel ranks 
 named streams in addition to the default one, as Megatron's tracker does; `fork` draws from one of them. A user's own
 `torch.Generator` is tracked too, after it was given to `track`.
 
-The streams belong to the current CUDA device if CUDA is in use, otherwise to the CPU.
+The streams belong to the current accelerator if one is in use, otherwise to the CPU.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from dsx_core.device import Device
 
 from .errors import ActivationStateError
 
@@ -59,8 +60,8 @@ class RngTracker:
             )
         self._seeds[seed] = name
         with _default_stream_kept():
-            _seed(seed)
-            self._streams[name] = _state()
+            _device().seed(seed)
+            self._streams[name] = _device().random_state()
 
     def track(self, name: str, generator: torch.Generator) -> None:
         """Save and restore your own generator with every checkpoint. `fork` does not know it; draw from it directly.
@@ -86,11 +87,11 @@ class RngTracker:
                 " model_parallel_cuda_manual_seed(seed) or add(name, seed) first"
             )
         with _default_stream_kept():
-            _set_state(self._streams[name])
+            _device().set_random_state(self._streams[name])
             try:
                 yield
             finally:
-                self._streams[name] = _state()
+                self._streams[name] = _device().random_state()
 
     def get_states(self) -> dict[str, torch.Tensor]:
         """Copies of the streams' states, for a checkpoint on disk."""
@@ -114,35 +115,17 @@ class RngTracker:
 
 def seed_default_stream(seed: int) -> None:
     """Seed the default generator of the device that the streams belong to."""
-    _seed(seed)
+    _device().seed(seed)
 
 
-def _on_cuda() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
-
-
-def _state() -> torch.Tensor:
-    return torch.cuda.get_rng_state() if _on_cuda() else torch.get_rng_state()
-
-
-def _set_state(state: torch.Tensor) -> None:
-    if _on_cuda():
-        torch.cuda.set_rng_state(state)
-    else:
-        torch.set_rng_state(state)
-
-
-def _seed(seed: int) -> None:
-    if _on_cuda():
-        torch.cuda.manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)
+def _device() -> Device:
+    return Device.in_use() or Device("cpu")
 
 
 @contextmanager
 def _default_stream_kept() -> Iterator[None]:
-    before = _state()
+    before = _device().random_state()
     try:
         yield
     finally:
-        _set_state(before)
+        _device().set_random_state(before)

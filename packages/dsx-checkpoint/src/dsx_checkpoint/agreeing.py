@@ -66,7 +66,7 @@ class WholePlan:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What a rank gets: its part of the plan, on rank 0 the whole plan, and 12 hexadecimal digits that no other save
+    """A rank's result: its part of the plan, on rank 0 the whole plan, and 12 hexadecimal digits that no other save
     has.
     """
 

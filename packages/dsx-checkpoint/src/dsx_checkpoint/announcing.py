@@ -1,4 +1,4 @@
-"""What a rank tells before a save, without the values: the tensors that it knows, and the regions that it holds.
+"""A rank's announcement before a save, without values: the tensors that it knows, and the regions that it holds.
 
 The tensors that a rank knows (`Catalogue`) are equal on all ranks that hold a part of the same tensors. So ranks
 compare a hash, and one rank of each kind sends them. What it holds (`Holding`) is small: with ZeRO a rank has elements
@@ -167,7 +167,7 @@ def _restored(
 
 @dataclass(frozen=True)
 class Told:
-    """What rank 0 knows of all ranks.
+    """All that rank 0 knows of the ranks.
 
     Attributes:
         catalogues, holdings: one of each kind, in the order of the lowest ranks that have them.
@@ -264,6 +264,6 @@ class HoldingBuilder:
         self._open, self._keys = None, []
 
     def finish(self) -> tuple[Catalogue, Holding]:
-        """What was taken in."""
+        """The catalogue and the holding of all that was added."""
         self._close()
         return self.catalogue, self.holding

@@ -229,8 +229,9 @@ def _join(given: Any) -> int:
 
 
 def _prune(given: Any) -> int:
-    from .folder import resolve_tag, saving
+    from .folder import resolve_tag
     from .keeping import Keeping, removable
+    from .saving_lock import saving
 
     root, keeping = Path(given.folder), Keeping(given.keep_last, given.keep_every)
     newest = resolve_tag(root, None)

@@ -95,7 +95,7 @@ def _power_of_x(exponent: int) -> int:
 
 
 class Chunks:
-    """Where the chunks of a tensor begin, in bytes of the tensor, and the CRC-32 of each."""
+    """The beginnings of a tensor's chunks, in bytes of the tensor, and the CRC-32 of each."""
 
     def __init__(self, starts: Sequence[int], nbytes: int, crcs: Sequence[int]) -> None:
         self._starts, self._nbytes, self._crcs = starts, nbytes, crcs

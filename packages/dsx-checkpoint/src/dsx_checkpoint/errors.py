@@ -48,7 +48,7 @@ class _Short(reprlib.Repr):
         return repr(x[:_MAX_CHARACTERS])
 
     def repr_instance(self, x: object, level: int) -> str:
-        """What `repr` takes no time for; else the kind."""
+        """The `repr` of a value if that takes no time; else its kind."""
         plain = isinstance(x, (float, complex, bool, os.PathLike, type(None))) or type(x).__module__ == "torch"
         return repr(x) if plain and not hasattr(x, "untyped_storage") else f"<{type(x).__name__}>"
 

@@ -1,4 +1,4 @@
-"""What modules keep beside parameters and buffers (`get_extra_state`), such as the scales of FP8 layers.
+"""State that modules keep beside parameters and buffers (`get_extra_state`), such as the scales of FP8 layers.
 
 The values are ordinary state of a checkpoint: rank 0's, encoded without pickle. In the index each such module also has
 an empty tensor under the name that `state_dict` uses (`layer._extra_state`), so that a load tells missing and

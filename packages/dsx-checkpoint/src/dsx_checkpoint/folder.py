@@ -1,30 +1,23 @@
-"""The folder of checkpoints: tags, `latest`, leftovers of killed saves, and the lock of the saving job.
+"""The folder of checkpoints: tags, `latest`, and leftovers of killed saves.
 
-    <folder>/<tag>/                       a committed checkpoint; a tag is a plain name
-    <folder>/latest                       text: the tag that is loaded if none is given
-    <folder>/.tmp-<tag>-<12 hex digits>/  a checkpoint that is being written
-    <folder>/.old-<tag>-<12 hex digits>/  a checkpoint of the same tag that is being replaced
-    <folder>/.saving                      locked by the job that saves; its text names that job
-
-While a job holds the lock, no other job uses `.tmp-` and `.old-` folders, so that it can remove old ones of any tag. If
-two jobs save in the same folder at the same time, the lock's text names the other job.
+<folder>/<tag>/                       a committed checkpoint; a tag is a plain name
+<folder>/latest                       text: the tag that is loaded if none is given
+<folder>/.tmp-<tag>-<12 hex digits>/  a checkpoint that is being written
+<folder>/.old-<tag>-<12 hex digits>/  a checkpoint of the same tag that is being replaced
+<folder>/.saving                      locked by the job that saves (`saving_lock.py`)
 """
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import re
 import shutil
-import socket
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 from dsx_core import replace_text, sync_folder, with_code
-from dsx_core.locks import lock_alone, unlock
 
 from .errors import CheckpointArgumentError, CheckpointCorruptError, CheckpointError, nothing_committed, shown
 from .files import read_text
@@ -33,7 +26,6 @@ from .parsing import parse_index
 
 logger = logging.getLogger("dsx.checkpoint")
 
-_LOCK_NAME = ".saving"
 _BEING_WRITTEN, _BEING_REPLACED = ".tmp-", ".old-"
 _LEFTOVER = re.compile(r"(?P<mark>\.tmp-|\.old-)(?P<tag>.+)-[0-9a-f]{12}", re.DOTALL)
 _OWN = re.compile(
@@ -228,73 +220,6 @@ def check_target(target: Path, *, latest: bool) -> None:
             f"{target.parent / LATEST_NAME}: is a folder, expected a file or nothing, because the tag of the newest"
             " checkpoint is written there; move it, or save in another folder"
         )
-
-
-@contextmanager
-def saving(root: Path, tag: str) -> Iterator[None]:
-    """Inside the context this process saves in `root`, and no other process may. Leftovers of killed saves are removed
-    first.
-
-    Raises:
-        CheckpointError: another process, which it names, is saving there.
-    """
-    root.mkdir(parents=True, exist_ok=True)
-    fd = _lock(root / _LOCK_NAME, tag)
-    try:
-        clear_leftovers(root, None if fd is not None else tag)
-        yield
-    finally:
-        if fd is not None:
-            _give_up(root / _LOCK_NAME, fd)
-
-
-def _lock(path: Path, tag: str) -> int | None:
-    """A descriptor that holds the lock; None if the file system has no locks."""
-    while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
-        try:
-            if _take(fd, path):
-                _sign(fd, f"process {os.getpid()} on {socket.gethostname()}, tag {tag}")
-                return fd
-            os.close(fd)
-        except BaseException as error:
-            os.close(fd)
-            if getattr(error, "errno", None) not in (errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL):
-                raise
-            logger.debug("%s: this file system has no locks (%s)", path, error)
-            return None
-
-
-def _take(fd: int, path: Path) -> bool:
-    """Lock the file; False if its earlier holder has removed it, so that the locked file has no name any more."""
-    if not lock_alone(fd):
-        owner = os.pread(fd, 500, 0).decode(errors="replace").strip()
-        raise CheckpointError(
-            f"{path.parent}: another job is saving here right now ({owner or 'it has not said who it is yet'}); "
-            "give each job a folder of its own, or they replace each other's 'latest'"
-        )
-    return path.exists() and os.path.samestat(os.fstat(fd), os.stat(path))
-
-
-def _give_up(path: Path, fd: int) -> None:
-    try:
-        path.unlink(missing_ok=True)  # before the lock is released: see `_lock`
-    except OSError as error:  # what was saved is there, and the next job can lock the file that stays
-        logger.warning("%s: cannot be removed (%s)", path, error)
-    finally:
-        unlock(fd)
-        os.close(fd)
-
-
-def _sign(fd: int, text: str) -> None:
-    """Write into the lock's file who holds it. On a full disk the lock works without this text."""
-    try:
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, text.encode(errors="backslashreplace"), 0)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        logger.debug("the lock of a checkpoint folder has no text: %s", error)
 
 
 def clear_leftovers(root: Path, only_tag: str | None = None) -> None:

@@ -54,7 +54,7 @@ class Keeping:
 
     @property
     def most_sharing(self) -> int:
-        """How many checkpoints may share a file that does not change. Where several are kept, at least two files of
+        """The number of checkpoints that may share an unchanging file. Where several are kept, at least two files of
         their own are among them; where one is kept, it is shared with the one that is removed.
         """
         return 2 if self.last == 1 else _MOST_SHARING if self.last is None else min(_MOST_SHARING, self.last - 1)

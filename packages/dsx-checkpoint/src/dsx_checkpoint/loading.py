@@ -9,10 +9,7 @@ memory: as many bytes as this rank holds.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import hashlib
 import logging
-import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,9 +22,10 @@ from torch import nn
 
 from .encode import decode
 from .errors import CheckpointCorruptError, CheckpointError
-from .extra_state import EXTRA_KEY, EXTRA_SHAPE, modules_with_extra_state
+from .extra_state import EXTRA_KEY, modules_with_extra_state
+from .fitting import MOST_SHOWN, Differences, compare, merge, wanted
 from .folder import check_folder, check_one_folder, meant_as_latest, resolve_tag
-from .format import DTYPES, MODEL, TensorSpec
+from .format import MODEL
 from .ranks import Ranks, default_ranks
 from .reading import Reader, open_checkpoint
 from .selecting import Selection
@@ -36,13 +34,11 @@ from .verifying import check_files
 
 logger = logging.getLogger("dsx.checkpoint")
 
-_MOST_SHOWN = 10  # names in an error
-
 __all__ = ["LoadDisks", "LoadRequest", "Loadable", "Loaded", "OneDisk", "Prepared", "load", "prepare_load"]
 
 
 class Loadable(Protocol):
-    """What `load` fills: the sharded optimizer of dsx-zero."""
+    """The object that `load` fills: the sharded optimizer of dsx-zero."""
 
     def slices(self) -> Iterable[Any]: ...
 
@@ -276,8 +272,8 @@ class LoadRequest:
         Raises:
             CheckpointError: tensors have another shape, or are numbers of another kind.
         """
-        found = _compare(reader, _wanted(self.module, self.optimizer, self.places))
-        return dataclasses.replace(found, missing=found.missing[:_MOST_SHOWN]) if self.strict else found
+        found = compare(reader, wanted(self.module, self.optimizer.slices(), self.places))
+        return dataclasses.replace(found, missing=found.missing[:MOST_SHOWN]) if self.strict else found
 
     def read(self, reader: Reader, ranks: Ranks) -> tuple[Any, Any, dict[str, list[Any]], Any]:
         """State, the rank's own state, buffers and modules with their new values, and what `optimizer.read_slices`
@@ -308,18 +304,18 @@ class LoadRequest:
         """
         reader: Any = None
 
-        def compare() -> Differences:
+        def found() -> Differences:
             nonlocal reader
             reader = open_checkpoint(root, name, parts=parts, **self.options)
             if self.verify and checks:
                 check_files(reader.folder, reader.index)
             return self.compare(reader)
 
-        def merge(everyone: list[Differences]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+        def merged(everyone: list[Differences]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
             names = list(reader.index.tensors[MODEL])
-            return [_merge(root / name, everyone, names, self.strict)] * len(everyone)
+            return [merge(root / name, everyone, names, self.strict)] * len(everyone)
 
-        missing, unexpected = ranks.through_first(f"opening {root / name}", compare, merge)
+        missing, unexpected = ranks.through_first(f"opening {root / name}", found, merged)
         reader.verifies_later = True
         state, rank_state, of_module, slices = ranks.keep(f"reading {root / name}", lambda: self.read(reader, ranks))
         if reader.verification is not None:
@@ -333,107 +329,3 @@ def load(directory: str | os.PathLike[str], tag: str | None = None, **options: A
     """Fill a module and an optimizer from a checkpoint, collectively; see `prepare_load` for arguments and errors."""
     prepared = prepare_load(directory, tag, **options)
     return None if prepared is None else prepared.install()
-
-
-# - Does it fit?
-
-
-def _unfit(text: str) -> CheckpointError:
-    return CheckpointError(text, code="DSX503")
-
-
-def _wanted(
-    module: nn.Module, optimizer: Loadable, places: Mapping[str, Place]
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Name here -> shape of the whole tensor and dtype here, of every parameter and buffer."""
-    found = {part.name: (tuple(part.shape), part.param.dtype) for part in optimizer.slices()}
-    found |= {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in persistent_buffers(module)}
-    found |= {name: (EXTRA_SHAPE, torch.uint8) for name, _ in modules_with_extra_state(module)}
-    return {name: (Place.of(name, shape, places).shape, dtype) for name, (shape, dtype) in found.items()}
-
-
-@dataclass(frozen=True)
-class Differences:
-    """How a rank's names differ from those of a checkpoint.
-
-    Attributes:
-        missing: names of the model that the checkpoint does not have; where that is an error, as many as it shows.
-        names: a hash of the checkpoint's names of parameters and buffers.
-        held: which of these this rank has, as bits: the first name is the lowest bit. None: it does not matter.
-    """
-
-    missing: tuple[str, ...]
-    names: bytes
-    held: int | None
-
-
-def _compare(reader: Reader, wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Differences:
-    """Names that this rank misses in the checkpoint, and names in it that this rank has."""
-    wrong = []
-    for name, (shape, dtype) in wanted.items():
-        spec = reader.spec_of(name) if reader.selection.selects(name) else None
-        if spec is not None and spec.shape != shape and not _differs_in_rows(reader, name, spec.shape, shape):
-            wrong.append(f"{name}: {spec.shape} in the checkpoint, {shape} in the model")
-        elif spec is not None and not _same_kind(spec, dtype):
-            wrong.append(f"{name}: {spec.dtype} in the checkpoint, {dtype} in the model")
-        else:
-            continue
-        reader.unfit.add(name)
-    if wrong and reader.selection.weights:
-        raise _unfit(f"{reader.folder}: tensors do not fit: {'; '.join(wrong[:_MOST_SHOWN])}")
-    stored = {name: reader.name_of(name) for name in wanted}
-    missing = tuple(
-        n for n in wanted if reader.selection.wants(n) and not reader.has(n) and stored[n] not in reader.index.excluded
-    )
-    names = list(reader.index.tensors[MODEL])
-    if not (reader.selection.weights and reader.selection.only is None):  # a selection leaves out names on purpose
-        return Differences(missing, _digest(names), None)
-    held = set(stored.values())
-    bits = "".join("1" if name in held else "0" for name in reversed(names))
-    return Differences(missing, _digest(names), int(bits or "0", 2))
-
-
-def _digest(names: Sequence[str]) -> bytes:
-    return hashlib.sha256("\n".join(names).encode("utf-8", "surrogatepass")).digest()[:16]
-
-
-def _differs_in_rows(reader: Reader, name: str, stored: tuple[int, ...], here: tuple[int, ...]) -> bool:
-    """Is this a tensor that may have another number of rows, and does only that differ?"""
-    return reader.selection.may_pad(name) and len(stored) == len(here) > 0 and stored[1:] == here[1:]
-
-
-def _merge(
-    folder: Path, ranks: Sequence[Differences], names: Sequence[str], strict: bool
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names that any rank misses, and those of the checkpoint's `names` that no rank has. Raises `CheckpointError`
-    if `strict` and there are any, or if ranks see different checkpoints.
-    """
-    other = next((rank for rank, found in enumerate(ranks) if found.names != ranks[0].names), None)
-    if other is not None:
-        raise CheckpointError(
-            f"{folder}: rank {other} reads another checkpoint than rank 0: another job saves there, or the ranks do "
-            "not see the same folder; load again"
-        )
-    missing = tuple(dict.fromkeys(name for found in ranks for name in found.missing))
-    unexpected: tuple[str, ...] = ()
-    if all(found.held is not None for found in ranks):
-        held = functools.reduce(operator.or_, (found.held or 0 for found in ranks))
-        if held != (1 << len(names)) - 1:
-            unexpected = tuple(sorted(name for number, name in enumerate(names) if not held >> number & 1))
-    if strict and (missing or unexpected):
-        raise _unfit(
-            f"{folder}: names differ: missing in the checkpoint: {list(missing[:_MOST_SHOWN])}; not in the model: "
-            f"{list(unexpected[:_MOST_SHOWN])}; pass load_module_strict=False to load what fits"
-        )
-    return missing, unexpected
-
-
-def _same_kind(spec: TensorSpec, dtype: torch.dtype) -> bool:
-    """Does a conversion keep the meaning of the values: floats to floats, integers to integers?"""
-    return _kind(getattr(torch, DTYPES[spec.dtype][0])) == _kind(dtype)
-
-
-def _kind(dtype: torch.dtype) -> str:
-    if dtype == torch.bool:
-        return "bool"
-    return "complex" if dtype.is_complex else "float" if dtype.is_floating_point else "integer"

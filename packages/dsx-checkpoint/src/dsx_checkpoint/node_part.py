@@ -68,7 +68,7 @@ def all_of(index: Index) -> Spans:
 
 
 def read_part(folder: Path) -> NodePart | None:
-    """What lies in a tag's folder; None where it has no `node.json`.
+    """The contents of a tag's folder; None where it has no `node.json`.
 
     Raises:
         CheckpointCorruptError: it is damaged.
@@ -120,8 +120,8 @@ def refuse_part(folder: Path, index: Index) -> None:
 
 
 def digest_of_index(folder: Path) -> str:
-    """What tells the index in a folder from others: the checksum that it says of itself, else one of its text (those of
-    the first version say none). Nothing is verified.
+    """The identity of the index in a folder: the checksum that it states itself, else one of its text (indices of the
+    first version say none). Nothing is verified.
     """
     length = 64 + 2  # the checksum, and what closes the text
     with (folder / INDEX_NAME).open("rb") as file:

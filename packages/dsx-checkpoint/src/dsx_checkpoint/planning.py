@@ -132,7 +132,7 @@ class WritePlan:
         return bool(self._writers.replicated)
 
     def rows(self, rank: int) -> Iterator[PlannedRow]:
-        """What a rank holds of parameters and buffers, in the order in which it has it."""
+        """A rank's parts of parameters and buffers, in the order in which it has them."""
         catalogue, number = self.told.of_rank[rank]
         names, holding, replicated = self.told.names[catalogue], self.told.holdings[number], self._writers.replicated
         boxes, key_sets = holding.boxes, holding.key_sets

@@ -112,7 +112,7 @@ class GroupRanks(Ranks):
         return mine[0]
 
     def join(self, value: T, joining: Callable[[T, T], T]) -> T | None:
-        """What `joining` makes of the values, on rank 0. Where it fails, rank 0 raises alone: it tells the others."""
+        """The value of `joining` for all values, on rank 0. If it fails, rank 0 raises alone: it tells the others."""
         found = self._tree(self._member, 0, "join_objects", {}).join(value, joining)
         if isinstance(found, self._not_joined):
             raise CheckpointError(found.words)

@@ -146,7 +146,7 @@ class Reader:
         return self._read_region((family, name), Region.whole(shape)).reshape(shape)
 
     def state_of_caller(self) -> dict[str, Any]:
-        """What `save` was given as `state`: under "engine" the training state, under "client" the caller's."""
+        """The `state` that `save` was given: under "engine" the training state, under "client" the caller's."""
         return {key: value for key, value in decode(self.index.state, self.client).items() if key != EXTRA_KEY}
 
     def buffer(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:

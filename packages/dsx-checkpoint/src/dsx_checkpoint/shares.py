@@ -85,7 +85,7 @@ class RankPlan:
         return RankPlan(share.plan, placed, writes, firsts, counts, holders, share.chunk_bytes, share.flushes)
 
     def place(self, piece: Piece) -> Placed:
-        """Where a piece's tensor lies."""
+        """The place of a piece's tensor."""
         return self.placed[piece.family, piece.spec.name]
 
     def chunks(self, piece: Piece) -> Chunks:
@@ -137,7 +137,7 @@ class _Tables:
         return {number: plan.files[number].name for number in sorted(set(rows[::_WIDTH]))}, rows
 
     def _all_alone(self, names: Sequence[str], holding: Holding, rows: array[int]) -> None:
-        """Where no rank holds what another one holds."""
+        """Add the rows of a rank when no rank holds what another one holds."""
         before, kept, key_sets = self._before, {}, holding.key_sets
         sets = [self._key_sets.setdefault(keys, len(self._key_sets)) for keys in key_sets]
         numbers = iter(holding.rows)

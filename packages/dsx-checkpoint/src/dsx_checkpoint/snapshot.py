@@ -29,7 +29,7 @@ from .format import CLIENT, MASTER, TensorSpec, dtype_name
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank's tensor belongs: name and shape of the whole tensor, and the box of it that the rank has."""
+    """Place of a rank's tensor in the model: name and shape of the whole tensor, and the box that the rank has."""
 
     name: str
     shape: tuple[int, ...]

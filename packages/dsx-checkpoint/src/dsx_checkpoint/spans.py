@@ -1,4 +1,4 @@
-"""Which bytes of which files: for each file, sorted ranges `(begin, end)` that neither touch nor overlap.
+"""Bytes of files: for each file, sorted ranges `(begin, end)` that neither touch nor overlap.
 
     have = Spans.of([("model.safetensors", 0, 100), ("model.safetensors", 100, 150)])
     have == Spans({"model.safetensors": ((0, 150),)})
@@ -114,7 +114,7 @@ def _restored(files: Sequence[str], data: bytes) -> Spans:
 
 
 def spans_of_region(placed: Placed, region: Region) -> Iterator[Range]:
-    """Where a region of a tensor lies in its file."""
+    """The bytes of a tensor's region in its file."""
     size = placed.spec.itemsize
     for run in region.runs(placed.spec.shape):
         begin = placed.offset + run.at * size

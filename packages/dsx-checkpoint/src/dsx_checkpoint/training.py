@@ -104,7 +104,7 @@ def load_training(
 
 @dataclass(frozen=True)
 class _Slice:
-    """What this rank holds of a parameter and its states, 1-D; see `writing.save`."""
+    """This rank's part of a parameter and its states, 1-D; see `writing.save`."""
 
     name: str
     aliases: tuple[str, ...]
@@ -120,7 +120,7 @@ class _Slice:
 
 @dataclass
 class _Writes:
-    """What was read; `install` writes it into the model and the optimizer."""
+    """The values that were read; `install` writes them into the model and the optimizer."""
 
     actions: list[Callable[[], None]] = field(default_factory=list)
 
@@ -131,7 +131,7 @@ class _Writes:
 
 
 class _Held:
-    """What this rank holds of a model and its optimizer."""
+    """This rank's part of a model and its optimizer."""
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         self.module = _unwrapped(model)

@@ -36,7 +36,7 @@ Parts = dict[Region, dict[int, int]]  # registers of the chunks that a region ha
 
 @dataclass(frozen=True)
 class Verified:
-    """What was read without finding anything wrong. `foreign`: files in the folder that dsx did not write."""
+    """The files that were read and are right. `foreign`: files in the folder that dsx did not write."""
 
     folder: Path
     tensors: int
@@ -242,7 +242,7 @@ class Verification:
         self._open.clear()
 
     def _read(self, keys: Sequence[Key]) -> Reads:
-        """What this rank has read of tensors of which it has not read the whole."""
+        """The parts that this rank has read, of tensors that it has not read whole."""
         numbers = {key: number for number, key in enumerate(keys)} if self._open else {}
         found = Reads()
         for key, regions in self._open.items():

@@ -1,4 +1,4 @@
-"""Which rank writes which region: of ranks that hold the same region, the lowest.
+"""The writer of each region: of ranks that hold the same region, the lowest.
 
 The regions of a tensor and of its states are mostly the same, so they are kept once per set of members that ranks hold
 together.

@@ -41,7 +41,6 @@ from .folder import (
     check_target,
     publish,
     remove_replaced,
-    saving,
     temporary_name,
 )
 from .format import CHUNK_BYTES, INDEX_NAME, WEIGHT_MAP_NAME
@@ -53,6 +52,7 @@ from .plan import MAX_FILE_BYTES, FilePlan
 from .ranks import Ranks, default_ranks
 from .regions import hash_region, write_region
 from .registers import Registers, collect_registers, each_counted
+from .saving_lock import saving
 from .shares import RankPlan, Written, key_of
 from .snapshot import Piece, Place, Snapshot
 

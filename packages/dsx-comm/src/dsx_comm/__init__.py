@@ -12,7 +12,7 @@ from . import parallel_groups
 from ._version import __version__
 from .agreement import check_first_calls
 from .arena import SymmetricArena
-from .calls import Call, observe
+from .calls import observe
 from .coalesced import (
     all_gather_coalesced,
     all_reduce_coalesced,
@@ -20,7 +20,6 @@ from .coalesced import (
     has_all_reduce_coalesced,
     has_coalescing_manager,
     has_reduce_scatter_tensor,
-    reduce_scatter_coalesced,
 )
 from .collectives import (
     ReduceOp,
@@ -37,24 +36,13 @@ from .compressed import (
     ErrorFeedback,
     Hierarchy,
     QuantizationFeedback,
-    codec_status,
     compressed_all_reduce,
     compressed_allreduce,
     make_hierarchy,
     quantized_all_gather,
     quantized_reduce_scatter,
 )
-from .errors import (
-    CollectiveTimeoutError,
-    CommAbortedError,
-    CommArgumentError,
-    CommError,
-    HangError,
-    MismatchError,
-    PeerLostError,
-    SymmetricMemoryError,
-    TopologyError,
-)
+from .errors import CommError, SymmetricMemoryError
 from .exchange import all_to_all, all_to_all_single, barrier, monitored_barrier
 from .groups import (
     backend_for,
@@ -87,14 +75,13 @@ from .objects import (
     all_gather_object,
     broadcast_object_list,
     gather_object,
-    join_objects,
     merge_objects,
     scatter_object_list,
     together,
 )
 from .on_demand import host_backend
 from .on_demand import register as register_on_demand
-from .onebit import OneBitAdam, OnebitAdam, OneBitLamb, OnebitLamb, ZeroOneAdam
+from .onebit import OneBitAdam, OneBitLamb, ZeroOneAdam
 from .p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
 from .prepared import PreparedCollective, prepare_all_gather, prepare_reduce_scatter
 from .rank_set import ParameterMarks, RankSet, RankSets
@@ -103,22 +90,14 @@ from .rehearsal import RehearsalObserver, rehearse
 from .rooted import broadcast, gather, reduce, scatter
 from .rounds import all_gather_in_rounds, can_gather_in_rounds
 from .shm.native import native_status
-from .shm.process_group import ShmProcessGroup
-from .shm.register import FallbackWarning, register
+from .shm.register import register
 from .shm.segment import ShmOptions
 from .sparse import sparse_allreduce
 from .step_lane import StepLane
 from .summary import log_summary
 from .symmetric import empty, is_symmetric
-from .topology import (
-    PipeDataParallelTopology,
-    PipeModelDataParallelTopology,
-    ProcessTopology,
-    block_groups,
-    expert_groups,
-)
+from .topology import ProcessTopology
 from .traffic import count_traffic
-from .works import Handle
 
 register()
 register_on_demand()
@@ -126,41 +105,26 @@ register_on_demand()
 __all__ = [
     "native_status",
     "ShmOptions",
-    "ShmProcessGroup",
-    "FallbackWarning",
-    "PeerLostError",
     "SymmetricMemoryError",
-    "MismatchError",
-    "CommAbortedError",
-    "CollectiveTimeoutError",
-    "Call",
-    "CommArgumentError",
     "CommError",
     "ErrorFeedback",
     "GroupRegistry",
-    "HangError",
     "Hierarchy",
     "Mpu",
     "OneBitAdam",
     "OneBitLamb",
-    "OnebitAdam",
-    "OnebitLamb",
     "P2POp",
     "ParameterMarks",
     "QuantizationFeedback",
-    "PipeDataParallelTopology",
-    "PipeModelDataParallelTopology",
     "ProcessTopology",
     "RankSet",
     "RankSets",
     "ReduceOp",
     "RehearsalObserver",
-    "TopologyError",
     "StepLane",
     "SymmetricArena",
     "ZeroOneAdam",
     "__version__",
-    "Handle",
     "PreparedCollective",
     "all_gather",
     "prepare_all_gather",
@@ -177,11 +141,9 @@ __all__ = [
     "backend_for",
     "barrier",
     "batch_isend_irecv",
-    "block_groups",
     "broadcast",
     "broadcast_object_list",
     "can_gather_in_rounds",
-    "codec_status",
     "compressed_all_reduce",
     "compressed_allreduce",
     "check_first_calls",
@@ -189,7 +151,6 @@ __all__ = [
     "count_traffic",
     "destroy_process_group",
     "empty",
-    "expert_groups",
     "explain_hangs",
     "gather",
     "gather_object",
@@ -220,7 +181,6 @@ __all__ = [
     "is_symmetric",
     "isend",
     "join_launched_ranks",
-    "join_objects",
     "log_summary",
     "make_hierarchy",
     "merge_objects",
@@ -234,7 +194,6 @@ __all__ = [
     "recv",
     "reduce",
     "reduce_scatter",
-    "reduce_scatter_coalesced",
     "reduce_scatter_fn",
     "reduce_scatter_tensor",
     "rehearse",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
+from dsx_core.device import Device, accelerator_kind
 
 
 def completion(works: Sequence[Any]) -> Callable[[], bool] | None:
@@ -17,7 +17,8 @@ def completion(works: Sequence[Any]) -> Callable[[], bool] | None:
 
     A work that is being captured into a CUDA graph cannot: it runs when the graph does.
     """
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    device = Device.in_use()
+    if device is not None and device.is_capturing():
         return None
     asked: list[Callable[[], bool]] = []
     for work in works:
@@ -30,7 +31,7 @@ def completion(works: Sequence[Any]) -> Callable[[], bool] | None:
         try:
             asked.append(work.get_future_result().done)
         except (AttributeError, RuntimeError):  # another backend, or a torch before 2.6
-            if torch.cuda.is_available():
+            if accelerator_kind():
                 return None
             asked.append(work.is_completed)
     return (lambda: all(ask() for ask in asked)) if asked else None

@@ -2,6 +2,18 @@
 
 from dsx_core import CodedError
 
+__all__ = [
+    "CollectiveTimeoutError",
+    "CommAbortedError",
+    "CommArgumentError",
+    "CommError",
+    "HangError",
+    "MismatchError",
+    "PeerLostError",
+    "SymmetricMemoryError",
+    "TopologyError",
+]
+
 
 class CommError(CodedError, RuntimeError):
     """Communication cannot be done as asked: not initialised, no such backend, a rank is missing."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from dsx_core.device import Device
 
 from . import composed
 from .calls import Call, Labels, check_labels, run
@@ -161,9 +162,8 @@ def barrier(
 
 def _device_of(to: Membership) -> torch.device:
     """The device on which a call without tensors runs: as in torch, the accelerator if the group serves one."""
-    if "cuda" in to.backends and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    current = Device.current()
+    return current.torch_device if current.kind in to.backends else torch.device("cpu")
 
 
 def monitored_barrier(

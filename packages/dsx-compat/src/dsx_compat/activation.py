@@ -1,4 +1,4 @@
-"""Which `deepspeed` a process gets: the folder of our package, `activate()`, and a search for others.
+"""The choice of the `deepspeed` that a process gets: the folder of our package, `activate()`, and a search for others.
 
 The package and its metadata are in a separate folder (`_site`), not in site-packages. A line in `dsx_compat.pth`
 puts that folder at the end of `sys.path`. So files of the real DeepSpeed are never mixed with ours. If the real one is

@@ -1,4 +1,4 @@
-"""What `dsx doctor` reports about `deepspeed`: which package provides it, and which one hides it."""
+"""The report of `dsx doctor` about `deepspeed`: which package provides it, and which one hides it."""
 
 from __future__ import annotations
 

@@ -41,11 +41,11 @@ def clip_grad_norm_(
         The norm before, a float64 tensor without dimensions.
 
     Raises:
-        dsx_ops.HyperparameterError: `max_norm` is negative, or `norm_type` is not positive.
-        dsx_comm.TopologyError: an expert's parameter names a group that does not exist, or the mpu has no groups.
+        dsx_ops.errors.HyperparameterError: `max_norm` is negative, or `norm_type` is not positive.
+        dsx_comm.errors.TopologyError: an expert's parameter names a group that does not exist, or the mpu has none.
     """
     if not max_norm >= 0:
-        raise dsx_ops.HyperparameterError(f"max_norm: got {max_norm}, expected a number >= 0")
+        raise dsx_ops.errors.HyperparameterError(f"max_norm: got {max_norm}, expected a number >= 0")
     found = [p for p in _listed(parameters) if p.grad is not None]
     if not all(_is_plain(p.grad) for p in found):  # gradients of a sharded model: their norms are those of all ranks
         total = torch.nn.utils.clip_grad_norm_(found, max_norm, norm_type)
@@ -72,7 +72,7 @@ def get_grad_zeros(parameters: Tensor | Iterable[Tensor], mpu: Any = None) -> fl
     if mpu is None:
         return float(dsx_ops.get_grad_zeros(found))
     with _rank_sets(mpu) as sets:
-        mine = [p for p in found if sets.of(_marks(p)).counts_in_norm]
+        mine = [p for p in found if sets.of(ParameterMarks.read(p)).counts_in_norm]
         total = torch.tensor(float(dsx_ops.get_grad_zeros(mine)), dtype=torch.float64, device=_device(found))
         _reduce(total, _groups(sets, shared=False), dsx_comm.ReduceOp.SUM)
     return float(total)
@@ -157,7 +157,7 @@ def _norm(parameters: list[Tensor], tensors: list[Any], p: float, mpu: Any, *, s
         shared: sum over data-parallel ranks, too. False: only over the model-parallel ranks of an mpu.
     """
     if not p > 0:
-        raise dsx_ops.HyperparameterError(f"norm_type: got {p}, expected 2, infinity or a number > 0")
+        raise dsx_ops.errors.HyperparameterError(f"norm_type: got {p}, expected 2, infinity or a number > 0")
     powers = _power_sums(tensors, p)
     if mpu is None and not shared:
         return powers.amax() if math.isinf(p) and len(powers) else powers.sum() ** (1.0 / p)
@@ -166,7 +166,7 @@ def _norm(parameters: list[Tensor], tensors: list[Any], p: float, mpu: Any, *, s
             total = powers.amax() if len(powers) else powers.sum()
             _reduce(total, _groups(sets, shared=shared), dsx_comm.ReduceOp.MAX)
             return total
-        ranks = [sets.of(_marks(parameter)) for parameter in parameters]
+        ranks = [sets.of(ParameterMarks.read(parameter)) for parameter in parameters]
         weights = [(1.0 / r.size if shared else 1.0) if r.counts_in_norm else 0.0 for r in ranks]
         counted = torch.where(torch.tensor(weights) == 0, 0.0, powers.cpu())  # 0 * inf of an uncounted copy is NaN
         total = (counted * torch.tensor(weights, dtype=torch.float64)).sum().to(powers.device)
@@ -181,7 +181,7 @@ def _power_sums(tensors: list[Tensor], p: float) -> Tensor:
     if not tensors:
         return torch.zeros(0, dtype=torch.float64)
     if p == 2.0:
-        return dsx_ops.squared_norms(tensors)
+        return dsx_ops.update.squared_norms(tensors)
     device, inf = tensors[0].device, math.isinf(p)
     norms = [torch.linalg.vector_norm(t.detach().to_dense().double(), p).to(device) for t in tensors]
     return torch.stack(norms).nan_to_num(nan=math.inf, posinf=math.inf) if inf else torch.stack(norms) ** p
@@ -224,12 +224,8 @@ def _of_groups(param_groups: Iterable[Any] | None) -> list[Tensor]:
     return [p for group in groups for p in group]
 
 
-def _marks(parameter: Tensor) -> ParameterMarks:
-    return ParameterMarks.read(parameter)
-
-
 def _has_experts(parameters: Iterable[Tensor]) -> bool:
-    return any(_marks(p).expert is not None for p in parameters)
+    return any(ParameterMarks.read(p).expert is not None for p in parameters)
 
 
 def _device(parameters: list[Tensor]) -> torch.device:

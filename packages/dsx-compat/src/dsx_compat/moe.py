@@ -77,7 +77,7 @@ class MoE(nn.Module):
                 raise
             return getattr(layer, name)
 
-    def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> dsx_moe.MoEOutput:
+    def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> dsx_moe.layer.MoEOutput:
         """See `dsx_moe.MoE.forward`."""
         self._share_dense()  # a program may have replaced them, as adapters do
         return self.deepspeed_moe(hidden_states, used_token)
@@ -161,7 +161,7 @@ def topkgating(
     return _dense(found, ep_group, sparse_routes)
 
 
-def _dense(found: dsx_moe.Gating, ep_group: Any, sparse_routes: bool) -> Gated:
+def _dense(found: dsx_moe.gating.Gating, ep_group: Any, sparse_routes: bool) -> Gated:
     if sparse_routes:
         raise NotSupportedError(
             "sparse_routes: dsx gives the dense form only; use dsx_moe.top1_gating, whose `routing` lists the routes",

@@ -10,7 +10,7 @@ __all__ = ["LossScaleView"]
 
 
 class LossScaleView:
-    """What a loss scale of dsx says, under DeepSpeed's names. It is read when it is asked for.
+    """The values of a dsx loss scale under DeepSpeed's names. It is read when it is asked for.
 
     Args:
         scale: the loss scale of an engine.

@@ -125,7 +125,7 @@ class OffloadDeviceEnum(str, Enum):
 
 @dataclass
 class SubparamShape:
-    """How a tensor that holds several parameters side by side (fused query, key and value) is cut into tensor slices.
+    """The cut into slices of a tensor that holds several parameters side by side (fused query, key and value).
 
     A record only: programs put it into the metadata of DeepSpeed's universal checkpoints. Checkpoints of dsx need no
     such metadata, and the import of a DeepSpeed checkpoint that has it is refused.

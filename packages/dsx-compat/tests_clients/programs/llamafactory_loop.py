@@ -56,6 +56,8 @@ def main() -> None:
     if RANK == 0:
         inputs(folder)
     more = engine_settings(args.stage)
+    if args.stage < 0:
+        torch.distributed.init_process_group("gloo")
     torch.distributed.barrier()
     if args.gap:
         skip_one_update()

@@ -1,4 +1,4 @@
-"""For frameworks over Hugging Face's Trainer that train by a call: the engine's arguments, and each step's loss."""
+"""For programs over Hugging Face's Trainer: the engine's arguments, and the loss of each step where a call trains."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ import torch
 from common import RANK, report
 
 
-def engine_settings(stage: int) -> dict[str, Any]:
-    """Arguments of the Trainer with an engine of this stage, or without one (-1); the process group exists then."""
+def engine_settings(stage: int, **zero: Any) -> dict[str, Any]:
+    """Arguments of the Trainer with an engine of this stage, whose process group exists then, or without one (-1).
+
+    Args:
+        **zero: more keys of `zero_optimization`.
+    """
     if stage < 0:
-        torch.distributed.init_process_group("gloo")
         return {"ddp_backend": "gloo", "use_cpu": True}
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     from accelerate import PartialState  # lazy import: it reads the environment
 
     PartialState(backend="gloo")
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
+    zero |= {"stage": stage, "stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
     return {
         "deepspeed": {
             "train_micro_batch_size_per_gpu": "auto",

@@ -11,6 +11,7 @@ import os
 import torch
 from common import RANK, report, skip_one_update
 from language_model import language_model, text, tokenizer
+from trainer_curve import engine_settings
 
 MICRO, STEPS = 2, 6
 
@@ -66,33 +67,10 @@ def main() -> None:
     parser.add_argument("--gap", action="store_true", help="a control: one update is left out")
     parser.add_argument("--tuner", default="lora", choices=("lora", "adalora", "none"))
     args = parser.parse_args()
-    more = {}
-    if args.stage >= 0:
-        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-        from accelerate import PartialState
-
-        PartialState(backend="gloo")
-        if args.gap:
-            skip_one_update()
-        zero = {
-            "stage": args.stage,
-            "stage3_param_persistence_threshold": 0,
-            "stage3_gather_16bit_weights_on_model_save": True,
-        }
-        zero |= (
-            {"offload_optimizer": {"device": "none"}, "offload_param": {"device": "none"}} if args.stage == 3 else {}
-        )
-        more = {
-            "deepspeed": {
-                "train_micro_batch_size_per_gpu": "auto",
-                "gradient_accumulation_steps": "auto",
-                "gradient_clipping": "auto",
-                "zero_optimization": zero,
-            },
-            "accelerator_config": {"use_configured_state": True},
-        }
-    else:
-        more = {"ddp_backend": "gloo", "use_cpu": True}
+    on_device = {key: {"device": "none"} for key in ("offload_optimizer", "offload_param") if args.stage == 3}
+    more = engine_settings(args.stage, **on_device)
+    if args.gap:
+        skip_one_update()
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 

@@ -19,9 +19,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from .apply import init_compression, is_compressed
+    from .apply import init_compression
     from .cleaning import redundancy_clean
-    from .config import load_config
     from .conversion import convert_conv1d_to_linear, get_module_name
     from .distillation import DistillationLoss, Teacher
     from .errors import CompressionError
@@ -35,20 +34,17 @@ if TYPE_CHECKING:
     from .torchao import export_torchao, load_torchao, to_torchao
 
 _NAMES_OF_MODULES = {
-    "apply": ("init_compression", "is_compressed"),
+    "apply": ("init_compression",),
     "cleaning": ("redundancy_clean",),
-    "config": ("CompressionTraining", "QuantizeTraining", "load_config"),
     "conversion": ("convert_conv1d_to_linear", "get_module_name"),
     "distillation": ("DistillationLoss", "Teacher"),
-    "errors": ("CompressionConfigError", "CompressionDataError", "CompressionError"),
-    "export": ("export_model", "load_exported", "read_exported"),
+    "errors": ("CompressionError",),
+    "export": ("export_model", "load_exported"),
     "layers": ("recursive_getattr", "recursive_setattr"),
-    "moq": ("OptimizerQuantizer",),
     "posttraining": ("PostTrainingConfig", "quantize_post_training"),
-    "quantizers": ("fake_quantize",),
-    "report": ("CompressionReport", "compression_report"),
-    "runtime": ("QuantizedLinear", "load_quantized"),
-    "scheduler": ("CompressionScheduler", "compression_scheduler"),
+    "report": ("compression_report",),
+    "runtime": ("load_quantized",),
+    "scheduler": ("compression_scheduler",),
     "students": ("student_initialization",),
     "torchao": ("export_torchao", "load_torchao", "to_torchao"),
 }
@@ -67,8 +63,6 @@ __all__ = [
     "export_torchao",
     "get_module_name",
     "init_compression",
-    "is_compressed",
-    "load_config",
     "load_exported",
     "load_quantized",
     "load_torchao",

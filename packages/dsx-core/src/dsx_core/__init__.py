@@ -3,12 +3,11 @@
 Each module is one noun:
 
 - `errors`: errors with a stable code, and the nearest known name for a mistyped one.
-- `commands`: subcommands of a program that several packages give, found by their entry points.
 - `console`: a program ends quietly with the reader of its output or on Ctrl-C, and names the word that was meant.
 - `files`: replaces a file so that readers see the old or the new content, never a part.
 - `holding`: folders that are in use as long as a process lives that holds them.
 - `host_memory`: tells a simulated device of accesses of native code to host memory.
-- `locks`: lets one process at a time use a folder, and tells which one has it.
+- `locks`: the kernel's lock on an open file, for one descriptor alone.
 - `modules`: hooks and calls that dsx puts on a user's modules, and the blocks of a model.
 - `open_files`: raises the limit of open files of this process.
 - `progress`: a progress bar on standard error.
@@ -32,9 +31,6 @@ from .errors import with_code as with_code
 from .files import replace_text as replace_text
 from .files import replacing as replacing
 from .files import sync_folder as sync_folder
-from .locks import FolderInUseError as FolderInUseError
-from .locks import FolderLock as FolderLock
-from .locks import ProcessIdentity as ProcessIdentity
 from .together import RanksDifferError as RanksDifferError
 from .together import Together as Together
 
@@ -42,9 +38,6 @@ __all__ = [
     "CodedError",
     "CommandParser",
     "Finding",
-    "FolderInUseError",
-    "FolderLock",
-    "ProcessIdentity",
     "RanksDifferError",
     "Together",
     "end_with_reader",

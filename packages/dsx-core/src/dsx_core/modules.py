@@ -117,19 +117,20 @@ def outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
     names = ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")
     if not all(hasattr(frames, name) for name in names):
         return torch.compiler.disable(function)
-    if isinstance(function, FunctionType):
-        outside: Any = function
-    else:
-
-        @functools.wraps(function)
-        def outside(*args: Any, **kwargs: Any) -> Any:
-            return function(*args, **kwargs)
-
+    outside: Any = function if isinstance(function, FunctionType) else _function_around(function)
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(outside.__code__, frames._FrameExecStrategy(skip, skip))
     outside._torchdynamo_disable = True
     outside._torchdynamo_disable_recursive = True
     return outside
+
+
+def _function_around(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def around(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return around
 
 
 def is_compiled(module: nn.Module) -> bool:

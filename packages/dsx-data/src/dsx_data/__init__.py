@@ -12,20 +12,16 @@ samples by difficulty), `batching` (token budgets, packing), `loader` (all of th
 and layer dropping). `dsx_data.config` has the sections of a configuration file; `dsx-data` is the command line.
 """
 
-from dsx_core.progress import Progress
-
 from ._version import __version__
-from .analysis import DataAnalyzer, DistributedDataAnalyzer, SequenceLength, VocabularyCounts, VocabularyRarity
-from .batching import PackingCollator, TokenBudget, block_diagonal_mask, lr_factor, pack_lengths
-from .batching.plan import lengths_from
-from .curriculum import CurriculumSampler, CurriculumScheduler, Draw, truncate_batch
+from .analysis import DataAnalyzer, DistributedDataAnalyzer, SequenceLength
+from .batching import PackingCollator, TokenBudget, lr_factor
+from .curriculum import CurriculumSampler, CurriculumScheduler, truncate_batch
 from .errors import DataError
-from .index import IndexFile, IndexWriter, MMapIndexedDataset, MMapIndexedDatasetBuilder, open_index
+from .index import MMapIndexedDataset, open_index
 from .loader import LoaderOptions, RepeatingLoader, SharedStream, TrainingLoader
 from .routing import (
     ProgressiveLayerDrop,
     RandomLTDScheduler,
-    TokenDrop,
     convert_to_layer_drop,
     convert_to_random_ltd,
     save_without_random_ltd,
@@ -37,32 +33,21 @@ __all__ = [
     "DataAnalyzer",
     "DataError",
     "DistributedDataAnalyzer",
-    "Draw",
-    "IndexFile",
-    "IndexWriter",
     "LoaderOptions",
     "MMapIndexedDataset",
-    "MMapIndexedDatasetBuilder",
     "PackingCollator",
-    "Progress",
     "ProgressiveLayerDrop",
     "RandomLTDScheduler",
     "RepeatingLoader",
     "SequenceLength",
     "SharedStream",
     "TokenBudget",
-    "TokenDrop",
     "TrainingLoader",
-    "VocabularyCounts",
-    "VocabularyRarity",
     "__version__",
-    "block_diagonal_mask",
     "convert_to_layer_drop",
     "convert_to_random_ltd",
-    "lengths_from",
     "lr_factor",
     "open_index",
-    "pack_lengths",
     "save_without_random_ltd",
     "truncate_batch",
 ]

@@ -139,7 +139,7 @@ def _hierarchy(groups: ExpertGroups, devices: int) -> Hierarchy:
 
 def _all_expert_groups(groups: ExpertGroups) -> list[list[int]]:
     topology = parallel_groups.given().registry.topology
-    expert, _ = dsx_comm.expert_groups(
+    expert, _ = dsx_comm.topology.expert_groups(
         topology.world_size(),
         groups.expert.size,
         model_size=topology.axis_size("model"),

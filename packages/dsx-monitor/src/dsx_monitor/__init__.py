@@ -15,118 +15,54 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from .config import CometConfig, CSVConfig, MonitorConfig, TensorBoardConfig, WandbConfig
+    from .config import MonitorConfig
     from .curvature import Eigenvalue
     from .flops import FlopsProfiler, get_model_profile
     from .memory import memory_breakdown, memory_snapshot
-    from .monitor import CometMonitor, JSONLMonitor, MonitorMaster, TensorBoardMonitor, WandbMonitor, csvMonitor
-    from .noise import GradientNoise, GradientSquares
+    from .monitor import CometMonitor, MonitorMaster, TensorBoardMonitor, WandbMonitor, csvMonitor
+    from .noise import GradientNoise
     from .report import write_report
     from .run import MemoryLog, start_run
-    from .straggler import Straggler, StragglerMonitor, judge_stragglers
+    from .straggler import StragglerMonitor
     from .timeline import Timeline, merge_traces
-    from .timers import ThroughputTimer, WallClock, phase_times
-    from .tolerance import tolerating
+    from .timers import ThroughputTimer, WallClock
 
 _HOMES = {
-    "clocks": ("TracedClock",),
-    "config": (
-        "CSVConfig",
-        "CometConfig",
-        "EigenvalueConfig",
-        "FlopsProfilerConfig",
-        "GradientNoiseConfig",
-        "JSONLConfig",
-        "MonitorConfig",
-        "StragglerConfig",
-        "TensorBoardConfig",
-        "TimelineConfig",
-        "WandbConfig",
-    ),
-    "curvature": (
-        "CurvatureError",
-        "Eigenvalue",
-    ),
-    "errors": (
-        "BackendMissing",
-        "MonitorConfigError",
-        "ReportError",
-    ),
-    "flops": (
-        "FlopsProfiler",
-        "RunFacts",
-        "get_model_profile",
-    ),
-    "memory": (
-        "MemorySnapshot",
-        "memory_breakdown",
-        "memory_in_use",
-        "memory_snapshot",
-    ),
-    "monitor": (
-        "CometMonitor",
-        "JSONLMonitor",
-        "MonitorMaster",
-        "TensorBoardMonitor",
-        "WandbMonitor",
-        "csvMonitor",
-    ),
-    "noise": ("GradientNoise", "GradientSquares"),
+    "config": ("MonitorConfig",),
+    "curvature": ("Eigenvalue",),
+    "flops": ("FlopsProfiler", "get_model_profile"),
+    "memory": ("memory_breakdown", "memory_snapshot"),
+    "monitor": ("CometMonitor", "MonitorMaster", "TensorBoardMonitor", "WandbMonitor", "csvMonitor"),
+    "noise": ("GradientNoise",),
     "report": ("write_report",),
-    "run": (
-        "MemoryLog",
-        "start_run",
-    ),
-    "straggler": (
-        "Straggler",
-        "StragglerMonitor",
-        "StragglerReport",
-        "judge_stragglers",
-    ),
-    "timeline": (
-        "Timeline",
-        "merge_traces",
-    ),
-    "timers": (
-        "ThroughputTimer",
-        "WallClock",
-        "phase_times",
-    ),
-    "tolerance": ("tolerating",),
+    "run": ("MemoryLog", "start_run"),
+    "straggler": ("StragglerMonitor",),
+    "timeline": ("Timeline", "merge_traces"),
+    "timers": ("ThroughputTimer", "WallClock"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "CSVConfig",
-    "CometConfig",
     "CometMonitor",
     "Eigenvalue",
     "FlopsProfiler",
     "GradientNoise",
-    "GradientSquares",
-    "JSONLMonitor",
     "MemoryLog",
     "MonitorConfig",
     "MonitorMaster",
-    "Straggler",
     "StragglerMonitor",
-    "TensorBoardConfig",
     "TensorBoardMonitor",
     "ThroughputTimer",
     "Timeline",
     "WallClock",
-    "WandbConfig",
     "WandbMonitor",
     "__version__",
     "csvMonitor",
     "get_model_profile",
-    "judge_stragglers",
     "memory_breakdown",
     "memory_snapshot",
     "merge_traces",
-    "phase_times",
     "start_run",
-    "tolerating",
     "write_report",
 ]
 

@@ -14,32 +14,27 @@ from .builders import AsyncIOBuilder, GDSBuilder
 from .checksum import crc32
 from .config import AioConfig
 from .engine import Engine
-from .errors import BudgetError, DataRaceError, NvmeError, TensorError, TransferError
+from .errors import NvmeError
 from .fast_writer import FastFileWriter
 from .files import access, explain
 from .gds import gds_handle
 from .handle import aio_handle, aio_read, aio_write, deepspeed_memcpy
 from .memory import empty
 from .native import native_status
-from .pool import Buffer, BufferPool
+from .pool import BufferPool
 from .store import TensorStore
 from .tensor_file import TensorFile
 
 __all__ = [
     "AioConfig",
     "AsyncIOBuilder",
-    "Buffer",
     "BufferPool",
-    "BudgetError",
-    "DataRaceError",
     "Engine",
     "FastFileWriter",
     "GDSBuilder",
     "NvmeError",
-    "TensorError",
     "TensorFile",
     "TensorStore",
-    "TransferError",
     "__version__",
     "access",
     "aio_handle",

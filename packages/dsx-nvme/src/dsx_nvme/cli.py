@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Sequence
 
-from dsx_core.commands import Subcommand, run_command
+from dsx_core import CommandParser, run_program
 
 from ._version import __version__
 
 COMMANDS = {
-    "tune": Subcommand("tune", "dsx_nvme.tune.tuner:main"),
-    "bench": Subcommand("bench", "dsx_nvme.tune.bench:main"),
-    "explain": Subcommand("explain", "dsx_nvme.report:main"),
+    "tune": (".tune.tuner", "find the fastest section `aio` for a folder"),
+    "bench": (".tune.bench", "measure reads and writes of one setting"),
+    "explain": (".report", "report which engines run here, and why"),
 }
 
 
@@ -30,5 +32,13 @@ def ds_io() -> int:
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "dsx-nvme") -> int:
-    """Run a command; returns its exit code, 2 for an unknown command."""
-    return run_command(COMMANDS, argv, prog=prog, version=f"dsx-nvme {__version__}")
+    """Run a command; returns its exit code. An unknown command ends the program with 2."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = CommandParser(prog=prog, version=f"dsx-nvme {__version__}", description=__doc__)
+    commands = parser.add_subparsers(title="commands", metavar="command", required=True)
+    for name, (_, summary) in COMMANDS.items():
+        commands.add_parser(name, help=summary, add_help=False)
+    if not words or words[0] not in COMMANDS:
+        parser.parse_args(words)  # prints the help, the version or an error, and ends the program
+    command = importlib.import_module(COMMANDS[words[0]][0], __package__)
+    return run_program(lambda: command.main(words[1:], prog=f"{prog} {words[0]}"))

@@ -20,7 +20,7 @@ class DataRaceError(NvmeError):
     """A tensor was used while a transfer from or to it was in flight. The transferred bytes are undefined."""
 
 
-class FolderInUseError(NvmeError, dsx_core.FolderInUseError):
+class FolderInUseError(NvmeError):
     """The folder of a store belongs to another store."""
 
 

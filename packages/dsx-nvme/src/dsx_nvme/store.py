@@ -18,13 +18,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from dsx_core.locks import OWNER, FolderLock
 
 from .checksum import crc32
 from .engine import Engine
-from .errors import BudgetError, ChecksumError, FolderInUseError, ForkError, TensorError
+from .errors import BudgetError, ChecksumError, ForkError, TensorError
 from .extents import FreeRanges
 from .files import OpenFile
+from .folder_lock import OWNER, FolderLock
 from .gds import DirectEngine
 from .memory import empty
 from .store_index import Entry, read_index, write_index
@@ -203,7 +203,7 @@ class TensorStore:
         while True:
             file = self.engine.open(path, write=True)
             try:
-                lock = FolderLock(self.folder, file.plain_fd, user="TensorStore", error=FolderInUseError)
+                lock = FolderLock(self.folder, file.plain_fd)
                 lock.acquire()
                 if file.is_named(path):
                     return file, lock

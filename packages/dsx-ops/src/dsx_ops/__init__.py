@@ -8,20 +8,12 @@
 The optimizers are ordinary `torch.optim.Optimizer`s. `python -m dsx_ops` reports what is built and what runs.
 """
 
-from . import onebit, sign_runs
 from ._version import __version__
-from .codes.exchange import (
-    LocoQuantizer,
-    reduce_dequantize,
-    reduce_quantize,
-    swizzle_quantize,
-    unswizzle_dequantize,
-)
-from .codes.quantize import Quantized, dequantize, dequantize_fp8, ds_quantizer, quantize, quantize_fp8
+from .codes.quantize import dequantize, dequantize_fp8, ds_quantizer, quantize, quantize_fp8
 from .cuda import operators as _cuda_operators  # noqa: F401  registers the kernels for CUDA tensors
-from .errors import HyperparameterError, OpsError, TensorError
+from .errors import OpsError
 from .flat import cast_to_byte_tensor, flatten, unflatten
-from .functional.dropout import bias_dropout_residual, dropout, dropout_mask
+from .functional.dropout import bias_dropout_residual, dropout
 from .functional.gelu import bias_gelu
 from .functional.layer_norm import add_layer_norm, layer_norm
 from .functional.softmax import masked_softmax
@@ -30,21 +22,13 @@ from .native import reference_only
 from .optim.adam import CPUAdam, FusedAdam
 from .optim.coded import Adam4bit, Adam8bit
 from .optim.lamb import FusedLamb
-from .optim.muon import Muon, orthogonalize
+from .optim.muon import Muon
 from .optim.simple import SGD, CPUAdagrad, CPULion, FusedLion
-from .status import missing_kernels, native_status
-from .tokens import (
-    mask_gather_bert,
-    mask_gather_gpt,
-    token_gather,
-    token_scatter,
-    token_scatter_,
-    token_sort_,
-)
-from .transformer.bert import config_from_bert, copy_from_bert, copy_to_bert
+from .status import native_status
+from .tokens import mask_gather_bert, mask_gather_gpt, token_gather, token_scatter_, token_sort_
 from .transformer.config import TransformerConfig
 from .transformer.layer import TransformerLayer
-from .update import Norm, norm, scale_, squared_norms
+from .update import norm, scale_
 
 # The names under which existing scripts know them.
 DeepSpeedCPUAdam = CPUAdam
@@ -68,14 +52,9 @@ __all__ = [
     "FusedAdam",
     "FusedLamb",
     "FusedLion",
-    "HyperparameterError",
-    "LocoQuantizer",
     "Muon",
-    "Norm",
     "OpsError",
-    "Quantized",
     "SGD",
-    "TensorError",
     "TransformerConfig",
     "TransformerLayer",
     "__version__",
@@ -84,13 +63,9 @@ __all__ = [
     "bias_gelu",
     "cast_to_byte_tensor",
     "clip_grad_norm_",
-    "config_from_bert",
-    "copy_from_bert",
-    "copy_to_bert",
     "dequantize",
     "dequantize_fp8",
     "dropout",
-    "dropout_mask",
     "ds_quantizer",
     "flatten",
     "get_global_norm",
@@ -100,24 +75,14 @@ __all__ = [
     "mask_gather_bert",
     "mask_gather_gpt",
     "masked_softmax",
-    "missing_kernels",
     "native_status",
     "norm",
-    "onebit",
-    "orthogonalize",
     "quantize",
     "quantize_fp8",
-    "reduce_dequantize",
-    "reduce_quantize",
     "reference_only",
     "scale_",
-    "sign_runs",
-    "squared_norms",
-    "swizzle_quantize",
     "token_gather",
-    "token_scatter",
     "token_scatter_",
     "token_sort_",
     "unflatten",
-    "unswizzle_dequantize",
 ]

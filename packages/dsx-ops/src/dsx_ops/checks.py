@@ -1,4 +1,4 @@
-"""What the functions of this package ask of tensors; each failure is a `TensorError`, raised before anything is
+"""Requirements of this package's functions on tensors; each failure is a `TensorError`, raised before anything is
 written.
 """
 
@@ -17,14 +17,14 @@ WITH_FLOAT64 = (*FLOATS, torch.float64)
 
 
 def arithmetic_of(x: Tensor) -> torch.dtype:
-    """What a function of `x` computes in: float64 for float64 (for gradient checks; plain torch operations serve), else
-    float32.
+    """The dtype that a function of `x` computes in: float64 for float64 (for gradient checks; plain torch operations
+    serve), else float32.
     """
     return torch.float64 if x.dtype is torch.float64 else torch.float32
 
 
 def vector_dtypes(x: Tensor) -> tuple[torch.dtype, ...]:
-    """What weights and biases along x's last dimension may be: float64 only where x is, so that nothing is narrowed
+    """Dtypes of weights and biases along x's last dimension: float64 only where x is, so that nothing is narrowed
     silently.
     """
     return WITH_FLOAT64 if x.dtype is torch.float64 else FLOATS

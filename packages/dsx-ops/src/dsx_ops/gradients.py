@@ -52,7 +52,7 @@ def get_global_norm(norm_list: Iterable[float | Tensor]) -> float:
 
 
 def get_grad_zeros(parameters: Tensor | Iterable[Tensor], mpu: object | None = None) -> int:
-    """How many gradient elements are exactly 0."""
+    """The number of gradient elements that are exactly 0."""
     _refuse(mpu)
     return sum(g.numel() - int(torch.count_nonzero(readable(g))) for g in _grads(parameters))
 

@@ -65,7 +65,7 @@ def _uniform(random: Tensor) -> Tensor:
 
 
 def levels4(device: torch.device) -> tuple[Tensor, Tensor]:
-    """What codes stand for, as parts of the block's largest (fp32): (k/7)^2 for the 3 bits of a first moment beside its
+    """The values of codes, as parts of the block's largest (fp32): (k/7)^2 for the 3 bits of a first moment beside its
     sign, and ((k+1)/16)^2 for the 4 bits of a second moment. So the root of a second moment, which is what a step
     divides by, is in sixteenths, and never 0.
     """

@@ -41,7 +41,7 @@ def switched_off() -> bool:
 
 
 threads = torch.get_num_threads
-"""How many threads a kernel may use: torch's setting."""
+"""The number of threads that a kernel may use: torch's setting."""
 
 
 def warn_slow(numel: int, what: str) -> None:

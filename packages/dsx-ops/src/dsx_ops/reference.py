@@ -262,7 +262,7 @@ def encode8(shifted: Tensor, random: Tensor) -> Tensor:
 
 
 def decode8(code: Tensor, unit: float) -> Tensor:
-    """What each code (of 7 or 8 bits) stands for: fp32 from 0 to 1.875."""
+    """The value of each code (of 7 or 8 bits): fp32 from 0 to 1.875."""
     return (code.to(torch.int32) << 20).view(torch.float32) * unit
 
 

@@ -45,7 +45,7 @@ class Stretch(NamedTuple):
 
 
 class SignRuns:
-    """Where runs, their signs and their scales lie; immutable.
+    """The places of runs, their signs and their scales; immutable.
 
     Args:
         runs: for each run its stretches, as `Stretch` or tuples (begin, end, byte[, scale]). Without a scale the run's

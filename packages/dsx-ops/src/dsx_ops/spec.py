@@ -1,4 +1,4 @@
-"""What an update is: an algorithm, its numbers, and the tensors it goes over. Plain data, no arithmetic on tensors.
+"""Descriptions of updates: an algorithm, its numbers, and the tensors it goes over. No arithmetic on tensors.
 
 `Hyper` holds the numbers as the user gives them; `Hyper.lowered()` turns them into the factors that the kernels and the
 PyTorch reference both multiply with, computed once in fp64, so that the two agree to the bit.
@@ -190,7 +190,7 @@ class Slot:
         return self if self.owner is None else self.owner.given
 
     def kind(self) -> tuple:
-        """What slots must share to go into one call."""
+        """The properties that slots must share to go into one call."""
         state = self.states[0].dtype if self.states else torch.float32
         copy = self.copy.dtype if self.copy is not None else None
         return (self.param.device, self.param.dtype, self.grad.dtype, state, copy, self.low_bits is not None)

@@ -1,4 +1,4 @@
-"""What is built and what runs, on the CPU and on CUDA."""
+"""The kernels that are built and those that run, on the CPU and on CUDA."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .cuda import loader
 
 
 def missing_kernels(device: torch.device | str) -> str:
-    """Why the operators of this package run in plain PyTorch on a device; "" where compiled kernels serve it."""
+    """The reason why this package's operators run in plain PyTorch on a device; "" where compiled kernels serve it."""
     kind = torch.device(device).type
     if kind == "cpu":
         return native.why_not()
@@ -19,7 +19,7 @@ def missing_kernels(device: torch.device | str) -> str:
 
 
 def native_status() -> dict[str, Any]:
-    """What is built and what runs.
+    """The kernels that are built and those that run.
 
     Keys: `native` (bool), `reason` (why not, else ""), `isa` in use, `isas` this CPU can run, `threads` (backend and
     count), `sanitizer`, `cuda` (which implementation serves CUDA tensors), `torch`.

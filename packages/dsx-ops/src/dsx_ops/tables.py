@@ -1,4 +1,4 @@
-"""How tensors are named to the compiled modules: dtype codes, lists of addresses, and tables with one row per tensor of
+"""The names of tensors for the compiled modules: dtype codes, lists of addresses, and tables with one row per tensor of
 an update.
 
 The CPU module and the CUDA module read the same tables; `native/include/dsx_ops/kernels.h` is their definition.
@@ -31,7 +31,7 @@ PARAM, GRAD = 0, 1
 
 
 def addresses(*tensors: Tensor | None) -> list[int]:
-    """Where the tensors lie, 0 for None."""
+    """The addresses of the tensors, 0 for None."""
     return [0 if t is None else t.data_ptr() for t in tensors]
 
 

@@ -172,7 +172,7 @@ def clip_(tensors: Iterable[Tensor], max_norm: float) -> Tensor:
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
-    """What to multiply by, before the limit to 1."""
+    """The factor, before the limit to 1."""
     return max_norm / (norm + 1e-6)
 
 

@@ -16,34 +16,23 @@ from .layers import LayerSpec, TiedLayerSpec
 from .measure import measure_layers
 from .module import PipelineModule
 from .partition import partition_balanced, partition_uniform
-from .planner import Candidate, candidates, plan, save_costs
-from .runtime import Pipeline, StageCallbacks
+from .planner import plan
+from .runtime import Pipeline
 from .schedule import (
     DataParallelSchedule,
     InferenceSchedule,
     PipeSchedule,
     Schedule,
-    StageTimes,
-    Timeline,
     TrainSchedule,
     build,
     check,
-    gpipe,
-    inference,
-    interleaved,
     live_activations,
-    problems,
-    save_chart,
-    save_timeline,
-    schedule_of,
     simulate,
-    svg,
     uniform_times,
     with_communication,
 )
 
 __all__ = [
-    "Candidate",
     "DataParallelSchedule",
     "InferenceSchedule",
     "LayerSpec",
@@ -56,31 +45,18 @@ __all__ = [
     "ProcessTopology",
     "RankGrid",
     "Schedule",
-    "StageCallbacks",
     "StageError",
-    "StageTimes",
     "TiedLayerSpec",
-    "Timeline",
     "TrainSchedule",
     "__version__",
-    "save_costs",
-    "save_timeline",
     "build",
-    "candidates",
     "check",
-    "gpipe",
-    "inference",
-    "interleaved",
     "live_activations",
     "measure_layers",
     "partition_balanced",
     "partition_uniform",
     "plan",
-    "problems",
-    "save_chart",
-    "schedule_of",
     "simulate",
-    "svg",
     "uniform_times",
     "with_communication",
 ]

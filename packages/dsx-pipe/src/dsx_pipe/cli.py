@@ -59,7 +59,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     show = commands.add_parser("show", help="print, check and draw a schedule or a measured step")
     show.add_argument("name", nargs="?", choices=sorted(BUILDERS), help="a known schedule")
     show.add_argument("--file", help="read the schedule from this text file instead")
-    show.add_argument("--timeline", help="draw this measured step (JSON of dsx_pipe.save_timeline) instead")
+    show.add_argument("--timeline", help="draw this measured step (JSON of dsx_pipe.schedule.save_timeline) instead")
     show.add_argument("--ranks", type=int, default=4)
     show.add_argument("--micro-batches", type=int, default=8)
     show.add_argument("--chunks", type=int, help="stages per rank, for interleaved and inference")
@@ -73,7 +73,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     show.set_defaults(run=_show)
 
     plan = commands.add_parser("plan", help="choose schedule, split and micro-batches from measured layer costs")
-    plan.add_argument("--costs", required=True, help="JSON of dsx_pipe.save_costs")
+    plan.add_argument("--costs", required=True, help="JSON of dsx_pipe.planner.save_costs")
     plan.add_argument("--ranks", type=int, required=True)
     plan.add_argument("--batch", type=int, required=True, help="samples of a step, over all micro-batches")
     plan.add_argument("--memory", help="bytes a rank may use; 16G, 800M")

@@ -9,14 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import dsx_comm
-from dsx_comm import (
-    GroupRegistry,
-    PipeDataParallelTopology,
-    PipeModelDataParallelTopology,
-    ProcessTopology,
-    TopologyError,
-)
+from dsx_comm import GroupRegistry, ProcessTopology
+from dsx_comm.errors import TopologyError
 from dsx_comm.registry import AxisGroup
+from dsx_comm.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
 
 from .errors import PipelineError
 

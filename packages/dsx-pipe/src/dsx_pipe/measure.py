@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from dsx_core.device import Device
 from torch import nn
 
 from .errors import PartitionError
@@ -112,8 +113,7 @@ def _as_differentiable_input(value: Any) -> Any:
 
 
 def _now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    Device.current().synchronize()
     return time.perf_counter()
 
 

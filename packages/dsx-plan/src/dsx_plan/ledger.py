@@ -102,7 +102,7 @@ class Ledger:
         self._number += 1
         entry = _Entry(weakref.ref(storage, lambda _: self._gone(key)), self._number, storage.nbytes(), kind, tier)
         self._entries[key] = entry
-        self._change(tier, kind, entry.nbytes)
+        self.add_bytes(tier, kind, entry.nbytes)
         self._request(entry, entry.nbytes)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
@@ -110,7 +110,7 @@ class Ledger:
         entry = self._entries.get(storage._cdata)
         if entry is not None and entry.nbytes != (size := storage.nbytes()):
             old, entry.nbytes = entry.nbytes, size
-            self._change(entry.tier, entry.kind, size - old)
+            self.add_bytes(entry.tier, entry.kind, size - old)
             self._request(entry, 0)
             self._request(entry, size)
 
@@ -127,18 +127,14 @@ class Ledger:
             return
         wanted = tier or entry.tier
         if (entry.kind, entry.tier) != (kind, wanted):
-            self._change(entry.tier, entry.kind, -entry.nbytes)
+            self.add_bytes(entry.tier, entry.kind, -entry.nbytes)
             entry.kind, entry.tier = kind, wanted
-            self._change(wanted, kind, entry.nbytes)
-
-    def add_bytes(self, tier: str, kind: str, nbytes: int) -> None:
-        """Bytes that are no storage of this process (a store on disk)."""
-        self._change(tier, kind, nbytes)
+            self.add_bytes(wanted, kind, entry.nbytes)
 
     def _gone(self, key: int) -> None:
         entry = self._entries.pop(key, None)
         if entry is not None:
-            self._change(entry.tier, entry.kind, -entry.nbytes)
+            self.add_bytes(entry.tier, entry.kind, -entry.nbytes)
             self._request(entry, 0)
 
     def _request(self, entry: _Entry, nbytes: int) -> None:
@@ -156,7 +152,8 @@ class Ledger:
 
     # - sums
 
-    def _change(self, tier: str, kind: str, nbytes: int) -> None:
+    def add_bytes(self, tier: str, kind: str, nbytes: int) -> None:
+        """Count bytes; also those that are no storage of this process (a store on disk)."""
         if not nbytes:
             return
         classes = self.in_use[tier]

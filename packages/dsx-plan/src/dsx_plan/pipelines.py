@@ -307,7 +307,7 @@ class PipelineStep:
 
     Attributes:
         seconds: of the whole step.
-        timeline: of the schedule (`dsx_pipe.Timeline`).
+        timeline: of the schedule (`dsx_pipe.schedule.Timeline`).
         forward, backward: of one micro-batch through all stages of a rank.
         others: what a rank does beside forward and backward.
         ends: when its last backward ends.

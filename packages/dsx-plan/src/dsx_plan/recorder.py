@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from dsx_comm import RehearsalObserver
@@ -25,6 +25,9 @@ from .fake import is_small
 from .kernels import UNFUSED, Fusion, Kernels, dtype_in, is_causal
 from .ledger import DEVICE, HOST, Ledger
 from .trace import COPY, MARK, MESSAGE, OPERATOR, PHASE, RATES, RECOMPUTED, WAIT_MARK, WAIT_MESSAGE, Message, Trace
+
+if TYPE_CHECKING:
+    from dsx_pipe.runtime.rehearsed import RehearsedMail
 
 __all__ = ["HostMemory", "Recorder"]
 
@@ -82,18 +85,6 @@ class HostMemory(torch.Tensor):
         return torch.device("cpu", 0)
 
 
-class Mail(Protocol):
-    """Letters between this rank and others (`dsx_pipe.runtime.rehearsed.RehearsedMail`)."""
-
-    def note(self, tensor: torch.Tensor, destination: int, tag: int) -> None:
-        """This rank sends a tensor."""
-        ...
-
-    def take(self, tensor: torch.Tensor, source: int, tag: int) -> bool:
-        """Fill a tensor with what a rank sends; returns whether it has contents then."""
-        ...
-
-
 class Recorder(RehearsalObserver):
     """Records a replayed rank: its operators, messages, copies and waits as a `Trace`, its storages in a `Ledger`.
 
@@ -105,7 +96,7 @@ class Recorder(RehearsalObserver):
     """
 
     def __init__(
-        self, *, ranks_per_host: int, streams: bool, mail: Mail | None = None, kernels: Kernels | None = None
+        self, *, ranks_per_host: int, streams: bool, mail: RehearsedMail | None = None, kernels: Kernels | None = None
     ) -> None:  # fmt: skip
         self.trace = Trace()
         self.ledger = Ledger(lambda: len(self.trace))

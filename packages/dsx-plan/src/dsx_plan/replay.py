@@ -300,6 +300,7 @@ class _Run:
     def _result(self, built: BuiltEngine, batch: Batch, record: Record) -> Replay:
         recorder = self._recorder
         infos = built.shards.runtime.infos
+        buffers = {b.untyped_storage()._cdata: b.nbytes for b in built.engine.module.buffers()}
         if recorder.unknown:
             names = ", ".join(sorted(recorder.unknown)[:5])
             self._notes.append(
@@ -313,7 +314,7 @@ class _Run:
         return Replay(
             trace=recorder.trace,
             segments=record.segments(),
-            resident={**record.resident, "model buffers": {DEVICE: _buffer_bytes(built.engine.module)}},
+            resident={**record.resident, "model buffers": {DEVICE: sum(buffers.values())}},
             ledger=recorder.ledger,
             messages=record.messages(),
             parameters=sum(info.numel for info in infos),
@@ -386,15 +387,11 @@ def _hint(error: Exception) -> str:
 
 
 def _experts(model: nn.Module) -> int:
-    """Over how many ranks the experts of a model are spread."""
+    """The number of ranks over which the experts of a model are spread."""
     from dsx_moe.experts import ExpertShard  # lazy import: only replays need it
 
     shards = (module for module in model.modules() if isinstance(module, ExpertShard))
     return max((shard.num_experts // shard.count for shard in shards), default=0)
-
-
-def _buffer_bytes(model: nn.Module) -> int:
-    return sum({b.untyped_storage()._cdata: b.nbytes for b in model.buffers()}.values())
 
 
 def _positional(batch: Batch) -> tuple[Any, ...]:

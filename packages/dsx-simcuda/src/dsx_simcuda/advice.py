@@ -31,7 +31,7 @@ def _is_collective(name: str) -> bool:
 
 
 def fix(kind: str, raw_kind: str, later: Operation, earlier: Operation | None) -> str:
-    """What to change, in one line."""
+    """The advice: a change of the program, in one line."""
     if kind == "wrong device's stream":
         return "the later stream waits for a stream of another device: use torch.cuda.current_stream(tensor.device)"
     if kind == "collectives in different order":

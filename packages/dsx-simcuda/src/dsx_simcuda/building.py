@@ -70,7 +70,7 @@ def refuse_real_gpu() -> None:
 
 
 def cache_folder() -> Path:
-    """Where builds are kept: $DSX_SIMCUDA_CACHE, or dsx-simcuda in the user's cache folder."""
+    """The folder of the builds: $DSX_SIMCUDA_CACHE, or dsx-simcuda in the user's cache folder."""
     own = os.environ.get("DSX_SIMCUDA_CACHE")
     if own:
         return Path(own).resolve()

@@ -280,7 +280,7 @@ def _functions() -> dict[str, Any]:
 
 
 def _install_bindings() -> None:
-    """What torch expects of its own compiled CUDA bindings."""
+    """The functions that torch expects of its own compiled CUDA bindings."""
     bindings: Any = torch._C
     bindings._cuda_getDeviceCount = lambda: native.lib.sim_devices()
     bindings._cuda_isInBadFork = False

@@ -1,4 +1,4 @@
-"""What torch.nn.DataParallel asks of its compiled bindings: scatter, gather and broadcast over the devices."""
+"""The compiled bindings that torch.nn.DataParallel calls: scatter, gather and broadcast over the devices."""
 
 from __future__ import annotations
 

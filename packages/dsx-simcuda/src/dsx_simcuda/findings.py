@@ -1,4 +1,4 @@
-"""What the simulated device has found: reports of mistakes, and the waits of the host."""
+"""Findings of the simulated device: reports of mistakes, and the waits of the host."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class HostSync(NamedTuple):
 
 @dataclass
 class Seen:
-    """What happened inside a `watch` block."""
+    """The findings inside a `watch` block."""
 
     reports: list[Report] = field(default_factory=list)
     host_syncs: Counter[HostSync] = field(default_factory=Counter)
@@ -171,7 +171,7 @@ def reports() -> list[Report]:
 
 
 def host_syncs() -> Counter[HostSync]:
-    """How often the host has waited for the device so far, by what waited, at which line of the user, in which thread.
+    """The host's waits for the device so far, counted by the call that waited, the line of the user and the thread.
 
     `.total()` is the number of waits. The waits of a part are a difference: `host_syncs() - before`.
     """

@@ -24,7 +24,7 @@ def dump(
     includeStackTraces: bool | None = None,
     onlyActive: bool | None = None,
 ) -> bytes:
-    """What torch's `_dump_nccl_trace` returns: the pickled dump. Its arguments are torch's, and true by default but
+    """The pickled dump, as torch's `_dump_nccl_trace` returns it. Its arguments are torch's, and true by default but
     for the last one, which leaves out what has completed.
     """
     found = native.read("sim_flights")

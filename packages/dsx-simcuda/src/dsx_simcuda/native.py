@@ -16,7 +16,7 @@ from .options import FIXED, Options, mode_number
 lib: Any = None
 """The native library, once `load` has loaded it; its functions run without Python's lock."""
 folder: Path | None = None
-"""Where the library lies."""
+"""The path of the library."""
 _with_lock: Any = None  # the same library for functions that make Python objects
 
 

@@ -44,7 +44,7 @@ class Generator:
         return seed
 
     def get_offset(self) -> int:
-        """How far the sequence has gone."""
+        """The position in the sequence."""
         return int(self.get_state().view(torch.int64)[1])
 
     def set_offset(self, offset: int) -> None:

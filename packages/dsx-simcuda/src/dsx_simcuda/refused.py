@@ -1,4 +1,4 @@
-"""What of torch.cuda is not simulated: each raises an error that names it, where it is used."""
+"""The parts of torch.cuda that are not simulated: each raises an error that names it, where it is used."""
 
 from __future__ import annotations
 

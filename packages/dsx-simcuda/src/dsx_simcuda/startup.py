@@ -1,4 +1,4 @@
-"""What a process does that was started under `python -m dsx_simcuda`: the device at its start, the reports at its end.
+"""Start of a process under `python -m dsx_simcuda`: the device at its start, the reports at its end.
 
 Loading torch takes seconds, and most processes of a job never use it (pip, git hooks, resource trackers). So the device
 is installed when the process first imports torch.

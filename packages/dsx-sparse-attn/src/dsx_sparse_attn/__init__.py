@@ -12,8 +12,7 @@ from ._version import __version__
 from .attention import block_sparse_attention, explain_backends
 from .blocks import MatMul, Softmax
 from .dispatch import backend_status
-from .errors import ArgumentError, BackendError, LayoutError, SparseAttentionError
-from .flops import register_flop_formulas
+from .errors import SparseAttentionError
 from .layout import Layout
 from .modules.apply import apply_sparse_attention
 from .modules.bert import BertSparseSelfAttention
@@ -31,15 +30,12 @@ from .patterns import (
 )
 
 __all__ = [
-    "ArgumentError",
     "BSLongformerSparsityConfig",
-    "BackendError",
     "BertSparseSelfAttention",
     "BigBirdSparsityConfig",
     "DenseSparsityConfig",
     "FixedSparsityConfig",
     "Layout",
-    "LayoutError",
     "LocalSlidingWindowSparsityConfig",
     "MatMul",
     "Softmax",
@@ -55,5 +51,4 @@ __all__ = [
     "explain_backends",
     "native_status",
     "reference_only",
-    "register_flop_formulas",
 ]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dsx_core.commands import Subcommand, run_command
-
 from ._version import __version__
+from .commands import Subcommand, run_command
 
 COMMANDS = {"comm": Subcommand("comm", "dsx_comm.benchmark:main")}
 

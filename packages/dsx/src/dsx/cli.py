@@ -8,9 +8,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from dsx_core.commands import installed_commands, run_command
-
 from ._version import __version__
+from .commands import installed_commands, run_command
 from .errors import in_checkout
 
 __all__ = ["TASKS", "main"]

@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 
 from dsx_core import CommandParser
-from dsx_core.commands import Subcommand, installed_commands
 
 from ._version import __version__
+from .commands import Subcommand, installed_commands
 
 __all__ = ["main", "words_of"]
 

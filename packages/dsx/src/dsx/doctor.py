@@ -147,7 +147,7 @@ def transports() -> list[Finding]:
     """
     import dsx_comm
 
-    status, codec = dsx_comm.native_status(), dsx_comm.codec_status()
+    status, codec = dsx_comm.native_status(), dsx_comm.compressed.codec_status()
     shared = (
         Finding("communication", "dsx (shared memory)", "yes; the default between CPU processes of one machine")
         if status["native"]

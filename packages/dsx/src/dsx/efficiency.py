@@ -84,7 +84,7 @@ class TokenDrop(Extension):
             return request
         _refuse_in_pipeline(model, "data_efficiency.data_routing.random_ltd", _NUMBERED)
         schedule = dsx_data.RandomLTDScheduler(routing.random_ltd, global_batch_size=config.batch.train)
-        self._drop = dsx_data.TokenDrop.from_config(routing.random_ltd, schedule)
+        self._drop = dsx_data.routing.TokenDrop.from_config(routing.random_ltd, schedule)
         if not dsx_data.routing.bind_token_drop(model, self._drop) and hasattr(model, "_no_split_modules"):
             dsx_data.convert_to_random_ltd(model, config=self._drop)
             self._undo = lambda: dsx_data.routing.remove_random_ltd(model)
@@ -254,7 +254,7 @@ def _whole_updates(config: Config) -> LoaderRule:
 
 def _budget(section: Any) -> Any:
     budget = dsx_data.TokenBudget(
-        dsx_data.lengths_from(section.metrics_path),
+        dsx_data.batching.plan.lengths_from(section.metrics_path),
         max_tokens=section.max_tokens,
         min_batch_size=section.min_batch_size,
         max_batch_size=section.max_batch_size,

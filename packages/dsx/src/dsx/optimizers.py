@@ -300,7 +300,7 @@ def _one_bit(type_name: str, cls: Any, arguments: dict[str, Any]) -> OptimizerCh
     def build(parameters: Any, *, process_group: Any = None) -> torch.optim.Optimizer:
         return cls(parameters, process_group=process_group, **arguments)
 
-    kernels = dsx_comm.codec_status(accelerator_kind() or "cpu")
+    kernels = dsx_comm.compressed.codec_status(accelerator_kind() or "cpu")
     how = "dsx-ops' kernels" if kernels["native"] else f"plain torch, because {kernels['reason']}"
     return OptimizerChoice(type_name, build, f"dsx_comm.{cls.__name__}, compressing with {how}", communicates=True)
 

@@ -355,7 +355,7 @@ def build(parts: EngineParts) -> Engine:
         parts,
         PipelineParts(
             build=runtime,
-            callbacks=dsx_pipe.StageCallbacks,
+            callbacks=dsx_pipe.runtime.StageCallbacks,
             shared=SharedWeights(
                 model,
                 model.ties.ties,  # type: ignore[union-attr]

@@ -21,6 +21,9 @@ import dsx_monitor.flops
 import dsx_monitor.memory
 import dsx_zero
 import torch
+from dsx_monitor.noise import GradientSquares
+from dsx_monitor.timers import phase_times
+from dsx_monitor.tolerance import tolerating
 
 from .config import Config
 from .engine.accessors import moments
@@ -58,7 +61,7 @@ class Monitoring(Extension):
         if not to.trains:
             return
         watch.clock = _clock(to)
-        watch.times = StepTimes(watch.clock, dsx_monitor.phase_times)
+        watch.times = StepTimes(watch.clock, phase_times)
         if not isinstance(watch.clock, NoClock):
             watch.add(watch.times)  # on every rank, because the results of a clock must be read
             if to.distributed:
@@ -215,11 +218,7 @@ def _add_flops(to: Watched, watch: Watch, learned: Callable[[float], None]) -> N
     )
     folder = run_dir(config) if config.jsonl.enabled else None
     gather = partial(rows_of_ranks, to) if to.stages > 1 else None
-    watch.add(
-        FlopsSession(
-            profiler, section, to.counters, folder, learned, dsx_monitor.tolerating, gather=gather, writes=to.first
-        )
-    )
+    watch.add(FlopsSession(profiler, section, to.counters, folder, learned, tolerating, gather=gather, writes=to.first))
 
 
 # - Watchers on all ranks
@@ -247,7 +246,7 @@ def _add_straggler(to: Watched, watch: Watch) -> None:
 
     def write(record: dict[str, Any]) -> None:
         path = run_dir(to.config) / "stragglers.jsonl"
-        with dsx_monitor.tolerating(f"the comparison of ranks cannot be written to {path}"):
+        with tolerating(f"the comparison of ranks cannot be written to {path}"):
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps(record) + "\n")
@@ -273,7 +272,7 @@ def _add_timeline(to: Watched, watch: Watch) -> None:
             barrier=dsx_comm.barrier if to.distributed else lambda: None,
             run_dir=folder,
             merge=dsx_monitor.merge_traces if to.first else None,
-            tolerating=dsx_monitor.tolerating,
+            tolerating=tolerating,
         )
     )
 
@@ -303,7 +302,7 @@ def _add_curvature(to: Watched, watch: Watch) -> None:
         section = to.config.use("quantize_training").eigenvalue
     paused: Callable[[], AbstractContextManager[Any]] = nullcontext
     if noise.enabled and to.first:
-        squares = dsx_monitor.GradientSquares(to.optimizer.control.gradient_parameters())
+        squares = GradientSquares(to.optimizer.control.gradient_parameters())
         watch.closing.callback(squares.remove)
         watch.add(_noise(to, noise, squares))
         paused = squares.paused

@@ -32,14 +32,14 @@ from .engine.parts import EngineParts, Update
 from .engine.places import places_of_model
 from .engine.report import Counters
 from .engine.request import Request, joins_others, launched_as
-from .engine.stepper import LossScaler, NoStepper, ScheduleDriver, ShardedStepper, StepGate, Stepper
+from .engine.stepper import NoStepper, ScheduleDriver, ShardedStepper, StepGate, Stepper
 from .engine.weights import Gather
 from .errors import DsxConfigError
 from .extension import Extension, Watch, Watched, sections_of, states_of
 from .features import FEATURES, all_extensions
 from .forward import input_chain
 from .joining import batch_ranks, device_of, join_processes, rank_sets
-from .loss_scaler import build_loss_scale
+from .loss_scaler import LossScale, build_loss_scale
 from .placement import place_for
 from .requested import check_parameters, chosen_optimizer, made_optimizer, made_schedule
 from .sharding import sharded
@@ -158,7 +158,7 @@ def _joined(extensions: Sequence[Extension], to: Watched) -> Watch:
 
 
 def _parts(
-    to: Watched, watch: Watch, extensions: Sequence[Extension], accumulation: Accumulation, scaler: LossScaler,
+    to: Watched, watch: Watch, extensions: Sequence[Extension], accumulation: Accumulation, scaler: LossScale,
     schedule: ScheduleDriver,
 ) -> EngineParts:  # fmt: skip
     config, topology, shards, counters = to.config, to.topology, to.optimizer, to.counters
@@ -214,7 +214,7 @@ def _parts(
     )
 
 
-def _stepper(to: Watched, watch: Watch, scaler: LossScaler) -> Stepper:
+def _stepper(to: Watched, watch: Watch, scaler: LossScale) -> Stepper:
     max_norm = to.config.use("max_norm")
     if not to.trains:
         return NoStepper()

@@ -56,7 +56,7 @@ class ExpertNames:
 
     @staticmethod
     def layer(name: str) -> str:
-        """What comes before the list of experts in a name."""
+        """The part of a name before the list of experts."""
         return _matched(name)["layer"]
 
     @staticmethod

@@ -17,7 +17,7 @@ __all__ = ["client_state", "training_state"]
 
 
 class Part(Protocol):
-    """What the data-parallel ranks of one model-parallel rank have saved (`deepspeed.py`)."""
+    """The files that the data-parallel ranks of one model-parallel rank have saved (`deepspeed.py`)."""
 
     head: dict[str, Any]
     optim: list[Any]

@@ -1,4 +1,4 @@
-"""What a file of `torch.save` or a pickle may ask of its reader: no more memory than the file has bytes.
+"""Limits of a file of `torch.save` or of a pickle: its reader takes no more memory than the file has bytes.
 
 `unpickling.py` decides which objects a pickle may make. Three things happen before that, and they are looked at here:
 
@@ -27,7 +27,7 @@ __all__ = ["Bytes", "check_expansion", "check_pickle", "check_view", "records_of
 
 
 class Bytes(Protocol):
-    """What is read at any place: `bytes` or a memory map."""
+    """A source that is read at any place: `bytes` or a memory map."""
 
     def __len__(self) -> int: ...
 
@@ -117,7 +117,7 @@ _TUPLES, _PUTS, _GETS = frozenset(b"t\x85\x86\x87"), frozenset(b"pqr"), frozense
 _MAKES = frozenset(b"tR\x81\x85\x86\x87\x92oiPQ")
 """Tuples, and what functions make of their arguments: it may have the hash of these, as a slice has, or be one."""
 _KEEPS = frozenset(b"ab\x90esu\x94")
-"""What adds to a value and leaves it on the stack; it may also add nothing, to any value."""
+"""The opcodes that add to a value and leave it on the stack; they may also add nothing, to any value."""
 _DEEPEST = 1000
 """Tuples in tuples."""
 _MOST_ITEMS, _MOST_PER_BYTE = 1 << 24, 64
@@ -142,8 +142,8 @@ _EFFECTS: Mapping[int, tuple[int, bool, int]] = _effects()
 
 
 class _Nesting:
-    """How deep tuples lie in each other, and of how many parts they consist, while a pickle is walked through: of the
-    stack and the memo nothing else is kept. Lists and tables count as one part: they have no hash.
+    """The depth of nested tuples, and the number of their parts, while a pickle is walked through: of the stack and
+    the memo nothing else is kept. Lists and tables count as one part: they have no hash.
 
     Args:
         most: parts of all tuples that are made or taken from the memo.

@@ -30,7 +30,7 @@ class Importer(Protocol):
         ...
 
     def read(self, path: Path, tag: str | None) -> Source:
-        """What the checkpoint holds, as names and functions that read single tensors.
+        """The contents of the checkpoint, as names and functions that read single tensors.
 
         Args:
             tag: which of several checkpoints in a folder; None: the only one, or the latest.

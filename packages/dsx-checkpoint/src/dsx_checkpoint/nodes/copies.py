@@ -44,7 +44,7 @@ class _Here:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which tensors lie where: file -> tensors by ascending place, those without bytes left out."""
+    """The tensors of each file: file -> tensors by ascending place, those without bytes left out."""
 
     by_file: Mapping[str, tuple[_Here, ...]]
     _starts: Mapping[str, tuple[int, ...]] = field(repr=False)

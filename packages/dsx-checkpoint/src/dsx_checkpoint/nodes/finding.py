@@ -35,7 +35,7 @@ class Found:
 
 
 def look_into(root: Path) -> list[Found]:
-    """What lies in the folder of one node. What cannot be read is passed over with a warning."""
+    """The contents of one node's folder. Parts that cannot be read are passed over with a warning."""
     found = []
     for tag, folder in [*((tag, root / tag) for tag in tags_in(root)), *unfinished(root)]:
         if not (folder / INDEX_NAME).is_file():

@@ -12,9 +12,10 @@ from dsx_core import replace_text
 
 from ..errors import CheckpointCorruptError, CheckpointError
 from ..files import PIECE_BYTES, create, opened, read_text, write_all
-from ..folder import publish, remove_replaced, saving, temporary_name
+from ..folder import publish, remove_replaced, temporary_name
 from ..format import INDEX_NAME, Index
 from ..parsing import parse_index
+from ..saving_lock import saving
 from ..spans import Spans
 from ..verifying import verify_all
 from .finding import Found, check_complete, look_into, saves_of

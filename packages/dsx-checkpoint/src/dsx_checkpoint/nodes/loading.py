@@ -158,7 +158,7 @@ def _wished(request: LoadRequest, folder: Path, index: Index, ranks: Ranks) -> S
 
 
 def _bytes_of(index: Index, key: Key, region: Region, *, whole_chunks: bool) -> Iterator[tuple[str, int, int]]:
-    """Where a region lies. Where the ranks' regions do not make up the tensor, whole chunks are read to verify them."""
+    """Bytes of a region. Where the ranks' regions do not make up the tensor, whole chunks are read to verify them."""
     entry = index.tensors[key[0]][key[1]]
     first = entry.placed.offset
     for file, begin, end in spans_of_region(entry.placed, region):
@@ -268,7 +268,7 @@ class _Chosen(_Save):
     held: Mapping[int, Found]
 
     def holders(self) -> Holders:
-        """Which nodes hold which bytes; on rank 0."""
+        """The bytes that each node holds; on rank 0."""
         whole = all_of(self.index)
         return Holders.of({node: found.part.spans & whole for node, found in self.held.items()})
 

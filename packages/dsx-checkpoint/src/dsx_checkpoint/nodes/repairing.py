@@ -53,7 +53,7 @@ Sight = int | None
 
 @dataclass(frozen=True)
 class Damage:
-    """What is wrong, and who has it right.
+    """Wrong bytes, and the nodes that have the right ones.
 
     Attributes:
         wrong: node -> its wrong bytes, by the node that has the right ones.
@@ -165,7 +165,7 @@ def _tell(damage: Damage, name: str) -> None:
 
 @dataclass
 class Looked:
-    """What the nodes have, as far as one rank or several have looked.
+    """The bytes that the nodes have, as far as one rank or several have looked.
 
     Attributes:
         reads: the bytes of each tensor (`Layout.as_bytes`), with the registers of chunks that no region has the whole
@@ -260,13 +260,13 @@ class Part:
 
     @property
     def range(self) -> Range:
-        """Where it lies."""
+        """The place in the file."""
         return self.file, self.begin, self.end
 
 
 @dataclass(frozen=True)
 class Orders:
-    """What a rank does to mend damage.
+    """The work of one rank when damage is mended.
 
     Attributes:
         transfers: of which it sends or receives.

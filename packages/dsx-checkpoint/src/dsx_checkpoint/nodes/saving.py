@@ -33,7 +33,7 @@ from ..boxes import Region
 from ..crc import Chunks
 from ..errors import CheckpointError, shown
 from ..files import opened, write_all
-from ..folder import check_target, publish, remove_replaced, saving
+from ..folder import check_target, publish, remove_replaced
 from ..format import INDEX_NAME, WEIGHT_MAP_NAME, Placed
 from ..indexing import build_index
 from ..node_part import NodePart, digest_of_index
@@ -42,6 +42,7 @@ from ..plan import FileStart
 from ..planning import Part, WritePlan
 from ..ranks import Ranks
 from ..registers import Registers, collect_registers
+from ..saving_lock import saving
 from ..shares import Written
 from ..spans import Spans, spans_of_region
 from ..writers import Spot
@@ -78,7 +79,7 @@ class NodeShare:
 
 @dataclass(frozen=True)
 class NodePlan:
-    """What lies on which node when a save is over. Only rank 0 has it.
+    """The contents of every node when a save is over. Only rank 0 has it.
 
     Attributes:
         nodes: which ranks share a disk.
@@ -294,7 +295,7 @@ class NodeSave(PlannedSave):
 
 
 class _Follower:
-    """What other ranks than the lowest of a node do while that one works."""
+    """The part of all ranks but a node's lowest, while that one works."""
 
     def make(self) -> None:
         """Nothing, as in all steps."""

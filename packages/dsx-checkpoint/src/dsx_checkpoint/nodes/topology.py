@@ -1,4 +1,4 @@
-"""Which ranks share a disk, or the memory of a machine."""
+"""The ranks that share a disk, or the memory of a machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Nodes"]
 
 @dataclass(frozen=True)
 class Nodes:
-    """Which ranks share a disk, or the memory of a machine.
+    """The ranks that share a disk, or the memory of a machine.
 
     Attributes:
         of_rank: the node of each rank; nodes are numbered by their lowest ranks.

@@ -60,7 +60,7 @@ def _transfer(source: int, target: int, ranges: PackedRanges) -> Transfer:
 
 @dataclass(frozen=True)
 class Holders:
-    """Which nodes hold which bytes. Nodes are bits of a number, so that a range costs the same however many hold it.
+    """The bytes that each node holds. Nodes are bits of a number, so that a range costs the same however many hold it.
 
     Attributes:
         by_file: file -> where its ranges begin, and the ranges `(begin, end, nodes)`, of which none overlap.
@@ -93,7 +93,7 @@ class Holders:
         return Spans.of((file, begin, end) for file, (_, ranges) in self.by_file.items() for begin, end, _ in ranges)
 
     def nearest(self, wanted: Spans, here: int) -> dict[int, Spans]:
-        """Who sends which of the wanted bytes to the node `here`: the node itself where it holds them, else the first
+        """The senders of the wanted bytes to the node `here`: the node itself where it holds them, else the first
         node after it that does. Bytes that no node holds are left out.
         """
         found: dict[int, list[Range]] = {}
@@ -173,7 +173,7 @@ def transfers_between(nodes: Nodes, source: int, target: int, spans: Spans) -> l
 
 
 def packs(spans: Spans) -> Iterator[tuple[Range, ...]]:
-    """What goes into one message each: ranges are cut, and many small ones are joined."""
+    """The contents of the messages: ranges are cut, and many small ones are joined."""
     pack: list[Range] = []
     used = 0
     for file, begin, end in spans.pieces(PIECE_BYTES):
@@ -284,7 +284,7 @@ class _Files:
             data = data[end - begin :]
 
     def sync(self) -> None:
-        """What was written is on the disk."""
+        """Flush the written files to the disk."""
         for fd in self._written.values():
             os.fsync(fd)
 

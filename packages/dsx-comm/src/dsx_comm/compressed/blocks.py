@@ -198,4 +198,4 @@ def block_kernels(device: torch.device) -> Any:
         import dsx_ops  # lazy import: optional
     except ImportError:
         return None
-    return None if dsx_ops.missing_kernels(device) else dsx_ops
+    return None if dsx_ops.status.missing_kernels(device) else dsx_ops

@@ -185,10 +185,10 @@ def _kernels(device: torch.device, scale: Measure) -> tuple[Any, str]:
     if scale != "rms":
         return None, f'the kernels of dsx-ops measure scale "rms", this one is "{scale}"'
     try:
-        import dsx_ops  # lazy import: optional, and native code is loaded at the first use
+        import dsx_ops.sign_runs  # lazy import: optional, and native code is loaded at the first use
     except ImportError as error:
         return None, f"dsx-ops cannot be imported ({error}): in a checkout of dsx, pip install ./packages/dsx-ops"
-    reason = dsx_ops.missing_kernels(device)
+    reason = dsx_ops.status.missing_kernels(device)
     return (None, f"dsx-ops has no kernels for {device.type} tensors: {reason}") if reason else (dsx_ops.sign_runs, "")
 
 

@@ -12,9 +12,8 @@ report             what a step has sent
 
 from .adam import OneBitAdam
 from .lamb import OneBitLamb
-from .report import StepTraffic
 from .schedule import StepKind, ZeroOnePolicy
-from .volume import Rounds, onebit_rounds, zero_one_rounds
+from .volume import Rounds, StepTraffic, onebit_rounds, zero_one_rounds
 from .zero_one import ZeroOneAdam
 
 OnebitAdam = OneBitAdam

@@ -7,6 +7,7 @@ LAMB, which scales momenta to one size itself); otherwise every parameter has a 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
@@ -15,6 +16,8 @@ import torch
 
 from ..compressed import ErrorFeedback, OneBitLayout, compressed_all_reduce
 from ..compressed.signs import Measure
+
+_log = logging.getLogger(__name__)
 
 WORKER, SERVER = "worker_error@", "server_error@all"
 """Names of the errors in checkpoints. '@' says that ranks hold different values or ranges of their own choosing."""
@@ -125,3 +128,28 @@ class Arena:
             view.zero_() if served is None else view.copy_(served.view(-1))
 
         return install
+
+
+def errors_of(arenas: Sequence[Arena]) -> list[dict[str, Any]]:
+    """This rank's errors of all buffers, for `take_errors`."""
+    found = [arena.feedback for arena in arenas if arena.feedback is not None]
+    return [{"world_size": e.layout.world_size, "rank": e.rank, "worker": e.worker, "server": e.server} for e in found]
+
+
+def take_errors(arenas: Sequence[Arena], errors: Sequence[dict[str, Any]]) -> None:
+    """Take the errors that `errors_of` gave. Those of another rank or another number of ranks are left, with a
+    warning.
+    """
+    feedbacks = [arena.feedback for arena in arenas if arena.feedback is not None]
+    fits = len(errors) == len(feedbacks) and all(
+        e["worker"].shape == f.worker.shape and (e["world_size"], e["rank"]) == (f.layout.world_size, f.rank)
+        for e, f in zip(errors, feedbacks)
+    )
+    if errors and not fits:
+        _log.warning(
+            "load_state_dict: the errors are those of another number of ranks, another rank or other parameters; they"
+            " start at zero (a checkpoint through state_ranges carries them over)"
+        )
+    for error, feedback in zip(errors if fits else [], feedbacks):
+        feedback.worker.copy_(error["worker"])
+        feedback.server.copy_(error["server"])

@@ -27,7 +27,7 @@ from ..compressed.signs import Measure, check_measure
 from ..errors import CommArgumentError, CommError
 from ..groups import get_world_size, is_initialized
 from .amp import found_overflow, unscale
-from .arena import Arena
+from .arena import Arena, errors_of, take_errors
 from .arithmetic import Hyper, descend, roots, with_variance_floor
 from .average import average_exactly, exact_bytes
 from .checks import (
@@ -37,12 +37,12 @@ from .checks import (
     check_floor,
     check_group,
     check_start,
-    masks_of,
+    find_masks,
     say_unused_backend,
 )
 from .engine_switch import EngineSwitch
-from .report import StepTraffic
 from .schedule import StepKind
+from .volume import StepTraffic
 
 _log = logging.getLogger(__name__)
 
@@ -189,8 +189,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             raise CommError(
                 f"{type(self).__name__}: {len(fresh)} of {len(list(self.parameters()))} parameters (the first of shape "
                 f"{tuple(fresh[0].shape)}) have no state, but the variance is frozen since step "
-                f"{self.clock.variance_steps}; "
-                "add parameters before, load a checkpoint that has them, or start again"
+                f"{self.clock.variance_steps}; add parameters before, load a checkpoint that has them, or start again"
             )
         if fresh and self._world_size() > 1 and not self._averaged_elsewhere:
             check_start(fresh, self._process_group)
@@ -234,10 +233,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
         if not steps:
             return
         state = self.state[max(steps)[2]]
+        step = int(state.get("step", 0))
         for name, value in asdict(self.clock_type()).items():
-            setattr(
-                self.clock, name, type(value)(state.get(name, self._missing_clock(name, int(state.get("step", 0)))))
-            )
+            setattr(self.clock, name, type(value)(state.get(name, self._missing_clock(name, step))))
 
     def _missing_clock(self, name: str, step: int) -> Any:
         """A counter that the file does not have, because another optimizer wrote it: all its steps moved the
@@ -266,9 +264,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
         for gradient in gradients:
             if gradient.is_sparse:
                 raise CommArgumentError(
-                    f"{type(self).__name__}: a parameter of shape {tuple(gradient.shape)} has a sparse "
-                    "gradient; build its "
-                    "module with sparse=False"
+                    f"{type(self).__name__}: a parameter of shape {tuple(gradient.shape)} has a sparse gradient; build"
+                    " its module with sparse=False"
                 )
         if averaged and self._world_size() > 1:
             average_exactly(gradients, self._process_group, self._gradient_dtype)
@@ -300,26 +297,11 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def _mask(self, parameters: Iterable[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
         """Zero, in what has arrived, the elements that are masked by the caller or that never had a gradient."""
         if self._masks is None:
-            self._masks = self._find_masks()
+            self._masks = find_masks(self.param_groups, self.state)
         for parameter, value in zip(parameters, values):
             mask = self._masks.get(id(parameter))
             if mask is not None:
                 value.mul_(mask)
-
-    def _find_masks(self) -> dict[int, torch.Tensor]:
-        found: dict[int, torch.Tensor] = {}
-        for group in self.param_groups:
-            for parameter, given in zip(group["params"], masks_of(group)):
-                mask = None
-                if given is not None:
-                    mask = given.to(parameter.device, torch.float32).expand(parameter.shape).clone()
-                never = self.state[parameter]["exp_avg_sq"] == 0
-                if never.any():
-                    alive = (~never).to(torch.float32)
-                    mask = alive if mask is None else mask * alive
-                if mask is not None:
-                    found[id(parameter)] = mask
-        return found
 
     # - accounting
 
@@ -386,10 +368,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """torch's state_dict plus this rank's errors under "error_feedback": ranks have different ones."""
         saved = super().state_dict()
-        errors = [a.feedback for a in self._arenas if a.feedback is not None]
-        saved["error_feedback"] = [
-            {"world_size": e.layout.world_size, "rank": e.rank, "worker": e.worker, "server": e.server} for e in errors
-        ]
+        saved["error_feedback"] = errors_of(self._arenas)
         return saved
 
     @torch.no_grad()
@@ -410,7 +389,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._undo_casts(saved)
         self.states_loaded()
         self._lay_out()
-        self._take_errors(errors)
+        take_errors(self._arenas, errors)
 
     def _undo_casts(self, saved: dict[str, Any]) -> None:
         """torch casts states to the parameter's dtype; ours are float32."""
@@ -419,19 +398,3 @@ class CompressedOptimizer(torch.optim.Optimizer):
             for key, value in saved["state"].get(index, {}).items():
                 if isinstance(value, torch.Tensor) and value.dim() and parameter.dtype != torch.float32:
                     self.state[parameter][key] = value.to(parameter.device, torch.float32, copy=True)
-
-    def _take_errors(self, errors: list[dict[str, Any]]) -> None:
-        feedbacks = [a.feedback for a in self._arenas if a.feedback is not None]
-        fits = len(errors) == len(feedbacks) and all(
-            e["worker"].shape == f.worker.shape and (e["world_size"], e["rank"]) == (f.layout.world_size, f.rank)
-            for e, f in zip(errors, feedbacks)
-        )
-        if errors and not fits:
-            _log.warning(
-                "load_state_dict: the errors are those of another number of ranks, another rank or other "
-                "parameters; they start "
-                "at zero (a checkpoint through state_ranges carries them over)"
-            )
-        for error, feedback in zip(errors if fits else [], feedbacks):
-            feedback.worker.copy_(error["worker"])
-            feedback.server.copy_(error["server"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -49,6 +49,27 @@ def masks_of(group: dict[str, Any]) -> list[torch.Tensor | None]:
     if len(masks) != count:
         raise CommArgumentError(f"exp_avg_mask: got {len(masks)} masks for a group of {count} parameters")
     return [_fitted(mask, parameter) for mask, parameter in zip(masks, group["params"])]
+
+
+def find_masks(
+    groups: Iterable[dict[str, Any]], states: Mapping[torch.Tensor, dict[str, Any]]
+) -> dict[int, torch.Tensor]:
+    """The fp32 mask of each parameter that has one, by the parameter's id: 0 where its group masks it, and where its
+    variance is 0, because it never had a gradient.
+    """
+    found: dict[int, torch.Tensor] = {}
+    for group in groups:
+        for parameter, given in zip(group["params"], masks_of(group)):
+            mask = None
+            if given is not None:
+                mask = given.to(parameter.device, torch.float32).expand(parameter.shape).clone()
+            never = states[parameter]["exp_avg_sq"] == 0
+            if never.any():
+                alive = (~never).to(torch.float32)
+                mask = alive if mask is None else mask * alive
+            if mask is not None:
+                found[id(parameter)] = mask
+    return found
 
 
 def _fitted(mask: Any, parameter: torch.Tensor) -> torch.Tensor | None:

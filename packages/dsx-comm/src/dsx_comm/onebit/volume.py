@@ -1,4 +1,4 @@
-"""Bits per parameter that a schedule sends, in closed form: the value that the byte counters must show.
+"""The bytes that steps send: those of one step as counted, and of a schedule in closed form.
 
 A step that averages in full precision sends as many bits as the gradient's dtype has, each way; a step in one bit sends
 one. So 1-bit Adam over T steps, a share w of them warm-up, sends w b + (1 - w) bits per parameter and step: 1 / (w + (1
@@ -12,6 +12,26 @@ from collections import Counter
 from dataclasses import dataclass
 
 from .schedule import StepKind, ZeroOneClock, ZeroOnePolicy
+
+
+@dataclass(frozen=True)
+class StepTraffic:
+    """One step of a compressed optimizer on one rank.
+
+    Attributes:
+        step: its number, counted from 1.
+        kind: what was done.
+        sent: bytes this rank sent for gradients and momenta, in an engine's reduction too.
+        uncompressed: bytes that an exact step sends.
+    """
+
+    step: int
+    kind: StepKind
+    sent: float
+    uncompressed: float
+
+    def __str__(self) -> str:
+        return f"step {self.step} ({self.kind.value}): sent {self.sent:.0f} B, uncompressed {self.uncompressed:.0f} B"
 
 
 @dataclass(frozen=True)

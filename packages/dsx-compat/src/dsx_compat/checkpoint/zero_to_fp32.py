@@ -183,7 +183,7 @@ def _files(checkpoint_dir: Folder, pattern: str) -> list[str]:
 
 
 class _Saved(NamedTuple):
-    """What a checkpoint of dsx says beside its tensors, under DeepSpeed's names."""
+    """The values of a dsx checkpoint beside its tensors, under DeepSpeed's names."""
 
     stage: dict[str, int]
     head: dict[str, Any]

@@ -42,11 +42,11 @@ class OpBuilder:
         return bool(native_status()["native"])
 
     def why_not(self) -> str:
-        """Why there is no compiled code; "" when there is."""
+        """The reason why there is no compiled code; "" when there is some."""
         return str(native_status()["reason"])
 
     def absolute_name(self) -> str:
-        """Where the group lives."""
+        """The name of the module of the group."""
         return f"dsx_ops.{self.NAME}"
 
 

@@ -1,4 +1,4 @@
-"""What `CPUAdamBuilder().load()` returns beside the classes: Adam by the raw functions that scripts call.
+"""The functions that `CPUAdamBuilder().load()` returns beside the classes: Adam by the raw functions that scripts call.
 
 An optimizer is a number that the caller chooses; it says only whether weight decay is AdamW's, since all other numbers
 come with each call.

@@ -1,4 +1,4 @@
-"""What `QuantizerBuilder().load()` returns: the quantisers under the names and arguments that scripts call.
+"""The module that `QuantizerBuilder().load()` returns: the quantisers under the names and arguments that scripts call.
 
 A tensor is cut into `groups` equal parts; each has its parameters: a scale, and for asymmetric codes the smallest value
 beside it. So `params` is fp32 [groups, 1] or [groups, 2]. Codes are int8, of the input's shape; two codes of 4 bits
@@ -50,14 +50,14 @@ def quantize(input: Tensor, groups: int, num_bits: int, quant_type: Quantization
 def dequantize(
     quantized_data: Tensor, params: Tensor, groups: int, num_bits: int, quant_type: QuantizationType
 ) -> Tensor:
-    """What `quantize` was given, in float16."""
+    """The tensor that `quantize` was given, in float16."""
     return _restored(quantized_data, params, groups, num_bits, quant_type, torch.float16)
 
 
 def dequantize_fp32(
     quantized_data: Tensor, params: Tensor, groups: int, num_bits: int, quant_type: QuantizationType
 ) -> Tensor:
-    """What `quantize` was given, in float32."""
+    """The tensor that `quantize` was given, in float32."""
     return _restored(quantized_data, params, groups, num_bits, quant_type, torch.float32)
 
 
@@ -70,7 +70,7 @@ def swizzle_quant(
     nodes: int,
     devices_per_node: int,
 ) -> list[Tensor]:
-    """[codes, params], laid out as [pipeline, device, node, chunk] (see `dsx_ops.swizzle_quantize`)."""
+    """[codes, params], laid out as [pipeline, device, node, chunk] (see `dsx_ops.codes.exchange.swizzle_quantize`)."""
     q = swizzle_quantize(
         input_vals,
         nodes=nodes,

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from dsx_core import with_code
+from dsx_core.device import accelerator_kind
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
 from ..batching.plan import TokenBudget
@@ -103,7 +104,7 @@ class TrainingLoader:
             prefetch_factor=options.prefetch,
             generator=self._seeds,
             # Pinned memory only speeds copies to a CUDA device; without one torch would warn and ignore it.
-            pin_memory=options.pin_memory and torch.cuda.is_available(),
+            pin_memory=options.pin_memory and accelerator_kind() is not None,
             **arguments,
         )
 

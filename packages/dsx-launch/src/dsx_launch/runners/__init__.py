@@ -1,5 +1,5 @@
-"""Commands that start the agents of several hosts: one module per launcher, with a pure function from a `Remote` to
-commands.
+"""Commands that start the agents of several hosts: one module per family of launchers, with pure functions from a
+`Remote` to commands.
 
 Every launcher starts exactly one process per host, ``python -m dsx_launch.node``, which starts the ranks of that
 host. So the launchers need not know devices or ranks, the program does not load MPI, and the pinning of MPI launchers
@@ -8,7 +8,7 @@ host. So the launchers need not know devices or ranks, the program does not load
 
 from collections.abc import Callable, Mapping
 
-from . import mpich, mvapich, openmpi, pdsh, slurm, ssh
+from . import mpich, openmpi, pdsh, slurm, ssh
 from .base import Command, Remote
 
 Build = Callable[[Remote, Mapping[str, str]], list[Command]]
@@ -19,7 +19,7 @@ BUILDERS: dict[str, Build] = {
     "openmpi": openmpi.commands,
     "mpich": mpich.commands,
     "impi": mpich.commands_impi,
-    "mvapich": mvapich.commands,
+    "mvapich": mpich.commands_mvapich,
     "slurm": slurm.commands,
 }
 

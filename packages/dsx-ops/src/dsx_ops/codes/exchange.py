@@ -67,7 +67,7 @@ def unswizzle_dequantize(
     symmetric: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """What `swizzle_quantize` was given, in its order."""
+    """The tensor that `swizzle_quantize` was given, in its order."""
     where = (nodes, devices, pipeline)
     return run_back(q, shape, format_of(bits, symmetric), group_size, dtype, swizzle=where)
 

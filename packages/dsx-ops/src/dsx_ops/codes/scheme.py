@@ -1,4 +1,4 @@
-"""What a quantisation is: format, group size, rounding, and where the groups go. Plain data and arithmetic on sizes.
+"""Descriptions of quantisations: format, group size, rounding, places of the groups. Data and arithmetic on sizes.
 
 | format | code | scale of a group | zero |
 |---|---|---|---|

@@ -31,6 +31,6 @@ def scale(module: Any, tensors: list[Tensor], factor: float | Tensor) -> None:
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """What to scale gradients by so that their norm is at most `max_norm`, on the device of `norm`. Never waits."""
+    """The factor for gradients so that their norm is at most `max_norm`, on the device of `norm`. Never waits."""
     factor = max_norm / (norm + 1e-6)
     return torch.where(factor < 1.0, factor, torch.ones_like(factor))  # a NaN changes nothing

@@ -39,7 +39,7 @@ def module() -> Any:
 
 
 def reason() -> str:
-    """Why there is no module; empty when there is."""
+    """The reason why there is no module; empty when there is one."""
     return "switched off by reference_only()" if native.switched_off() else _loader.why_not()
 
 

@@ -58,7 +58,7 @@ def threshold(p: float) -> int:
 
 
 def keep_scale(p: float) -> float:
-    """What kept elements are multiplied by (as fp32); 0 when all are dropped."""
+    """The factor of kept elements (as fp32); 0 when all are dropped."""
     return 1.0 / (1.0 - p) if p < 1.0 else 0.0
 
 

@@ -1,4 +1,4 @@
-"""What the optimizers share: torch.optim.Optimizer in front, batches of slots behind.
+"""The base of the optimizers: torch.optim.Optimizer in front, batches of slots behind.
 
 `step` collects every parameter with a gradient into batches of the same dtypes, device and step number, checks all of
 them, and only then writes: an error leaves parameters and states as they were. A batch is one kernel call however many
@@ -302,7 +302,7 @@ class FusedOptimizer(Optimizer):
                 kept["step"] = self._unsaid_step(kept, group_of[param])
 
     def _unsaid_step(self, state: dict[str, Any], group: dict[str, Any]) -> int:
-        """How many steps a state of another optimizer has seen that does not say so itself. Raises `TensorError`."""
+        """The number of steps of another optimizer's state that does not state it itself. Raises `TensorError`."""
         if "step" not in group:
             raise TensorError(
                 f"the state dict has {', '.join(state)} but no step, neither with the states nor in their group; set"

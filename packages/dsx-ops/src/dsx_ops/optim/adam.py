@@ -146,7 +146,7 @@ class FusedAdam(FusedOptimizer):
 
 
 def _subgroup_key(number: int) -> Any:
-    """Where `state` keeps a subgroup. Not the number itself: state dicts number the parameters."""
+    """The key of a subgroup in `state`. Not the number itself: state dicts number the parameters."""
     return f"subgroup {number}"
 
 

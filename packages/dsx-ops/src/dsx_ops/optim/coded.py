@@ -17,7 +17,7 @@ from .adam import FusedAdam
 
 
 class _CodedAdam(FusedAdam):
-    """What the two have in common. Subclasses name their algorithm and the states that are codes."""
+    """The common base of the two. Subclasses name their algorithm and the states that are codes."""
 
     elementwise = False
     row_major = True

@@ -1,4 +1,4 @@
-"""What optimizers with states of low rank have in common: the rank of a matrix, and random numbers by their place.
+"""The common part of optimizers with states of low rank: the rank of a matrix, and random numbers by their place.
 
 A random matrix must not depend on who makes it: ranks make their parts of one, and a resumed run makes it again. So a
 number is a hash of a seed and its index, and there is no generator with a state. The seed is a tensor, because it may

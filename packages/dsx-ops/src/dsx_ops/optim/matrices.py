@@ -1,4 +1,4 @@
-"""What optimizers on matrices have in common: which tensors and which matrices, AdamW for the rest, and a plain step.
+"""The common part of optimizers on matrices: the choice of tensors and matrices, AdamW for the rest, and a plain step.
 
 A rule on matrices is element-wise but for one function of a whole matrix. A subclass gives its parts: `direction` and
 `apply` on elements, `of_matrix` on a matrix; `step` here is one after the other. A sharded optimizer (dsx-zero) calls

@@ -1,4 +1,4 @@
-"""What kernels take in place of the tensors that an optimizer was given: this rank's parts, in one order of memory.
+"""The tensors that kernels take in place of those of an optimizer: this rank's parts, in one order of memory.
 
 Parameters that are DTensors, as FSDP2 and tensor parallelism make them: this rank's shard is what gets updated.
 

@@ -68,7 +68,7 @@ def _replayed(ctx: Any, x: Tensor, drop_key: Tensor) -> Tensor:
 
 
 class Way(enum.Enum):
-    """How attention is computed."""
+    """The implementation of attention."""
 
     EXPLICIT = enum.auto()
     FUSED = enum.auto()
@@ -76,7 +76,7 @@ class Way(enum.Enum):
 
 
 def choose_way(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, p: float, any_order: bool) -> Way:
-    """Which way serves these tensors; `mask` as torch's fused attention takes it."""
+    """The implementation for these tensors; `mask` as torch's fused attention takes it."""
     trains = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     if query.device.type != "cuda" or (p == 0.0 and not trains):
         return Way.FUSED if p == 0.0 else Way.EXPLICIT

@@ -1,4 +1,4 @@
-"""What a transformer layer is made of: `TransformerConfig`, with the names that existing scripts use."""
+"""The configuration of a transformer layer: `TransformerConfig`, with the names that existing scripts use."""
 
 from __future__ import annotations
 

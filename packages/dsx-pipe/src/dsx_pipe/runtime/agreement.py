@@ -167,5 +167,5 @@ class Agreement:
 
     @staticmethod
     def _gone(error: RuntimeError) -> PipelineError:
-        what = "has not come to this step" if isinstance(error, dsx_comm.HangError) else "is gone"
+        what = "has not come to this step" if isinstance(error, dsx_comm.errors.HangError) else "is gone"
         return PipelineError(f"a rank of the pipeline {what}: {type(error).__name__}: {error}")

@@ -6,6 +6,7 @@ import time
 from typing import Any, Protocol
 
 import torch
+from dsx_core.device import Device, Mark
 
 from ..schedule import Action
 
@@ -22,36 +23,20 @@ class Clock(Protocol):
         ...
 
 
-class HostClock:
-    """A clock for computations that have ended when their call returns."""
-
-    def mark(self, action: Action | None = None) -> float:
-        """The current time in seconds."""
-        return time.perf_counter()
-
-    def seconds(self, mark: float) -> float:
-        """The mark itself, which is a time already."""
-        return mark
-
-
 class DeviceClock:
-    """A clock for CUDA. A mark is an event in the current stream; nothing waits for it until `seconds` is called."""
+    """The clock of computations on a device. A mark on an accelerator is an event in the current stream; nothing waits
+    for it until `seconds` is called.
+    """
 
-    def __init__(self) -> None:
-        self._first, self._host = self.mark(), time.perf_counter()
+    def __init__(self, device: torch.device) -> None:
+        self._device = Device.of(device)
+        self._first = self._device.mark()
+        self._host = self._first if isinstance(self._first, float) else time.perf_counter()
 
-    def mark(self, action: Action | None = None) -> Any:
-        """Record an event in the current stream."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+    def mark(self, action: Action | None = None) -> Mark:
+        """Mark this moment."""
+        return self._device.mark()
 
-    def seconds(self, mark: Any) -> float:
-        """The time at which the device reached the event, in seconds. Waits for the device."""
-        mark.synchronize()
-        return self._host + self._first.elapsed_time(mark) / 1e3
-
-
-def clock_for(device: torch.device) -> Clock:
-    """The clock of computations on a device."""
-    return DeviceClock() if device.type == "cuda" else HostClock()
+    def seconds(self, mark: Mark) -> float:
+        """The time at which the device reached the mark, in seconds. Waits for the device."""
+        return self._host + self._device.milliseconds(self._first, mark) / 1e3

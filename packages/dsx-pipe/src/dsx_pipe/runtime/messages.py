@@ -337,7 +337,7 @@ class Mailbox:
     def _peer_lost(self, rank: int, error: BaseException) -> PeerLost:
         if isinstance(error, PeerLost):
             return error
-        missing = error.ranks if isinstance(error, dsx_comm.HangError) else ()
+        missing = error.ranks if isinstance(error, dsx_comm.errors.HangError) else ()
         cause = next((place for place, each in enumerate(self.groups.ranks) if each in missing), rank)
         return PeerLost(
             rank, f"communication with {self._name_of(cause)} failed: {type(error).__name__}: {error}", cause

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import PipelineError
 from ..schedule import Action, Kind, Schedule, Span
-from .clock import Clock, clock_for
+from .clock import Clock, DeviceClock
 from .data import DataError, MicroBatches
 from .failure import Failure, layer_of
 from .messages import DATA, FAILURE, LOST, Key, Mailbox, Parcel, PeerLost, Spec
@@ -70,7 +70,7 @@ class Step:
         self.schedule, self.rank, self.stages, self.mailbox = schedule, rank, stages, mailbox
         self.data, self.mode, self.first_specs = data, mode, first_specs
         self.start = time.perf_counter()
-        self._clock = clock_for(mailbox.groups.device) if clock is None else clock
+        self._clock = DeviceClock(mailbox.groups.device) if clock is None else clock
         self._marks: list[tuple[Action, Any, Any]] = []
         self.failures: list[Failure] = []
         self.lost: set[int] = set()

@@ -22,8 +22,7 @@ from .draw import save as save_chart
 from .draw import svg
 from .instructions import DataParallelSchedule, InferenceSchedule, PipeSchedule, TrainSchedule, schedule_of
 from .plan import Schedule
-from .simulate import Span, StageTimes, Timeline, simulate, uniform_times
-from .timeline_file import load_timeline, save_timeline
+from .simulate import Span, StageTimes, Timeline, load_timeline, save_timeline, simulate, uniform_times
 from .validate import check, live_activations, problems
 
 __all__ = [

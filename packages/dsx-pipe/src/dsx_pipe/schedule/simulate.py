@@ -1,14 +1,17 @@
 """The times of a schedule: start and end of every action, computed from the time that each stage needs.
 
 The result is the *ideal* step: every rank starts an action as soon as the actions before it on the rank are done and
-its input has arrived. A real step is compared with it (`Pipeline.report`), and the planner searches over it.
+its input has arrived. A real step is compared with it (`Pipeline.report`), and the planner searches over it. Timelines,
+also measured ones, are kept as JSON files (`dsx-pipe show --timeline`).
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 from ..errors import ScheduleError
 from .action import Action, Kind
@@ -164,3 +167,25 @@ def _arrival(
     if schedule.communicates and crosses_ranks:
         return (Action(stage, receive, m),)
     return tuple(Action(source, kind, m) for kind in produce)
+
+
+def save_timeline(timeline: Timeline, path: str | Path) -> None:
+    """Write a timeline as JSON."""
+    spans = [[s.rank, str(s.action), s.start, s.end] for s in timeline.spans]
+    Path(path).write_text(json.dumps({"name": timeline.name, "ranks": timeline.ranks, "spans": spans}) + "\n")
+
+
+def load_timeline(path: str | Path) -> Timeline:
+    """Read what `save_timeline` wrote.
+
+    Raises:
+        ScheduleError: the file is not such a timeline.
+    """
+    try:
+        data = json.loads(Path(path).read_text())
+        spans = tuple(Span(int(r), Action.parse(a), float(s), float(e)) for r, a, s, e in data["spans"])
+        return Timeline(str(data["name"]), int(data["ranks"]), spans)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ScheduleError(
+            f"{path}: expected a timeline that dsx_pipe.schedule.save_timeline wrote ({error})"
+        ) from None

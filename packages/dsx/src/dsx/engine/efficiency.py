@@ -234,7 +234,7 @@ class TokenDropping:
     """Drives random-LTD: gives converted layers their schedule, and advances it.
 
     Args:
-        drop: a `dsx_data.TokenDrop`.
+        drop: a `dsx_data.routing.TokenDrop`.
         bind: gives this schedule to a module's converted layers; returns their number.
     """
 
@@ -274,7 +274,7 @@ class EngineData:
 
     @property
     def random_ltd(self) -> Any:
-        """The object that token-dropping layers share, a `dsx_data.TokenDrop`; None if random-LTD is off."""
+        """The object that token-dropping layers share, a `dsx_data.routing.TokenDrop`; None if random-LTD is off."""
         part = self._parts.checkpointer.live.parts.get("random_ltd")
         return None if part is None else part.drop
 

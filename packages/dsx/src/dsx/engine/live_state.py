@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 from dsx_core import with_code
 
 from ..data import RepeatingLoader, TrainingLoader
+from ..loss_scaler import LossScale
 from ..utils.logging import logger
 from .hyperparameters import numbers_of, restore_numbers
 from .randomness import RandomStates
 from .registered import Registered, has_state
 from .report import Counters
-from .stepper import LossScaler, ScheduleDriver
+from .stepper import ScheduleDriver
 from .training_state import TrainingState, Undo
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class LiveState:
     optimizer: ZeroOptimizer | None
     counters: Counters
     schedule: ScheduleDriver
-    scaler: LossScaler
+    scaler: LossScale
     precision: dict[str, Any]
     rank: int
     facts: Mapping[str, Any] = field(default_factory=dict)

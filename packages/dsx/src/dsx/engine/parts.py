@@ -9,11 +9,12 @@ from dsx_comm import RankSets
 from torch import nn
 
 from ..data import LoaderOptions
+from ..loss_scaler import LossScale
 from .backwards import Accumulation, Backwards, SyncWindow
 from .checkpointing import Checkpointer
 from .inputs import InputChain
 from .report import Counters
-from .stepper import LossScaler, NoStepper, ScheduleDriver, StepGate, Stepper
+from .stepper import NoStepper, ScheduleDriver, StepGate, Stepper
 from .watch import Watch
 from .weights import Gather
 
@@ -36,7 +37,7 @@ class Update:
     """
 
     stepper: Stepper
-    scaler: LossScaler
+    scaler: LossScale
     schedule: ScheduleDriver
 
 

@@ -44,7 +44,7 @@ class PipelineParts:
 
     Attributes:
         build: (engine, micro-batches, callbacks) -> the runtime (`dsx_pipe.Pipeline`).
-        callbacks: makes `dsx_pipe.StageCallbacks`.
+        callbacks: makes `dsx_pipe.runtime.StageCallbacks`.
         shared: the weights that stages share.
         mean_over_data: returns the mean of a number over the data-parallel ranks.
         check_update: raises what the optimizer's step raises before it communicates.

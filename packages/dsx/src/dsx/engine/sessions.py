@@ -31,7 +31,7 @@ class FlopsSession(StepHook):
         counters: the counters of training.
         run_dir: the profile is also written there, for the report; None: it is not.
         learned: is called with the operations of one sample, forward and backward.
-        tolerating: a context that turns a write error into a warning (`dsx_monitor.tolerating`).
+        tolerating: a context that turns a write error into a warning (`dsx_monitor.tolerance.tolerating`).
         gather: for a pipeline, in which each rank profiles its own stages: takes this rank's list of numbers and
             returns those of all ranks (collective). None: this rank has the whole model.
         writes: whether this rank writes the result.

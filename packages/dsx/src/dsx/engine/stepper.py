@@ -27,6 +27,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from ..loss_scaler import LossScale
 from .errors import EngineArgumentError, EngineError
 from .report import Counters
 
@@ -122,24 +123,6 @@ class StepOutcome(Protocol):
     def grad_norm(self) -> float | None: ...
 
 
-class LossScaler(Protocol):
-    """State machine of the loss scale (`dsx.loss_scaler`). Without scaling the scale is always 1.0."""
-
-    @property
-    def checks_overflow(self) -> bool:
-        """Whether `update` has anything to do."""
-        ...
-
-    @property
-    def scale(self) -> float: ...
-
-    def update(self, overflow: bool) -> None: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
 class Stepper(Protocol):
     """Does one update; the engine calls it at each accumulation boundary."""
 
@@ -162,7 +145,7 @@ class ShardedStepper:
     """
 
     def __init__(
-        self, optimizer: Any, scaler: LossScaler, max_norm: float | None,
+        self, optimizer: Any, scaler: LossScale, max_norm: float | None,
         gradient_scale: Callable[[], float] = lambda: 1.0, *, known_before: bool = False,
         counters: Counters | None = None,
     ) -> None:  # fmt: skip

@@ -1,12 +1,10 @@
-"""Subcommands from entry points, and what every program of the command line does with its end."""
+"""Subcommands from entry points, and the end of a program of the command line."""
 
 import sys
 from importlib import metadata
 
 import pytest
-from dsx_core import CommandParser
-from dsx_core.commands import GROUP, Subcommand, installed_commands, run_command
-from dsx_core.progress import Progress
+from dsx.commands import GROUP, Subcommand, installed_commands, run_command
 
 TOOL = """\"\"\"`tool wash`: clean the dishes. It takes soap.\"\"\"
 import sys
@@ -70,39 +68,3 @@ def test_another_distribution_adds_a_command(tool, tmp_path, monkeypatch):
     (info / "entry_points.txt").write_text(f"[{GROUP}]\nwash = washing_tool.wash:main\n")
     assert [one.value for one in metadata.entry_points(group=GROUP) if one.name == "wash"] == ["washing_tool.wash:main"]
     assert installed_commands()["wash"] == Subcommand("wash", "washing_tool.wash:main", "washing-tool")
-
-
-def test_the_parser_of_the_subcommand_names_what_was_meant(capsys):
-    parser = CommandParser(prog="tool", version="tool 1")
-    wash = parser.add_subparsers(required=True).add_parser("wash")
-    wash.add_argument("--soap", choices=["green", "blue"])
-    for words, said in (
-        (["wash", "--soup", "a"], "usage: tool wash"),
-        (["wash", "--soup", "a"], "--soup: use --soap"),
-        (["wash", "--soap", "blu"], "did you mean blue?"),
-        (["wach"], "did you mean wash?"),
-    ):
-        with pytest.raises(SystemExit) as end:
-            parser.parse_args(words)
-        assert end.value.code == 2 and said in capsys.readouterr().err
-
-
-class Screen:
-    def __init__(self):
-        self.text = ""
-
-    def isatty(self):
-        return True
-
-    def write(self, text):
-        self.text += text
-
-    def flush(self):
-        pass
-
-
-def test_progress_of_bytes_is_shown_in_gigabytes():
-    screen = Screen()
-    with Progress(0, "verify", unit="bytes", stream=screen) as bar:
-        bar.reach(1_500_000_000, 3_000_000_000)
-    assert "verify [############............]  50% 1.50/3.00 GB" in screen.text

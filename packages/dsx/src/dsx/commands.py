@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
 
-from .console import run_program
-from .errors import nearest
+from dsx_core import nearest, run_program
 
 __all__ = ["GROUP", "Subcommand", "installed_commands", "run_command"]
 
