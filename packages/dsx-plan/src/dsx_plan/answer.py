@@ -8,6 +8,7 @@ from typing import Any
 
 from .allocator import fragmentation
 from .casts import sides
+from .communicators import communicator_bytes
 from .configs import Ready
 from .cost import Timing, simulate, stragglers
 from .ledger import DEVICE, DISK, HOST, Peak
@@ -47,7 +48,7 @@ class _Rank:
         peaks = {tier: peak.nbytes for tier, peak in ledger.peaks.items() if peak.nbytes}
         memory = ledger.memory if machine.device == "cpu" else ledger.peaks[DEVICE]
         extra = fragmentation(ledger.requests) if machine.streams else 0
-        library = replay.communicators * machine.communicator_bytes if machine.device == "cuda" else 0
+        library = communicator_bytes(replay.communicators, machine)
         return _Rank(replay, timing, peaks, memory, extra, library, *_flops(replay))
 
     @property
@@ -87,9 +88,8 @@ def answer_of(
     operations = sum(rank.flops - rank.again for rank in ranks) / len(ranks)
     notes = dict.fromkeys(note for rank in ranks for note in rank.replay.notes)
     if most.library:
-        notes[
-            f"{found.communicators} communicators take about {most.library / 1e9:.1f} GB of the device beside this"
-        ] = None
+        count = sum(group.ranks > 1 for group in found.communicators)
+        notes[f"{count} communicators take about {most.library / 1e9:.1f} GB of the device beside this"] = None
     return Plan(
         model=model,
         world_size=world_size,
@@ -122,7 +122,16 @@ def answer_of(
         pipeline=pipeline,
         phases=found.phases,
         casts=sides(found.crossings, machine, on_host),
+        beside=_beside(most, machine),
     )
+
+
+def _beside(rank: _Rank, machine: Machine) -> dict[str, int]:
+    """Bytes of a device beside the tensors on it."""
+    if machine.device == "cpu":
+        return {}
+    context = machine.memory_bytes - int(machine.memory_bytes * RESERVE)
+    return {"allocator": rank.extra, "communicators": rank.library, "context": context}
 
 
 def _copied(replay: Replay) -> int:

@@ -193,22 +193,25 @@ def _hugging_face_text(path: Path) -> dict[str, Any]:
 
 
 def _hugging_face(file: Path, text: dict[str, Any] | None = None) -> Callable[[], nn.Module]:
-    """A function that makes the model of a folder or a config.json; with `text` that of another configuration."""
+    """A function that makes the model of a folder or a config.json; with `text` that of another configuration. Where
+    transformers is not here, or does not know the model, the model is made by its configuration alone.
+    """
     text = _hugging_face_text(file) if text is None else text
+    if not text.get("model_type"):
+        raise PlanError(f"model: {file} has no model_type; expected a config.json of Hugging Face's format")
     try:
         transformers: Any = importlib.import_module("transformers")
-    except ImportError as error:
-        raise PlanError(f"model: {file} needs the package transformers: pip install transformers ({error})") from error
+        transformers.AutoConfig.for_model(**text)
+    except (ImportError, KeyError, ValueError):
+        from .decoders import decoder  # lazy import: only models without code need it
+        from .families import shape_of
+
+        shape_of(text, str(file))  # an error now, not when the model is made
+        return lambda: decoder(text, str(file))
     names = text.get("architectures") or []
-    kind = text.get("model_type")
 
     def make() -> nn.Module:
-        try:
-            config = transformers.AutoConfig.for_model(**text) if kind else None
-        except (KeyError, ValueError) as error:
-            raise PlanError(f"model: {file}: transformers does not know model_type {kind!r}: {error}") from error
-        if config is None:
-            raise PlanError(f"model: {file} has no model_type; expected a config.json of Hugging Face's format")
+        config = transformers.AutoConfig.for_model(**text)
         config.use_cache = False
         cls = getattr(transformers, names[0], None) if names else None
         if cls is None:
