@@ -27,7 +27,7 @@ FAMILIES = {
     "gemma": ({**BASE, "head_dim": 24}, "GemmaForCausalLM"),
     "gemma2": ({**BASE, "head_dim": 24}, "Gemma2ForCausalLM"),
     "gemma3_text": ({**BASE, "head_dim": 24}, "Gemma3ForCausalLM"),
-    "mixtral": ({**MOE, "num_local_experts": 4}, "MixtralForCausalLM"),
+    "mixtral": ({**BASE, "num_experts_per_tok": 2, "num_local_experts": 4}, "MixtralForCausalLM"),
     "qwen2_moe": ({**MOE, "num_experts": 4, "shared_expert_intermediate_size": 48, "mlp_only_layers": []},
                   "Qwen2MoeForCausalLM"),
     "qwen3_moe": ({**MOE, "num_experts": 4, "head_dim": 24, "mlp_only_layers": []}, "Qwen3MoeForCausalLM"),

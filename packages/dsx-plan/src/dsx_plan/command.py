@@ -131,6 +131,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    from .errors import PlanError
     from .models import _named
     from .planner import plan
     from .searching import search
@@ -145,6 +146,8 @@ def _plan(args: argparse.Namespace) -> int:
         "sliced_loss": args.sliced_loss,
     }  # fmt: skip
     config = _changed(args)
+    if args.alike and (args.search or args.vary or args.phases):
+        raise PlanError("--alike: got it with a search or --phases, expected one configuration")
     space, generator = _space(args, config, common["machine"]), _generator(args)
     silent = args.json == "-" or args.emit is not None
     if space:
@@ -157,7 +160,9 @@ def _plan(args: argparse.Namespace) -> int:
     else:
         with Progress(1, "planning", unit="configurations", shown=sys.stderr.isatty()) as bar:
             bar.add(0)
-            best = plan(args.model, config, recompute=args.recompute, generator=generator, **common)
+            best = plan(
+                args.model, config, recompute=args.recompute, generator=generator, alike=args.alike, **common
+            )
             bar.add(1)
         if not silent:
             sys.stdout.write(describe_plan(best))

@@ -260,7 +260,7 @@ class Recorder(RehearsalObserver):
 
     def _note_use(self, message: RehearsedMessage) -> None:
         use = self.communicators.setdefault(message.group, GroupUse(len(message.ranks)))
-        if message.peer >= 0:
+        if message.op in ("send", "recv"):
             use.peers.add(message.peer)
         elif message.op == "all_to_all":  # NCCL sends it as messages between each two
             use.peers.update(rank for rank in message.ranks if rank != message.rank)
