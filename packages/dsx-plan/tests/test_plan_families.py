@@ -127,5 +127,5 @@ def test_a_model_that_is_no_such_decoder_is_refused_by_name(tmp_path, more, word
     with pytest.raises(PlanError, match=words):
         shape_of(text)
     (tmp_path / "config.json").write_text(json.dumps(text))
-    with pytest.raises(PlanError, match="give file.py:function"):
+    with pytest.raises(PlanError, match=r"give file\.py:function"):
         model_maker(str(tmp_path))

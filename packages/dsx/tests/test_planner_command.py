@@ -215,8 +215,9 @@ def test_without_a_machine_it_is_asked_for_and_the_known_ones_are_named(files, c
 
 def test_measure_is_the_search_by_trials(tmp_path, capsys):
     """`dsx plan --measure` is `dsx launch --autotuning tune`: a dry run of both lists the same experiments."""
+    places = {"results_dir": f"{tmp_path}/results", "exps_dir": f"{tmp_path}/exps"}
     config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-              "autotuning": {"enabled": True, "results_dir": f"{tmp_path}/results", "exps_dir": f"{tmp_path}/exps"}}  # fmt: skip
+              "autotuning": {"enabled": True, **places}}  # fmt: skip
     (tmp_path / "train.py").write_text("")
     (tmp_path / "ds.json").write_text(json.dumps(config))
     script = ["--dry_run", "--num_procs", "2", f"{tmp_path}/train.py", "--deepspeed_config", f"{tmp_path}/ds.json"]

@@ -30,7 +30,9 @@ def folder(tmp_path):
 
 
 def planned(folder, sliced, *, config=CONFIG, world=2, **more):
-    return plan(folder, config, world_size=world, machine="h100", sequence=64, changes=False, sliced_loss=sliced, **more)
+    return plan(
+        folder, config, world_size=world, machine="h100", sequence=64, changes=False, sliced_loss=sliced, **more
+    )
 
 
 def test_logits_take_a_slices_share(folder):

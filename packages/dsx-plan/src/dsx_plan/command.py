@@ -160,9 +160,7 @@ def _plan(args: argparse.Namespace) -> int:
     else:
         with Progress(1, "planning", unit="configurations", shown=sys.stderr.isatty()) as bar:
             bar.add(0)
-            best = plan(
-                args.model, config, recompute=args.recompute, generator=generator, alike=args.alike, **common
-            )
+            best = plan(args.model, config, recompute=args.recompute, generator=generator, alike=args.alike, **common)
             bar.add(1)
         if not silent:
             sys.stdout.write(describe_plan(best))

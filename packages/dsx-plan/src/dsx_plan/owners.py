@@ -1,5 +1,5 @@
-"""Finds on the stack who asks for memory: buffers of gradients, of gathered parameters and of messages are made in files
-of their own.
+"""Finds on the stack who asks for memory: buffers of gradients, of gathered parameters and of messages are made in
+files of their own.
 """
 
 from __future__ import annotations

@@ -136,8 +136,8 @@ class Plan:
         pipeline: of a model in stages: each of them, and how they work together.
         phases: bytes on the device by phase (train, sleep, generate, push) and class, where a generator was named.
         beside: bytes on a device that are no tensors: "allocator" (segments of PyTorch's allocator that are split and
-            not in use: `fragmentation_bytes`), "communicators" (NCCL's buffers), "context" (kept free for CUDA's context
-            and libraries).
+            not in use: `fragmentation_bytes`), "communicators" (NCCL's buffers), "context" (kept free for CUDA's
+            context and libraries).
         casts: seconds of a step for casts of gradients and parameters between device and host, by class and side
             (`casts.sides`).
     """

@@ -26,8 +26,10 @@ FEWEST, MOST = 8, 128
 STRAIGHT = 0.003
 """The share by which a number of the third plan may be off the line through the first two."""
 
-_SAME = frozenset({"model", "world_size", "ranks_per_host", "machine", "config", "layout", "tokens", "fits", "short_of",
-                   "timeline", "memory", "changes", "without", "notes", "rank", "pipeline", "phases", "mfu", "tokens_per_second"})  # fmt: skip
+_SAME = frozenset({
+    "model", "world_size", "ranks_per_host", "machine", "config", "layout", "tokens", "fits", "short_of", "timeline",
+    "memory", "changes", "without", "notes", "rank", "pipeline", "phases", "mfu", "tokens_per_second",
+})  # fmt: skip
 """Fields of a plan that no line goes through."""
 
 
@@ -69,7 +71,9 @@ def _at(first: Plan, second: Plan, share: float) -> dict[str, Any]:
 
 def _on_line(a: Any, b: Any, share: float) -> Any:
     if isinstance(a, Mapping) or isinstance(b, Mapping):
-        return {key: _on_line(a.get(key, _zero(b.get(key))), b.get(key, _zero(a.get(key))), share) for key in {**a, **b}}
+        return {
+            key: _on_line(a.get(key, _zero(b.get(key))), b.get(key, _zero(a.get(key))), share) for key in {**a, **b}
+        }
     if isinstance(a, tuple):
         return tuple(_on_line(x, y, share) for x, y in zip(a, b))
     value = a + (b - a) * share
