@@ -24,7 +24,8 @@ def llama(width: int, inner: int, layers: int, heads: int) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": width, "intermediate_size": inner,
         "num_hidden_layers": layers, "num_attention_heads": heads,
-        "num_key_value_heads": 8 if heads % 8 == 0 else heads, "vocab_size": 128256, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+        "num_key_value_heads": 8 if heads % 8 == 0 else heads, "vocab_size": 128256, "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
     }  # fmt: skip
 
 
