@@ -24,8 +24,8 @@ TITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
 TITAN_H200 = "torchtitan, benchmarks/llama3_8b_h200_2025-06_torchtitan.md"
 BRIDGE = "Megatron-Bridge, docs/performance-summary-archive.md"
 AUTOMODEL = "NeMo AutoModel, docs/performance-summary.md"
-LLAMA_3 = "Llama 3 (arXiv 2407.21783), table 4"
-MEGASCALE = "MegaScale (arXiv 2402.15627), table 2"
+LLAMA_3 = "Llama 3 (arXiv 2407.21783)"
+MEGASCALE = "MegaScale (arXiv 2402.15627)"
 
 
 @dataclass(frozen=True)
@@ -175,9 +175,7 @@ LAYOUTS = (
     Layout(**_MOE, model="qwen3-235b-a22b", machine="GB200", devices=256, samples=8192, rate=4916, pipe=8, chunks=3,
            expert=32, assumed="recomputed blocks"),
     Layout(LLAMA_3, "llama-3-405b", "H100-SXM", 8192, 8192, 1, 2048, 170, tensor=8, pipe=16, stage=2,
-           attention="flash3", assumed="430 TFLOPS as 6 N and causal attention; 1f1b, no recomputation"),
-    Layout(MEGASCALE, "gpt-175b", "A100-80", 2048, 3072, 1, 6144, 173, tensor=8, pipe=8, chunks=6, stage=1,
-           assumed="a gated decoder of the same size; full attention"),
+           attention="flash3", assumed="rate from an MFU of 43 %; 1f1b, no recomputation"),
     Layout(MEGASCALE, "gpt-175b", "A100-80", 2048, 12288, 1, 6144, 161, tensor=8, pipe=8, chunks=6, stage=1,
            assumed="a gated decoder of the same size; full attention"),
 )  # fmt: skip
