@@ -201,6 +201,7 @@ def _torchtitan(plan: Plan) -> Emitted:
         values["--training.local_batch_size"] = layout["micro_batch"] * layout["accumulation"]
         values["--parallelism.pipeline_parallel_microbatch_size"] = layout["micro_batch"]
         values["--parallelism.pipeline_parallel_schedule"] = _schedule(plan, "torchtitan")
+        values["--training.disable_cuda_graphs"] = True  # its parser refuses stages with them
     if weights == "cpu":
         values["--training.enable_cpu_offload"] = True
     if layout["tensor"] > 1 and not value_of(plan.config, "tensor_parallel.sequence_parallel"):
