@@ -24,7 +24,6 @@ from .pipelines import replay_all
 from .plans import Plan
 from .repeated import Repeated
 from .replay import Question, Replay, replay
-from .sliced_loss import with_sliced_head
 
 __all__ = ["Asked", "Config", "MachineLike", "Model", "plan"]
 
@@ -170,8 +169,6 @@ class Asked:
         """The replay of every rank that differs: one, or those of a pipeline."""
         stages, slices = prepared.layout["pipe"], prepared.layout["tensor"]
         config = {**prepared.config, "train_micro_batch_size_per_gpu": prepared.micro}
-        if self._sliced_loss and slices > 1:
-            config["tensor_parallel"] = with_sliced_head(config["tensor_parallel"])
         question = Question(
             engine=self.engine, make=self._make, config=config,
             world_size=self.world_size, rank=0, ranks_per_host=self.on_host, batch=self._batch, micro=prepared.micro,

@@ -163,14 +163,13 @@ def replay(question: Question) -> Replay:
 
             stack.enter_context(lanes_from(recorder.lane))
             stack.enter_context(DeviceAttention())
-        if question.sliced_loss > 1:
-            stack.enter_context(SlicedLoss(question.sliced_loss))
-        return _Run(question, recorder, compute).run()
+        sliced = stack.enter_context(SlicedLoss(question.sliced_loss)) if question.sliced_loss > 1 else None
+        return _Run(question, recorder, compute, sliced).run()
 
 
 class _Run:
-    def __init__(self, question: Question, recorder: Recorder, compute: FakeCompute) -> None:
-        self._question, self._recorder, self._compute = question, recorder, compute
+    def __init__(self, question: Question, recorder: Recorder, compute: FakeCompute, sliced: Any) -> None:
+        self._question, self._recorder, self._compute, self._sliced = question, recorder, compute, sliced
         self._notes: list[str] = []
         self._micro_batches, self._tokens = 1, 0
 
@@ -227,6 +226,8 @@ class _Run:
             config["sequence_parallel"] = {**section, "length": length}
         optimizer = None if "optimizer" in question.config else question.optimizer
         built = question.engine.build(config, model=model, optimizer=optimizer, store=PlannedStore(recorder))
+        if self._sliced is not None:
+            self._sliced.keep_slices(built.engine.module)
         return built, batch
 
     def _replayed_micro_batches(self, model: nn.Module) -> int:
