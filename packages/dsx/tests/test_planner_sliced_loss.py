@@ -38,7 +38,7 @@ def planned(folder, sliced, *, config=CONFIG, world=2, **more):
 def test_logits_take_a_slices_share(folder):
     whole, sliced = planned(folder, False), planned(folder, True)
     tokens, words = 2 * 64, TINY["vocab_size"]
-    assert whole.peak_bytes - sliced.peak_bytes > tokens * words * 4, "half of the logits in fp32, and their gradient"
+    assert whole.peak_bytes - sliced.peak_bytes > tokens * words * 2, "half of the logits in fp32"
     assert sliced.parameters == whole.parameters and sliced.state_bytes() == whole.state_bytes()
     assert "all_gather_into_tensor" in whole.messages and "all_gather_into_tensor" not in sliced.messages
     assert sliced.parts["operators"] < whole.parts["operators"]

@@ -54,7 +54,9 @@ class SlicedLoss(TorchFunctionMode):
         options: dict[str, Any] = {key: given[key] for key in ("ignore_index", "reduction") if key in given}
         group = dsx_comm.parallel_groups.get_tensor_model_parallel_group()
         options["vocab_size"] = self._words
-        return vocab_parallel_cross_entropy(self._slices(logits, labels), labels, group, **options)
+        loss = vocab_parallel_cross_entropy(self._slices(logits, labels), labels, group, **options)
+        loss.data.zero_()  # the logarithm of a sum without values is infinite, which a pipeline would refuse
+        return loss
 
     def _slices(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """[N, slice]: transformers views logits as rows of the whole vocabulary, of which there are fewer."""
