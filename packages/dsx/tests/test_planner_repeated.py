@@ -44,7 +44,7 @@ def test_the_numbers_are_those_of_the_whole_model(tmp_path, stage):
     assert any("40 blocks by plans of" in note for note in few.notes)
     assert few.parameters == whole.parameters and few.trainable == whole.trainable
     assert few.state_bytes() == pytest.approx(whole.state_bytes(), rel=0.01)
-    assert few.flops == whole.flops and few.tokens == whole.tokens
+    assert few.flops == pytest.approx(whole.flops, rel=1e-4) and few.tokens == whole.tokens
     assert few.sent_bytes == pytest.approx(whole.sent_bytes, rel=0.01)
     assert few.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.01)
     assert few.step_seconds == pytest.approx(whole.step_seconds, rel=0.01)

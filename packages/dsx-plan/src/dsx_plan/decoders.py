@@ -137,8 +137,9 @@ class PackedExperts(nn.Module):
         token = order // chosen.shape[-1]
         ends = torch.bincount(flat, minlength=self.num_experts).cumsum(0).to(torch.int32)
         rows = hidden_states[token]
-        gate, up = torch._grouped_mm(rows, self.gate_up_proj.transpose(1, 2), offs=ends).chunk(2, -1)
-        out = torch._grouped_mm(self.act_fn(gate) * up, self.down_proj.transpose(1, 2), offs=ends)
+        product: Any = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
+        gate, up = product(rows, self.gate_up_proj.transpose(1, 2), offs=ends).chunk(2, -1)
+        out = product(self.act_fn(gate) * up, self.down_proj.transpose(1, 2), offs=ends)
         out = out * weights.reshape(-1)[order].unsqueeze(-1).to(out.dtype)
         return torch.zeros_like(hidden_states).index_add(0, token, out)
 
