@@ -1,5 +1,5 @@
-"""Published rows of jobs with more than data parallelism, or with FP8 or compiled blocks: what `planner.py layouts`
-goes over.
+"""Published rows of jobs with more than data parallelism, or with FP8 or compiled blocks: what `planner.py layouts` and
+`planner.py stages` go over.
 
 One constant was chosen with one of them in sight, which says so (`fits`); all others are held back. `assumed` names
 what the source leaves open. A rate is tokens per second of one device. A peak is what the source says of a device's
@@ -18,12 +18,14 @@ from typing import Any
 from _published_rows import some_again
 from torch import nn
 
-__all__ = ["LAYOUTS", "Layout", "planned"]
+__all__ = ["LAYOUTS", "Layout", "family", "planned"]
 
 TITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
 TITAN_H200 = "torchtitan, benchmarks/llama3_8b_h200_2025-06_torchtitan.md"
 BRIDGE = "Megatron-Bridge, docs/performance-summary-archive.md"
 AUTOMODEL = "NeMo AutoModel, docs/performance-summary.md"
+LLAMA_3 = "Llama 3 (arXiv 2407.21783)"
+MEGASCALE = "MegaScale (arXiv 2402.15627)"
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama-3-8b": _llama(4096, 14336, 32, 32),
     "llama-3-70b": _llama(8192, 28672, 80, 64),
     "llama-3-405b": _llama(16384, 53248, 126, 128),
+    "gpt-175b": {**_llama(12288, 32768, 96, 128), "vocab_size": 64000, "num_key_value_heads": 128},
+    "deepseek-v3": {
+        "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 7168,
+        "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128,
+        "num_key_value_heads": 128, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
+        "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3, "kv_lora_rank": 512, "q_lora_rank": 1536,
+        "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "vocab_size": 129280,
+        "max_position_embeddings": 4096, "tie_word_embeddings": False,
+    },
+    "qwen3-235b-a22b": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 4096,
+        "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 94, "num_attention_heads": 64,
+        "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936,
+        "max_position_embeddings": 40960, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "tie_word_embeddings": False,
+    },
     "qwen3-30b-a3b": {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
         "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32,
@@ -117,6 +135,8 @@ _TITAN = {"source": TITAN, "machine": _H100}
 _EIGHT = {**_TITAN, "model": "llama-3-8b", "length": 8192, "micro": 2, "recomputes": "some"}
 _LONG = {**_TITAN, "model": "llama-3-8b", "devices": 8, "micro": 1, "recomputes": True, "fp8": True}
 _BRIDGE = {"source": BRIDGE, "micro": 1, "length": 8192, "fp8": True, "stage": 1, "attention": "flash3"}
+
+_MOE = {"source": BRIDGE, "micro": 1, "length": 4096, "stage": 1, "attention": "flash3", "recomputes": True}
 
 LAYOUTS = (
     Layout(**_EIGHT, devices=8, samples=16, rate=5762, peak=82.4, fused=False),
@@ -148,7 +168,22 @@ LAYOUTS = (
            rate=4312),
     Layout(AUTOMODEL, "qwen3-30b-a3b", "H100-SXM", 4096, 8, 4, 512, 12040, expert=8, attention="flash3",
            assumed="no recomputation"),
+    Layout(**_MOE, model="deepseek-v3", machine="GB200", devices=256, samples=4096, rate=3139, pipe=4, chunks=4,
+           expert=64, assumed="recomputed blocks"),
+    Layout(**{**_MOE, "fp8": True}, model="deepseek-v3", machine="H100-SXM", devices=1024, samples=8192, rate=1297,
+           tensor=2, pipe=8, chunks=4, expert=64, assumed="recomputed blocks"),
+    Layout(**_MOE, model="qwen3-235b-a22b", machine="GB200", devices=256, samples=8192, rate=4916, pipe=8, chunks=3,
+           expert=32, assumed="recomputed blocks"),
+    Layout(LLAMA_3, "llama-3-405b", "H100-SXM", 8192, 8192, 1, 2048, 170, tensor=8, pipe=16, stage=2,
+           attention="flash3", assumed="rate from an MFU of 43 %; 1f1b, no recomputation"),
+    Layout(MEGASCALE, "gpt-175b", "A100-80", 2048, 12288, 1, 6144, 161, tensor=8, pipe=8, chunks=6, stage=1,
+           assumed="a gated decoder of the same size; full attention"),
 )  # fmt: skip
+
+
+def family(row: Layout) -> str:
+    """The rows that are held back or fitted together: one model of one source."""
+    return f"{row.source.partition(',')[0]} {row.model}"
 
 
 def settings(row: Layout) -> dict[str, Any]:
@@ -195,5 +230,5 @@ def planned(row: Layout) -> Any:
         return plan(
             _selective(folder) if row.recomputes == "some" else folder, settings(row), world_size=row.devices,
             machine=row.machine, sequence=row.length, recompute=row.recomputes is True, fp8=row.fp8,
-            attention=row.attention, changes=False,
+            attention=row.attention, changes=False, sliced_loss=row.tensor > 1,
         )  # fmt: skip

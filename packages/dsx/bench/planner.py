@@ -1,6 +1,7 @@
 """How right the planner is, in parts, each with its goal beside the figure. Without words all are taken.
 
-    python packages/dsx/bench/planner.py [real] [published] [layouts] [fit] [wide] [--small] [--json FILE]
+    python packages/dsx/bench/planner.py [real] [published] [layouts] [stages] [claims] [fit] [wide] [deep] [--small]
+        [--json FILE]
 
 `real`: this machine is calibrated, then 18 configurations of a small GPT run on two processes (stages, micro-batches,
 accumulation, optimizer states in host memory). Printed are predicted over measured step times, their median error and
@@ -9,14 +10,20 @@ the rank correlation. A few minutes; nothing else should run.
 `published`: the rows of `_published_rows.py`, planned with the constants that `dsx plan` has for their device. Judged
 are the rows of models and sources to which these constants were not fitted. A few minutes.
 
-`layouts`: the rows of `_published_layouts.py` (FP8, compiled blocks, context, tensor, pipeline and expert parallelism,
-peaks of memory), planned as `dsx plan` plans them. No constant of the table is fitted to them but one, which its row
-says. A row that cannot be planned stands there with its reason. An hour; a large pipeline takes minutes.
+`layouts`: the rows of `_published_layouts.py` without pipelines (FP8, compiled blocks, context, tensor and expert
+parallelism, peaks of memory), planned as `dsx plan` plans them. No constant of the table is fitted to them but one,
+which its row says. A row that cannot be planned stands there with its reason. Ten minutes.
+
+`stages`: the rows with pipelines: 70B, 175B, 405B, DeepSeek-V3, Qwen3 235B, up to 12,288 devices. Minutes for a row.
+
+`claims`: the models that ZeRO-Offload and ZeRO-Infinity report to train: do their plans fit? A minute.
 
 `fit`: the constants of a device, fitted to the rows that are marked for it: what `dsx_plan/devices.py` has. It starts
 with the constants of the table and moves one after the other. A few minutes.
 
 `wide`: a 405 B model at 1024 ranks, and how long its plan takes. About a minute.
+
+`deep`: 10^12 parameters in 10^5 tensors over 10,000 ranks, planned by blocks that are alike. Under a minute.
 
 `--small`: four configurations, four rows, only to see that it runs. With `--json FILE` each part writes its table to a
 file of its own, `FILE-real.json` and so on for `FILE.json`.
@@ -33,7 +40,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from _published_layouts import LAYOUTS, planned
+from _published_claims import CLAIMS, in_folder, llama
+from _published_layouts import LAYOUTS, Layout, family, planned
 from _published_rows import ROWS, Row, example, maker, settings
 from dsx.planning import Constants, Machine, PlanError, plan
 from dsx_plan.configs import ready
@@ -111,18 +119,8 @@ def correlation(a: list[float], b: list[float]) -> float:
 
 def wide(small: bool) -> Table:
     """A large plan, which takes its minute when `small` too."""
-    import json
-    import tempfile
-    from pathlib import Path
-
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16384, "intermediate_size": 53248,
-        "num_attention_heads": 128, "num_key_value_heads": 8, "num_hidden_layers": 126, "vocab_size": 128256,
-        "max_position_embeddings": 131072, "tie_word_embeddings": False,
-    }  # fmt: skip
     row = Row("", "405b", "H100-SXM", 8192, 1024, 1, 1, True, 0)
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(config))
+    with in_folder({**llama(16384, 53248, 126, 128), "max_position_embeddings": 131072}) as folder:
         start, cpu = time.perf_counter(), time.process_time()
         found = plan(
             folder, settings(row), world_size=1024, machine="H100-SXM", sequence=8192, recompute=True, changes=False
@@ -246,35 +244,102 @@ def published(small: bool) -> Table:
 
 def layouts(small: bool) -> Table:
     """Plans beside published rates and peaks of other layouts."""
+    rows = [row for row in LAYOUTS if row.pipe == 1]
+    return held("layouts", [row for row in rows if row.quick][:2] if small else rows)
+
+
+def stages(small: bool) -> Table:
+    """Plans of pipelines beside published rates and peaks."""
+    rows = [row for row in LAYOUTS if row.pipe > 1]
+    return held("stages", rows[:1] if small else rows)
+
+
+def held(name: str, rows: list[Layout]) -> Table:
+    """The table of published layouts. A plan that cannot be made has its reason in place of numbers."""
     columns = {"source": "", "model": "", "device": "", "devices": "", "length": "", "layout": ""}
     rates = {"published tokens/s/device": "", "predicted / published": "{:.3f}"}
     peaks = {"published GiB": "", "predicted GiB": "{:.1f}", "used to fit": "", "assumed or refused": ""}
-    table = Table({**columns, **rates, **peaks}, "layouts")
+    table = Table({**columns, **rates, **peaks}, name)
     speeds, memory = [], []
-    for row in [row for row in LAYOUTS if row.quick][:2] if small else LAYOUTS:
+    for row in rows:
         found, refused = None, ""
         try:
             found = planned(row)
         except PlanError as error:
             refused = str(error).partition(";")[0]
         rate = found and found.tokens_per_second / row.devices
-        held = found and (found.peak_bytes + found.fragmentation_bytes) / 2**30
+        nbytes = found and (found.peak_bytes + found.fragmentation_bytes) / 2**30
         if rate and not row.fits:
-            speeds.append((row.rate, rate))
-        if held and row.peak:
-            memory.append(held / row.peak)
+            speeds.append((row, rate))
+        if nbytes and row.peak:
+            memory.append(nbytes / row.peak)
         given = (row.source.partition(",")[0], row.model, row.machine, row.devices, row.length, row.words, row.rate)
         fits = "yes" if row.fits else "no"
-        table.add(*given, rate and rate / row.rate, row.peak or "", held, fits, refused or row.assumed)
+        table.add(*given, rate and rate / row.rate, row.peak or "", nbytes, fits, refused or row.assumed)
         sys.stderr.write(f"{row.model} {row.words}: {refused or rate}\n")
-    errors = [abs(said / rate - 1.0) for rate, said in speeds]
-    judge(table, "rates", errors, correlation([rate for rate, _ in speeds], [said for _, said in speeds]), (0.07, 0.95))
+    judge_families(table, speeds)
+    if memory:
+        off = [abs(share - 1.0) for share in memory]
+        text = f"{statistics.median(off):.1%} in the median, {max(off):.1%} at most"
+        table.goal("peaks within 5 % of the published ones", text, met=max(off) <= 0.05)
+    return table
+
+
+def judge_families(table: Table, speeds: list[tuple[Layout, float]]) -> None:
+    """The goals of rates, over all rows, and what each family alone comes to."""
+    if len(speeds) < 2:
+        return
+    errors = [abs(said / row.rate - 1.0) for row, said in speeds]
+    rates = [row.rate for row, _ in speeds], [said for _, said in speeds]
+    judge(table, "rates", errors, correlation(*rates), (0.07, 0.95))
     table.goal("the worst of them within 15 %", f"{max(errors):.1%}", met=max(errors) <= 0.15)
-    off = [abs(share - 1.0) for share in memory]
-    text = f"{statistics.median(off):.1%} in the median, {max(off):.1%} at most"
-    table.goal("peaks within 5 % of the published ones", text, met=max(off) <= 0.05)
+    for name in dict.fromkeys(family(row) for row, _ in speeds):
+        mine = [error for (row, _), error in zip(speeds, errors) if family(row) == name]
+        found = f"{statistics.median(mine):.1%} in the median of {len(mine)}, {max(mine):.1%} at most"
+        table.goal(f"{name} within 7% in the median", found, met=statistics.median(mine) <= 0.07)
+
+
+def claims(small: bool) -> Table:
+    """Models that others report to train with states in host memory and on disk: does a plan of them fit?"""
+    columns = {"source": "", "claim": "", "parameters, B": "{:.1f}", "device": "", "devices": ""}
+    found = {"device GiB": "{:.1f}", "host GiB": "{:.0f}", "disk TB": "{:.1f}", "fits": ""}
+    table = Table({**columns, **found, "published TFLOPS": "", "predicted TFLOPS": "{:.1f}"}, "claims")
+    for claim in CLAIMS[:1] if small else CLAIMS:
+        plan = claim.planned()
+        tiers = [plan.peak.get(tier, 0) * plan.ranks_per_host for tier in ("host", "disk")]
+        rate = (plan.flops - plan.recomputed_flops) / plan.step_seconds / 1e12
+        table.add(
+            claim.source, claim.words, plan.parameters / 1e9, claim.machine, claim.devices, plan.peak_bytes / 2**30,
+            tiers[0] / 2**30, tiers[1] / 1e12, "yes" if plan.fits else "no", claim.teraflops or "", rate,
+        )  # fmt: skip
+        table.goal(f"{claim.words} fits", "yes" if plan.fits else f"no: {plan.short_of}", met=plan.fits)
+    return table
+
+
+def deep(small: bool) -> Table:
+    """The plan of very many blocks that are alike, on very many ranks."""
+    text = llama(2560, 8192, 320 if small else 11_200, 20)
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+    }  # fmt: skip
+    with in_folder(text) as folder:
+        cpu = time.process_time()
+        found = plan(
+            folder, config, world_size=10_000, machine="H100-SXM", sequence=4096, recompute=True, alike=True,
+            changes=False,
+        )  # fmt: skip
+        cpu = time.process_time() - cpu
+    columns = {"parameters, B": "{:.1f}", "tensors": "", "ranks": "", "s of one core": "{:.1f}"}
+    planned = {"peak, GiB": "{:.1f}", "s per step": "{:.1f}", "MFU": "{:.1%}"}
+    table = Table({**columns, **planned}, "deep")
+    tensors = 9 * text["num_hidden_layers"] + 3
+    numbers = (found.peak_bytes / 2**30, found.step_seconds, found.mfu)
+    table.add(found.parameters / 1e9, tensors, found.world_size, cpu, *numbers)
+    table.goal("planned in 60 s of one core", f"{cpu:.1f} s", met=cpu <= 60)
     return table
 
 
 if __name__ == "__main__":
-    run_parts({"real": real, "published": published, "layouts": layouts, "fit": fit, "wide": wide}, __doc__)
+    parts = {"real": real, "published": published, "layouts": layouts, "stages": stages, "claims": claims}
+    run_parts({**parts, "fit": fit, "wide": wide, "deep": deep}, __doc__)

@@ -211,3 +211,34 @@ def test_without_a_machine_it_is_asked_for_and_the_known_ones_are_named(files, c
     assert main(words(files, "-n", "8")) == 1
     text = capsys.readouterr().err
     assert "--machine: got none" in text and "A100-80" in text and "H100-SXM" in text and "--machine here" in text
+
+
+def test_measure_is_the_search_by_trials(tmp_path, capsys):
+    """`dsx plan --measure` is `dsx launch --autotuning tune`: a dry run of both lists the same experiments."""
+    places = {"results_dir": f"{tmp_path}/results", "exps_dir": f"{tmp_path}/exps"}
+    config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+              "autotuning": {"enabled": True, **places}}  # fmt: skip
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    script = ["--dry_run", "--num_procs", "2", f"{tmp_path}/train.py", "--deepspeed_config", f"{tmp_path}/ds.json"]
+    assert main(["plan", "--measure", *script]) == 0
+    measured = capsys.readouterr().out
+    assert main(["launch", "--autotuning", "tune", *script]) == 0
+    assert measured == capsys.readouterr().out and "micro" in measured
+
+
+def test_the_page_stacks_all_that_the_device_holds(files, capsys):
+    assert main(words(files, "-n", "4", "-m", "A100-80", "--json", f"{files}/p.json", "--html", f"{files}/p.html")) == 0
+    text, page = capsys.readouterr().out, (files / "p.html").read_text()
+    found = Plan.from_json((files / "p.json").read_text())
+    assert set(found.beside) == {"allocator", "communicators", "context"}
+    assert found.beside["allocator"] == found.fragmentation_bytes
+    assert sum(found.held.values()) == found.peak_bytes + sum(found.beside.values())
+    assert "beside the tensors" in text and "NCCL's communicators" in text
+    stack = page[page.index('aria-label="memory by class"') :]
+    drawn = re.findall(r'<rect[^>]*width="([\d.]+)"[^>]*><title>(\w+),', stack[: stack.index("</svg>")])
+    room = max(sum(found.held.values()), found.machine["memory_bytes"])
+    assert [name for _, name in drawn] == list(found.held)
+    assert [float(w) for w, _ in drawn] == pytest.approx([1000 * n / room for n in found.held.values()], abs=0.01)
+    assert main(words(files, "-n", "1", "-m", "here", "--json", f"{files}/here.json")) == 0
+    assert Plan.from_json((files / "here.json").read_text()).beside == {}

@@ -3,17 +3,17 @@
 from importlib.util import find_spec
 
 import pytest
-from dsx_plan import recorder
+from dsx_plan import owners
 
 
-@pytest.mark.parametrize(("module", "kind"), recorder._OWNERS)
+@pytest.mark.parametrize(("module", "kind"), owners._OWNERS)
 def test_memory_belongs_to_the_module_that_asks(module, kind):
     assert find_spec(module) is not None
-    scope = {"__name__": f"{module}.inner", "ask": lambda: recorder._who_asked()}
+    scope = {"__name__": f"{module}.inner", "ask": lambda: owners.who_asked()}
     exec("def make():\n    return ask()", scope)
     assert scope["make"]() == (kind, False)
 
 
-@pytest.mark.parametrize("module", recorder._ALLOCATOR_MODULES)
+@pytest.mark.parametrize("module", owners._ALLOCATOR_MODULES)
 def test_modules_that_allocate_for_their_callers_exist(module):
     assert find_spec(module) is not None

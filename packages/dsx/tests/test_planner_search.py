@@ -11,6 +11,7 @@ from torch import nn
 dsx_pipe = pytest.importorskip("dsx_pipe")
 
 PIPE, TENSOR, MICRO = "pipeline.stages", "tensor_parallel.autotp_size", "train_micro_batch_size_per_gpu"
+SCHEDULE, CHUNKS, SEQUENCE = "pipeline.schedule", "pipeline.chunks", "sequence_parallel_size"
 STAGE, OPTIMIZER = "zero_optimization.stage", "zero_optimization.offload_optimizer"
 HOST = {"device": "cpu"}
 
@@ -85,10 +86,45 @@ def test_points_that_cannot_be_better_are_left_out():
     assert len(tight) + len(tight.skipped) == 6
 
 
+def test_schedules_chunks_and_sequences_are_searched_at_once(tmp_path):
+    pytest.importorskip("transformers")
+    space = {PIPE: [1, 2], SCHEDULE: [None, "interleaved", "zb-h1"], CHUNKS: [None, 2], SEQUENCE: [1, 2], MICRO: [2],
+             OPTIMIZER: [None, HOST]}  # fmt: skip
+    config = {**CONFIG, "bf16": {"enabled": True}}
+    found = search(folder(tmp_path), config, space, world_size=4, machine="A100-80", prune=True)
+    made = {(p.layout["pipe"], p.config.get("pipeline", {}).get("schedule"), p.layout["sequence"]) for p in found}
+    assert made == {(1, None, 1), (1, None, 2), (2, None, 1), (2, "interleaved", 1), (2, "zb-h1", 1)}
+    interleaved = next(p for p in found if p.config["pipeline"].get("schedule") == "interleaved")
+    assert interleaved.pipeline is not None and len(interleaved.pipeline.ranks[0].stages) == 2
+    points = 2 * 3 * 2 * 2 * 2
+    assert len(found) + len(found.skipped) == points, "each point has a plan or a reason"
+    reasons = {point.reason for point in found.skipped}
+    assert "schedules and chunks are of a pipeline, and there is one stage" in reasons
+    assert "chunks are stages of a rank in the interleaved schedule" in reasons
+    assert "the interleaved schedule needs chunks, at least two" in reasons
+    assert any("loss_fn" in reason for reason in reasons), "a model's own loss is that of a rank's tokens"
+
+
+def test_a_layout_that_is_much_slower_is_planned_once(tmp_path):
+    """Between hosts with a slow network slices of layers take most of the time."""
+    pytest.importorskip("transformers")
+    space = {TENSOR: [1, 4], MICRO: [1, 2, 4]}
+    config = {**CONFIG, "bf16": {"enabled": True}}
+    look = dict(world_size=4, ranks_per_host=1, machine="A100-80+ethernet-10")
+    every = search(folder(tmp_path), config, space, **look)
+    some = search(folder(tmp_path), config, space, prune=True, **look)
+    assert len(every) == 6 and some[0].config == every[0].config and some[0].layout["tensor"] == 1
+    slow = [p for p in some if p.layout["tensor"] == 4]
+    assert len(slow) == 1 and slow[0].layout["micro_batch"] == 4, "that of the configuration"
+    assert [point.reason for point in some.skipped] == ["its layout is much slower than the best one"] * 2
+
+
 def test_the_usual_space_has_every_axis():
     config = {**CONFIG, MICRO: 2}
     space = usual_space(config, 8, 4)
     assert space[TENSOR] == [1, 2, 4] and space[PIPE] == [1, 2, 4] and "expert_parallel.autoep_size" not in space
+    assert space[SCHEDULE] == [None, "interleaved", "zb-h1"] and space[CHUNKS] == [None, 2, 4]
+    assert space[SEQUENCE] == [1, 2, 4]
     assert space[MICRO] == [1, 2, 4, 8, 16] and space["train_batch_size"] == [16]
     spread = usual_space({**config, "expert_parallel": {"enabled": True, "autoep_size": 8}}, 8, 2)
     assert spread[TENSOR] == [1, 2] and spread["expert_parallel.autoep_size"] == [1, 2, 4, 8]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .allocator import fragmentation
 from .casts import sides
+from .communicators import communicator_bytes
 from .configs import Ready
 from .cost import Timing, simulate, stragglers
 from .ledger import DEVICE, DISK, HOST, Peak
@@ -17,7 +18,7 @@ from .plans import PipelinePlan, Plan, StagePlan
 from .replay import Replay
 from .trace import COPIES, COPY, MESSAGE
 
-__all__ = ["RESERVE", "answer_of"]
+__all__ = ["RESERVE", "answer_of", "short_of"]
 
 RESERVE = 0.97
 """Share of a device's memory that a process can use: the rest is the context's."""
@@ -47,7 +48,7 @@ class _Rank:
         peaks = {tier: peak.nbytes for tier, peak in ledger.peaks.items() if peak.nbytes}
         memory = ledger.memory if machine.device == "cpu" else ledger.peaks[DEVICE]
         extra = fragmentation(ledger.requests) if machine.streams else 0
-        library = replay.communicators * machine.communicator_bytes if machine.device == "cuda" else 0
+        library = communicator_bytes(replay.communicators, machine)
         return _Rank(replay, timing, peaks, memory, extra, library, *_flops(replay))
 
     @property
@@ -71,7 +72,8 @@ def answer_of(
     """
     ranks = [_Rank.of(replay, machine, on_host) for replay in replays]
     most = max(ranks, key=lambda rank: rank.needed)
-    short = next((found for rank in (most, *ranks) if (found := _short_of(rank, machine, on_host))), None)
+    shortages = (short_of(rank.needed, rank.peaks, machine, on_host) for rank in (most, *ranks))
+    short = next((found for found in shortages if found), None)
     step, pipeline = None, None
     if most.replay.stage is not None:
         step = step_of(replays, [rank.timing for rank in ranks], machine)
@@ -87,9 +89,8 @@ def answer_of(
     operations = sum(rank.flops - rank.again for rank in ranks) / len(ranks)
     notes = dict.fromkeys(note for rank in ranks for note in rank.replay.notes)
     if most.library:
-        notes[
-            f"{found.communicators} communicators take about {most.library / 1e9:.1f} GB of the device beside this"
-        ] = None
+        count = sum(group.ranks > 1 for group in found.communicators)
+        notes[f"{count} communicators take about {most.library / 1e9:.1f} GB of the device beside this"] = None
     return Plan(
         model=model,
         world_size=world_size,
@@ -122,7 +123,16 @@ def answer_of(
         pipeline=pipeline,
         phases=found.phases,
         casts=sides(found.crossings, machine, on_host),
+        beside=_beside(most, machine),
     )
+
+
+def _beside(rank: _Rank, machine: Machine) -> dict[str, int]:
+    """Bytes of a device beside the tensors on it."""
+    if machine.device == "cpu":
+        return {}
+    context = machine.memory_bytes - int(machine.memory_bytes * RESERVE)
+    return {"allocator": rank.extra, "communicators": rank.library, "context": context}
 
 
 def _copied(replay: Replay) -> int:
@@ -183,17 +193,24 @@ def _machine_notes(machine: Machine, dtype: str) -> list[str]:
     return notes
 
 
-def _short_of(rank: _Rank, machine: Machine, on_host: int) -> tuple[str, int, int] | None:
-    """The first memory that is too small: tier, bytes needed, bytes there; None if all of it fits."""
+def short_of(needed: int, peaks: Mapping[str, int], machine: Machine, on_host: int) -> tuple[str, int, int] | None:
+    """The first memory that is too small: tier, bytes needed, bytes there; None if all of it fits.
+
+    Args:
+        needed: bytes of the device, with what is there beside tensors.
+        peaks: by tier, of a rank.
+        machine: what it runs on.
+        on_host: ranks of a host.
+    """
     on_cpu = machine.device == "cpu"  # then the device is the host's memory
-    needed, room = rank.needed, int(machine.memory_bytes * RESERVE)
+    room = int(machine.memory_bytes * RESERVE)
     if not on_cpu and needed > room:
         return "device", needed, room
-    needed = on_host * (rank.needed if on_cpu else rank.peaks.get(HOST, 0))
+    needed = on_host * (needed if on_cpu else peaks.get(HOST, 0))
     room = int(machine.host_memory_bytes * RESERVE)
     if needed > room:
         return "host", needed, room
-    needed, there = on_host * rank.peaks.get(DISK, 0), machine.disk_bytes
+    needed, there = on_host * peaks.get(DISK, 0), machine.disk_bytes
     return ("disk", needed, there) if there is not None and needed > there else None
 
 

@@ -3,6 +3,7 @@
 dsx plan MODEL --config dsx.json --gpus 64 --machine H100-SXM
 dsx plan MODEL --config dsx.json --gpus 64 --search
 dsx plan calibrate -o machine.json
+dsx plan --measure --num_procs 2 train.py --deepspeed_config dsx.json
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ def _run(words: list[str], prog: str) -> int:
         return _calibrate(words[1:], f"{prog} calibrate")
     if words[:1] == ["machines"]:
         return _machines(words[1:], f"{prog} machines")
+    if words[:1] == ["--measure"]:
+        from .autotuning.command import main as measure  # lazy import: the launcher
+
+        return measure(words[1:], prog=f"{prog} --measure")
     args = _parser(prog).parse_args(words)
     try:
         return _plan(args)
@@ -48,7 +53,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         version=f"dsx-plan {__version__}",
         description="Memory, messages and time of a training job, before it runs. No device is needed.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="commands:\n  calibrate  measure this machine\n  machines   print the table of devices\n",
+        epilog="commands:\n  calibrate  measure this machine\n  machines   print the table of devices\n"
+        "  --measure  [options of dsx launch] SCRIPT ...: search by plans and trials of the script, as dsx launch"
+        " --autotuning tune\n",
     )
     parser.add_argument(
         "model", help="file.py:function, package.module:function, a folder with a config.json, or hf://NAME: a folder"
@@ -75,7 +82,13 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--fp8", action="store_true", help="products of blocks multiply FP8, as with torchao")
     parser.add_argument(
-        "--search", action="store_true", help="try axes of ranks, stages, micro-batches, offload and recomputation"
+        "--sliced-loss", action="store_true", help="ranks that slice the layers keep their slice of the logits, and"
+        " compute the loss on them, as torchtitan and Megatron-LM do",
+    )  # fmt: skip
+    parser.add_argument(
+        "--search",
+        action="store_true",
+        help="try axes of ranks, schedules, ZeRO stages, micro-batches, offload and recomputation",
     )
     parser.add_argument(
         "--longest", action="store_true", help="find the longest sequence that fits, and the settings that reach it;"
@@ -118,6 +131,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    from .errors import PlanError
     from .models import _named
     from .planner import plan
     from .searching import search
@@ -129,8 +143,11 @@ def _plan(args: argparse.Namespace) -> int:
     common: dict[str, Any] = {
         "world_size": args.gpus, "ranks_per_host": args.per_host, "machine": _machine(args), "batch": batch,
         "sequence": args.sequence, "fp8": args.fp8, "attention": args.attention,
+        "sliced_loss": args.sliced_loss,
     }  # fmt: skip
     config = _changed(args)
+    if args.alike and (args.search or args.vary or args.phases):
+        raise PlanError("--alike: got it with a search or --phases, expected one configuration")
     space, generator = _space(args, config, common["machine"]), _generator(args)
     silent = args.json == "-" or args.emit is not None
     if space:
@@ -143,7 +160,7 @@ def _plan(args: argparse.Namespace) -> int:
     else:
         with Progress(1, "planning", unit="configurations", shown=sys.stderr.isatty()) as bar:
             bar.add(0)
-            best = plan(args.model, config, recompute=args.recompute, generator=generator, **common)
+            best = plan(args.model, config, recompute=args.recompute, generator=generator, alike=args.alike, **common)
             bar.add(1)
         if not silent:
             sys.stdout.write(describe_plan(best))
@@ -189,8 +206,17 @@ def _farthest(args: argparse.Namespace) -> int:
     from .reaching import memory_picture
     from .sizes import describe_largest, largest
 
-    own = ("search", "vary", "emit", "fp8", "html", "phases", *(("sequence", "largest") if args.longest else ()))
-    wrong = [f"--{name}" for name in own if getattr(args, name)]
+    own = (
+        "search",
+        "vary",
+        "emit",
+        "fp8",
+        "sliced_loss",
+        "html",
+        "phases",
+        *(("sequence", "largest") if args.longest else ()),
+    )
+    wrong = [f"--{name.replace('_', '-')}" for name in own if getattr(args, name)]
     wrong += ["--attention"] if args.attention != "flash2" else []
     if wrong:
         mine, what = ("--longest", "lengths") if args.longest else ("--largest", "models")

@@ -11,7 +11,7 @@ memory of those that are not; operators that a compiler cannot fuse (sorting, in
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -56,6 +56,13 @@ class Kernels:
         sizes = {size for factor in found for size in factor.shape}
         whole = all(size % 16 == 0 for size in sizes) and not sizes & self.vocabulary
         return whole and all(factor.element_size() == 2 for factor in found)
+
+    def for_model(self, model: Any) -> Kernels:
+        """The kernels with the sizes of a model's output layer, whole or in slices."""
+        words = getattr(getattr(model, "config", None), "vocab_size", None)
+        if not isinstance(words, int):
+            return self
+        return replace(self, vocabulary=frozenset(words // n for n in range(1, 65) if words % n == 0))
 
     def casts(self, factors: int) -> int:
         """Bytes of a product in FP8 beside those of its 16-bit factors. They are written and read in 8 bits; where

@@ -41,8 +41,8 @@ class Machine:
         host_bandwidth: bytes per second of a host's memory, for all its ranks.
         disk_bandwidth: bytes per second of a host's disks, for all its ranks.
         disk_bytes: of a host's disks, for all its ranks; None: not known, so that nothing is too large for them.
-        communicator_bytes: of a CUDA device, for each process group over which tensors go. (Reported for NCCL on four
-            A100 with NVLink: 544 MB between two ranks, 688 MB among more; https://github.com/NVIDIA/nccl/issues/964.)
+        communicator_bytes: of a CUDA device, for each process group over which tensors go; None: by NCCL's sizes
+            (`communicators.py`).
         constants: see `Constants`.
         source: where the figures come from.
         calibrated_on: fingerprint of the machine that the constants were measured on; "" where they were not.
@@ -61,7 +61,7 @@ class Machine:
     host_bandwidth: float = 300e9
     disk_bandwidth: float = 6e9
     disk_bytes: int | None = None
-    communicator_bytes: int = 688_000_000
+    communicator_bytes: int | None = None
     constants: Constants = field(default_factory=Constants)
     source: str = ""
     calibrated_on: str = ""

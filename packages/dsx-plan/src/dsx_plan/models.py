@@ -19,7 +19,7 @@ from torch import nn
 
 from .errors import PlanError
 
-__all__ = ["Batch", "Deep", "cut", "deep", "default_batch", "describe", "model_maker", "resized"]
+__all__ = ["Batch", "Deep", "cut", "deep", "default_batch", "depth_of", "describe", "model_maker", "resized"]
 
 Batch = Any
 """A tensor, a sequence of positional arguments, or a dictionary of keyword arguments: one micro-batch."""
@@ -61,28 +61,54 @@ Deep = Any
 _DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
+def depth_of(model: Any) -> int:
+    """The number of blocks of a model in a folder.
+
+    Raises:
+        PlanError: it is no folder with a config.json, or says no number.
+    """
+    folder = _folder_of(model)
+    if folder is None:
+        raise PlanError(
+            f"alike: got the model {describe(model)}, expected a folder with a config.json of Hugging Face's format,"
+            " which says how many blocks the model has"
+        )
+    text = _hugging_face_text(folder)
+    return int(text[_depth_in(text, folder)])
+
+
+def _folder_of(model: Any) -> Path | None:
+    """The folder or the config.json that an argument names, if it names one."""
+    if not isinstance(model, (str, os.PathLike)):
+        return None
+    path = Path(str(model).removeprefix(HUB))
+    if path.is_dir() or path.suffix == ".json":
+        return path
+    return _from_hub(str(path)) if str(model).startswith(HUB) else None
+
+
+def _depth_in(text: dict[str, Any], folder: Path) -> str:
+    """The key that says how many blocks a model has."""
+    names = [name for name in _DEPTHS if name in text]
+    if not names:
+        raise PlanError(
+            f"model: {folder} does not say how many layers it has ({', '.join(_DEPTHS)}); give a function of the"
+            " number of blocks that makes the model"
+        )
+    return names[0]
+
+
 def deep(model: Deep) -> Callable[[int], Callable[[], nn.Module]]:
     """For a number of blocks, a function that makes the model with so many.
 
     Raises:
         PlanError: the model has no number of blocks that can be changed, or cannot be read.
     """
-    folder = None
-    if isinstance(model, (str, os.PathLike)):
-        path = Path(str(model).removeprefix(HUB))
-        if path.is_dir() or path.suffix == ".json":
-            folder = path
-        elif str(model).startswith(HUB):
-            folder = _from_hub(str(path))
+    folder = _folder_of(model)
     if folder is not None:
         text = _hugging_face_text(folder)
-        names = [name for name in _DEPTHS if name in text]
-        if not names:
-            raise PlanError(
-                f"model: {folder} does not say how many layers it has ({', '.join(_DEPTHS)}); give a function of the"
-                " number of blocks that makes the model"
-            )
-        return lambda blocks: _hugging_face(folder, _with_depth(text, names[0], blocks))
+        name_of_depth = _depth_in(text, folder)
+        return lambda blocks: _hugging_face(folder, _with_depth(text, name_of_depth, blocks))
     make = _named(str(model)) if isinstance(model, (str, os.PathLike)) else model
     name = describe(model)
     if isinstance(model, nn.Module) or not callable(make) or not _takes_one(make):
@@ -193,22 +219,25 @@ def _hugging_face_text(path: Path) -> dict[str, Any]:
 
 
 def _hugging_face(file: Path, text: dict[str, Any] | None = None) -> Callable[[], nn.Module]:
-    """A function that makes the model of a folder or a config.json; with `text` that of another configuration."""
+    """A function that makes the model of a folder or a config.json; with `text` that of another configuration. Where
+    transformers is not here, or does not know the model, the model is made by its configuration alone.
+    """
     text = _hugging_face_text(file) if text is None else text
+    if not text.get("model_type"):
+        raise PlanError(f"model: {file} has no model_type; expected a config.json of Hugging Face's format")
     try:
         transformers: Any = importlib.import_module("transformers")
-    except ImportError as error:
-        raise PlanError(f"model: {file} needs the package transformers: pip install transformers ({error})") from error
+        transformers.AutoConfig.for_model(**text)
+    except (ImportError, KeyError, ValueError):
+        from .decoders import decoder  # lazy import: only models without code need it
+        from .families import shape_of
+
+        shape_of(text, str(file))  # an error now, not when the model is made
+        return lambda: decoder(text, str(file))
     names = text.get("architectures") or []
-    kind = text.get("model_type")
 
     def make() -> nn.Module:
-        try:
-            config = transformers.AutoConfig.for_model(**text) if kind else None
-        except (KeyError, ValueError) as error:
-            raise PlanError(f"model: {file}: transformers does not know model_type {kind!r}: {error}") from error
-        if config is None:
-            raise PlanError(f"model: {file} has no model_type; expected a config.json of Hugging Face's format")
+        config = transformers.AutoConfig.for_model(**text)
         config.use_cache = False
         cls = getattr(transformers, names[0], None) if names else None
         if cls is None:

@@ -76,7 +76,7 @@ def plan_page(plan: Plan) -> str:
         _pipeline(plan),
         _memory(plan),
         _timeline(plan),
-        _table("Memory of the device at its peak", _sizes(plan.peak_parts)),
+        _stack(plan),
         _table(
             "Model state of a rank",
             ((f"{k}, {t}", bytes_text(n)) for k, tiers in plan.bytes.items() for t, n in tiers.items() if n),
@@ -209,6 +209,28 @@ def _memory(plan: Plan) -> str:
     )
 
 
+def _stack(plan: Plan) -> str:
+    """All that the device holds at the peak, stacked by class, and the same as a table."""
+    held = plan.held
+    room = max(sum(held.values()), plan.machine["memory_bytes"] if plan.beside else 0, 1)
+    shapes, keys, place = [], [], 0.0
+    for number, (name, nbytes) in enumerate(held.items()):
+        width, shade = 1000 * nbytes / room, f"var(--{'abcd'[number % 4]})"
+        opacity = 1.0 - 0.3 * (number // 4)
+        shapes.append(
+            f'<rect x="{place:.2f}" y="0" width="{width:.2f}" height="20" fill="{shade}" fill-opacity="{opacity:.1f}"'
+            f' stroke="var(--ground)" vector-effect="non-scaling-stroke"><title>{html.escape(name)},'
+            f" {bytes_text(nbytes)}</title></rect>"
+        )
+        keys.append(f'<span class="key" style="background:{shade};opacity:{opacity:.1f}"></span>{html.escape(name)}')
+        place += width
+    return (
+        f"<h2>Memory of the device at its peak</h2><p>of {bytes_text(room)}:{''.join(keys)}</p>"
+        '<svg viewBox="0 0 1000 20" height="26" preserveAspectRatio="none" role="img" aria-label="memory by class">'
+        f"{''.join(shapes)}</svg>{_rows(_sizes(held))}"
+    )
+
+
 def _timeline(plan: Plan) -> str:
     length = plan.step_seconds or 1.0
     whose = "" if plan.pipeline is None else f" of rank {plan.rank}"
@@ -247,7 +269,12 @@ def _sizes(parts: dict[str, int] | dict[str, float]) -> list[tuple[str, str]]:
 
 
 def _table(title: str, rows: Iterable[tuple[str, str]]) -> str:
+    cells = _rows(rows)
+    return f"<h2>{html.escape(title)}</h2>{cells}" if cells else ""
+
+
+def _rows(rows: Iterable[tuple[str, str]]) -> str:
     cells: Sequence[str] = [
         f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>" for name, value in rows
     ]
-    return f"<h2>{html.escape(title)}</h2><table>{''.join(cells)}</table>" if cells else ""
+    return f"<table>{''.join(cells)}</table>" if cells else ""

@@ -17,11 +17,12 @@ from .engine import EngineToPlan, engine_to_plan
 from .errors import PlanError
 from .kernels import Kernels
 from .machine import Machine
-from .models import Batch, describe, model_maker
+from .models import Batch, deep, depth_of, describe, model_maker
 from .pays import plans_without
 from .phases import Generator
 from .pipelines import replay_all
 from .plans import Plan
+from .repeated import Repeated
 from .replay import Question, Replay, replay
 
 __all__ = ["Asked", "Config", "MachineLike", "Model", "plan"]
@@ -49,6 +50,8 @@ def plan(
     engine: EngineToPlan | None = None,
     generator: Generator | None = None,
     kernels: str = "compiled",
+    sliced_loss: bool = False,
+    alike: bool = False,
 ) -> Plan:
     """Say what a job needs and how long its steps take, without running it.
 
@@ -78,6 +81,9 @@ def plan(
         engine: what is run; None: the installed one (`dsx_plan.engine`).
         kernels: that update the parameters on a device: "compiled" (those of dsx-ops), or "torch" (its fused ones,
             where none are compiled: to clip or to unscale they copy gradients, 256 MiB at a time).
+        sliced_loss: ranks that slice the layers keep their slice of the logits, and the loss is computed on them
+            (`dsx_pipe.tensor.vocab_parallel_cross_entropy`). Otherwise every rank has the whole logits.
+        alike: the model is a folder, and its blocks are alike: a few are replayed and stand for all (`repeated.py`).
 
     Raises:
         NoEngineError: there is no engine to plan with.
@@ -85,14 +91,22 @@ def plan(
         DsxConfigError: the configuration is wrong.
     """
     found = Machine.of(machine).with_attention(attention)
-    asked = Asked(
-        model, world_size, ranks_per_host, found, batch, sequence, loss, optimizer, engine, fp8, generator, kernels
-    )
-    answer = asked.plan(config, recompute)
+    given = (
+        world_size, ranks_per_host, found, batch, sequence, loss, optimizer, engine, fp8, generator, kernels,
+        sliced_loss,
+    )  # fmt: skip
+    asked = Asked(model, *given)
+    make_plan = asked.plan
+    if alike:
+        shallow = deep(model)
+        make_plan = Repeated(lambda blocks: Asked(shallow(blocks), *given, name=asked.name).plan, depth_of(model)).plan
+    if sliced_loss and not asked.slices(config):
+        raise PlanError("sliced_loss: got it without tensor_parallel.autotp_size, expected ranks that slice the layers")
+    answer = make_plan(config, recompute)
     if changes and answer.fits:
-        answer.without = plans_without(answer, asked.plan)
+        answer.without = plans_without(answer, make_plan)
     elif changes:
-        answer.changes = changes_that_fit(answer, asked.plan)
+        answer.changes = changes_that_fit(answer, make_plan)
     return answer
 
 
@@ -120,7 +134,8 @@ class Asked:
     def __init__(
         self, model: Model, world_size: int, ranks_per_host: int | None, machine: Machine, batch: Any,
         sequence: int | None, loss: Any, optimizer: Any, engine: EngineToPlan | None = None, fp8: bool = False,
-        generator: Generator | None = None, kernels: str = "compiled",
+        generator: Generator | None = None, kernels: str = "compiled", sliced_loss: bool = False,
+        name: str | None = None,
     ) -> None:  # fmt: skip
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
             raise PlanError(f"world_size: got {world_size!r}, expected a number of ranks from 1")
@@ -129,10 +144,10 @@ class Asked:
         if kernels not in ("compiled", "torch"):
             raise PlanError(f"kernels: got {kernels!r}, expected 'compiled' or 'torch'")
         self.world_size, self.machine, self._fp8 = world_size, machine, fp8
-        self._by_torch = kernels == "torch"
+        self._by_torch, self._sliced_loss = kernels == "torch", sliced_loss
         self.engine = engine_to_plan(engine)
         self.on_host = _on_host(world_size, ranks_per_host, machine)
-        self._name, self._make = describe(model), model_maker(model)
+        self.name, self._make = name or describe(model), model_maker(model)
         self._batch, self._sequence, self._loss, self._generator = batch, sequence, loss, generator
         self._optimizer = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-4))
 
@@ -141,20 +156,26 @@ class Asked:
         source = config if isinstance(config, (str, os.PathLike)) else dict(config)
         prepared = ready(source, self.world_size, self.engine)
         return answer_of(
-            self._replays(prepared, recompute), prepared, self.machine, model=self._name, world_size=self.world_size,
+            self._replays(prepared, recompute), prepared, self.machine, model=self.name, world_size=self.world_size,
             on_host=self.on_host, recompute=recompute,
         )  # fmt: skip
 
+    def slices(self, config: Config) -> bool:
+        """Whether a configuration slices layers."""
+        source = config if isinstance(config, (str, os.PathLike)) else dict(config)
+        return ready(source, self.world_size, self.engine).layout["tensor"] > 1
+
     def _replays(self, prepared: Ready, recompute: bool) -> list[Replay]:
         """The replay of every rank that differs: one, or those of a pipeline."""
-        stages = prepared.layout["pipe"]
+        stages, slices = prepared.layout["pipe"], prepared.layout["tensor"]
+        config = {**prepared.config, "train_micro_batch_size_per_gpu": prepared.micro}
         question = Question(
-            engine=self.engine, make=self._make,
-            config={**prepared.config, "train_micro_batch_size_per_gpu": prepared.micro},
+            engine=self.engine, make=self._make, config=config,
             world_size=self.world_size, rank=0, ranks_per_host=self.on_host, batch=self._batch, micro=prepared.micro,
             accumulation=prepared.accumulation, sequence=self._sequence, loss=self._loss,
             streams=self.machine.streams, optimizer=self._optimizer, recompute=recompute, stages=stages,
             shards=prepared.layout["sequence"], generator=self._generator,
+            sliced_loss=slices if self._sliced_loss else 1,
             kernels=Kernels(
                 fused=prepared.compiled, fp8=self._fp8, copies_gradients=self._by_torch and _scales(prepared.config)
             ),

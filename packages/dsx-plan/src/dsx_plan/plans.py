@@ -11,7 +11,7 @@ from .errors import PlanError
 
 __all__ = ["Change", "PipelinePlan", "Plan", "StagePlan"]
 
-FORMAT = 6
+FORMAT = 7
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,9 @@ class Plan:
         rank: which rank was the one.
         pipeline: of a model in stages: each of them, and how they work together.
         phases: bytes on the device by phase (train, sleep, generate, push) and class, where a generator was named.
+        beside: bytes on a device that are no tensors: "allocator" (segments of PyTorch's allocator that are split and
+            not in use: `fragmentation_bytes`), "communicators" (NCCL's buffers), "context" (kept free for CUDA's
+            context and libraries).
         casts: seconds of a step for casts of gradients and parameters between device and host, by class and side
             (`casts.sides`).
     """
@@ -172,6 +175,13 @@ class Plan:
     pipeline: PipelinePlan | None = None
     phases: dict[str, dict[str, int]] = field(default_factory=dict)
     casts: dict[str, dict[str, float]] = field(default_factory=dict)
+    beside: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def held(self) -> dict[str, int]:
+        """All that a device holds at the peak, by class, largest first: tensors, and what is beside them."""
+        whole = {**self.peak_parts, **self.beside}
+        return {name: nbytes for name, nbytes in sorted(whole.items(), key=lambda item: -item[1]) if nbytes}
 
     @property
     def sent_bytes(self) -> float:

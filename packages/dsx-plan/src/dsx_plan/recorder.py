@@ -1,15 +1,13 @@
 """Watches a replayed rank: every operator, message, copy and wait becomes an entry of a `Trace`, every storage one of a
 `Ledger`.
 
-Who asked for memory is found on the stack: buffers of gradients, of gathered parameters and of messages are made in
-files of their own. What lies in host memory by the engine's placement is marked, so that copies between it and the
+What lies in host memory by the engine's placement is marked, so that copies between it and the
 device are seen although both are ordinary memory here. For a device with streams the tensor that stands for host memory
 also says that it lies elsewhere (`HostMemory.device`): the engine then stages what it fetches, as on that device.
 """
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,9 +19,11 @@ from dsx_comm.rehearsal import RehearsedMessage
 from dsx_monitor.flops.rules import rule_for
 
 from . import trace as entries
+from .communicators import GroupUse
 from .fake import is_small
 from .kernels import UNFUSED, Fusion, Kernels, dtype_in, is_causal
 from .ledger import DEVICE, HOST, Ledger
+from .owners import who_asked
 from .trace import COPY, MARK, MESSAGE, OPERATOR, PHASE, RATES, RECOMPUTED, WAIT_MARK, WAIT_MESSAGE, Message, Trace
 
 if TYPE_CHECKING:
@@ -54,23 +54,6 @@ _PARTIAL = frozenset(["embedding", "index_select", "gather", "index"])
 """Operators that read as much of their first argument as they return."""
 _ASKED = frozenset({*_EMPTY, "zeros", "zeros_like", "new_zeros", "ones", "full", "clone", "_to_copy"})
 """Operators by which the engine takes memory."""
-_OWNERS: tuple[tuple[str, str | None], ...] = (
-    ("dsx_zero.params.partitioned_unit", "gathered"),
-    ("dsx_zero.grads", "gradients"),
-    ("dsx_zero.step.states", "states"),
-    ("dsx_zero.step", "workspace"),
-    ("dsx_zero.gather", "messages"),
-    ("dsx_zero.transports", "messages"),
-    ("dsx_activations", "activations"),
-    ("dsx_zero.params", "parameters"),
-    ("dsx_comm.lanes", None),
-    ("dsx_comm", "messages"),
-    ("dsx_ops.optim", "states"),
-    ("dsx_pipe.runtime.messages", "activations"),
-)
-_ALLOCATOR_MODULES = ("dsx_zero.homes", "dsx_zero.params.memory")
-"""Modules that allocate memory on behalf of their callers: the caller decides the class of that memory."""
-
 _SMALL_MESSAGE = 1 << 16
 
 
@@ -107,7 +90,7 @@ class Recorder(RehearsalObserver):
         """Operators of which nobody has said what they cost, with how often they ran."""
         self.late: list[Any] = []
         """Tickets of what is to be over when the step ends."""
-        self.communicators: set[int] = set()
+        self.communicators: dict[int, GroupUse] = {}
         """Process groups over which tensors went, and not only a few words: NCCL has a communicator for each."""
         self.mail = mail
         self._ranks_per_host, self._streams = ranks_per_host, streams
@@ -116,6 +99,7 @@ class Recorder(RehearsalObserver):
         self._lane = 0
         self._silent = False
         self._staged: dict[int, tuple[int, int]] = {}
+        self._hosts: dict[int, tuple[int, int]] = {}
 
     def _add(self, lane: int, kind: int, number: int, extra: int = 0, rate: int = 0) -> None:
         if lane == entries.COMPUTE:
@@ -227,7 +211,7 @@ class Recorder(RehearsalObserver):
             return tensor
         kind, tier = "activations" if self.phase == "forward" else "workspace", DEVICE
         if func._overloadpacket.__name__ in _ASKED:
-            asked, on_host = _who_asked()
+            asked, on_host = who_asked()
             kind, tier = asked or kind, HOST if on_host else tier
         first = next(_tensors(args), None)
         if tier == DEVICE and first is not None:
@@ -259,11 +243,20 @@ class Recorder(RehearsalObserver):
         self._silent = False
         self.trace.messages.append(self._message(message))
         if max(message.sent, message.received) > _SMALL_MESSAGE:
-            self.communicators.add(message.group)
+            self._note_use(message)
         number = len(self.trace.messages) - 1
         self._add(self._lane, MESSAGE, number)
         self._stage(number, message)
         return number
+
+    def _note_use(self, message: RehearsedMessage) -> None:
+        use = self.communicators.setdefault(message.group, GroupUse(len(message.ranks)))
+        if message.op in ("send", "recv"):
+            use.peers.add(message.peer)
+        elif message.op == "all_to_all":  # NCCL sends it as messages between each two
+            use.peers.update(rank for rank in message.ranks if rank != message.rank)
+        else:
+            use.collective = True
 
     def _stage(self, number: int, message: RehearsedMessage) -> None:
         """On a CPU reductions take memory of their own until they are waited for."""
@@ -281,11 +274,19 @@ class Recorder(RehearsalObserver):
         self.ledger.add_bytes(DEVICE, "messages", at_end)
         self.ledger.add_bytes(DEVICE, "messages", -arriving - at_end)
 
+    def _places(self, message: RehearsedMessage) -> tuple[int, int]:
+        """Hosts of a group, and its ranks on this one. A group is looked at once: it may have thousands of ranks."""
+        found = self._hosts.get(message.group)
+        if found is None:
+            hosts = [rank // self._ranks_per_host for rank in message.ranks]
+            found = len(set(hosts)), hosts.count(message.rank // self._ranks_per_host)
+            self._hosts[message.group] = found
+        return found
+
     def _message(self, message: RehearsedMessage) -> Message:
         per_host, ranks = self._ranks_per_host, message.ranks
         here = message.rank // per_host
-        hosts = len({rank // per_host for rank in ranks}) if message.peer < 0 else 1
-        neighbours = sum(rank // per_host == here for rank in ranks)
+        hosts, neighbours = self._places(message) if message.peer < 0 else (1, 1)
         if message.op in ("send", "recv"):
             ranks = (message.rank, message.peer)
             outside = float(message.peer // per_host != here)
@@ -369,27 +370,3 @@ def _nbytes(value: Any) -> int:
     if isinstance(value, (list, tuple)):
         return sum(map(_nbytes, value))
     return 0
-
-
-def _who_asked() -> tuple[str | None, bool]:
-    """The class of what is being made by the file that asked for it, None for a model's or PyTorch's; and whether it
-    is to lie in host memory.
-    """
-    frame, on_host = sys._getframe(2), False
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if frame.f_code.co_name == "__torch_function__":
-            pass  # a mode that hands the call on
-        elif module.startswith(_ALLOCATOR_MODULES):
-            on_host = on_host or (module == "dsx_zero.homes.home" and frame.f_code.co_name == "__init__")
-            on_host = on_host or module == "dsx_zero.homes.stored"
-        elif module == "dsx_activations.places" and frame.f_code.co_name == "host_memory":
-            return "activations", True
-        elif module.startswith(("dsx_zero.", "dsx_activations.", "dsx_comm.", "dsx_ops.", "dsx_pipe.runtime.messages")):
-            if module == "dsx_zero.params.flat" and frame.f_code.co_name == "make_master":
-                return "masters", on_host
-            return next((kind for prefix, kind in _OWNERS if module.startswith(prefix)), None), on_host
-        elif not module.startswith(("torch", "dsx_plan", "contextlib")):
-            return None, on_host
-        frame = frame.f_back
-    return None, on_host

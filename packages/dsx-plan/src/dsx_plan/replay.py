@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import dsx_comm
@@ -19,6 +19,7 @@ from dsx_zero import ZeroOptimizer
 from torch import nn
 
 from .casts import Crossing, crossings
+from .communicators import GroupUse
 from .engine import BuiltEngine, EngineToPlan
 from .errors import PlanError, explains_itself
 from .fake import FakeCompute
@@ -29,6 +30,7 @@ from .phases import Generator, replay_phases
 from .pipelines import PipelineSteps, as_pair, mail_of, micro_batches_of
 from .record import Record, StageReplay, Steps
 from .recorder import Recorder
+from .sliced_loss import SlicedLoss
 from .store import PlannedStore
 from .surroundings import DeviceAttention, address_space, kernels_recorded, quiet
 from .trace import Trace
@@ -63,6 +65,7 @@ class Question:
         shards: ranks that share each sequence.
         kernels: that compute.
         generator: plan the phases of a job that shares its devices with it.
+        sliced_loss: ranks over which the loss is computed on slices of the logits; 1: on whole ones.
         known: of a pipeline: by global rank, the letters that it sends to this rank (`dsx_pipe.runtime.rehearsed`).
     """
 
@@ -85,6 +88,7 @@ class Question:
     kernels: Kernels = field(default_factory=Kernels)
     known: Mapping[int, Any] = field(default_factory=dict)
     generator: Generator | None = None
+    sliced_loss: int = 1
 
 
 @dataclass
@@ -101,7 +105,7 @@ class Replay:
         tokens: of one micro-batch.
         rank: which one.
         experts: ranks over which experts are spread; 0 without experts.
-        communicators: process groups over which tensors went.
+        communicators: use of each process group over which tensors went.
         notes: what the reader should know.
         stage: of a pipeline: when this rank did what, and what it sent.
         phases: bytes on the device by phase and class, where a generator was named.
@@ -118,7 +122,7 @@ class Replay:
     tokens: int
     rank: int = 0
     experts: int = 0
-    communicators: int = 0
+    communicators: tuple[GroupUse, ...] = ()
     notes: list[str] = field(default_factory=list)
     stage: StageReplay | None = None
     phases: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -159,12 +163,13 @@ def replay(question: Question) -> Replay:
 
             stack.enter_context(lanes_from(recorder.lane))
             stack.enter_context(DeviceAttention())
-        return _Run(question, recorder, compute).run()
+        sliced = stack.enter_context(SlicedLoss(question.sliced_loss)) if question.sliced_loss > 1 else None
+        return _Run(question, recorder, compute, sliced).run()
 
 
 class _Run:
-    def __init__(self, question: Question, recorder: Recorder, compute: FakeCompute) -> None:
-        self._question, self._recorder, self._compute = question, recorder, compute
+    def __init__(self, question: Question, recorder: Recorder, compute: FakeCompute, sliced: Any) -> None:
+        self._question, self._recorder, self._compute, self._sliced = question, recorder, compute, sliced
         self._notes: list[str] = []
         self._micro_batches, self._tokens = 1, 0
 
@@ -208,7 +213,7 @@ class _Run:
                 )
             enable()
         model.train()
-        self._name_output_layer(model)
+        recorder.kernels = recorder.kernels.for_model(model)
         self._micro_batches = self._replayed_micro_batches(model)
         recorder.ledger.rename(model.parameters(), "parameters")
         recorder.ledger.rename(model.buffers(), "buffers")
@@ -221,15 +226,9 @@ class _Run:
             config["sequence_parallel"] = {**section, "length": length}
         optimizer = None if "optimizer" in question.config else question.optimizer
         built = question.engine.build(config, model=model, optimizer=optimizer, store=PlannedStore(recorder))
+        if self._sliced is not None:
+            self._sliced.keep_slices(built.engine.module)
         return built, batch
-
-    def _name_output_layer(self, model: nn.Module) -> None:
-        """Products in FP8 leave it out, whole or in slices."""
-        words = getattr(getattr(model, "config", None), "vocab_size", None)
-        if isinstance(words, int):
-            parts = (n for n in range(1, 65) if words % n == 0)
-            kernels = self._recorder.kernels
-            self._recorder.kernels = replace(kernels, vocabulary=frozenset(words // n for n in parts))
 
     def _replayed_micro_batches(self, model: nn.Module) -> int:
         question = self._question
@@ -322,7 +321,7 @@ class _Run:
             tokens=self._tokens,
             rank=self._question.rank,
             experts=_experts(built.engine.module),
-            communicators=len(recorder.communicators),
+            communicators=tuple(recorder.communicators.values()),
             notes=self._notes,
             stage=record.stage,
             crossings=crossings(built.shards, record.resident),

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from .ledger import DEVICE
@@ -22,10 +22,12 @@ __all__ = ["DeviceAttention", "address_space", "kernels_recorded", "quiet"]
 
 
 class DeviceAttention(TorchFunctionMode):
-    """Attention with dropout is planned as the fused kernel that a device has for it.
+    """Attention is planned as the fused kernel that a device has for it, and not by the dispatch of the CPU.
 
-    On a CPU, where a replay runs, only attention without dropout is fused; with dropout PyTorch takes products of whole
-    score matrices, in fp32. The kernels of devices take dropout, and it costs them next to nothing.
+    On a CPU, where a replay runs, only attention without dropout and with heads of one size is fused; otherwise PyTorch
+    takes products of whole score matrices, in fp32. The kernels of devices take dropout, which costs them next to
+    nothing. Where heads of values have another size than those of keys (MLA: 128 and 192) the smaller ones are filled
+    up, as FlashAttention-2 is called by transformers; later kernels take both sizes.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -34,7 +36,18 @@ class DeviceAttention(TorchFunctionMode):
             if len(args) > _DROPOUT:
                 args = (*args[:_DROPOUT], 0.0, *args[_DROPOUT + 1 :])
             kwargs.pop("dropout_p", None)
+            if len(args) > 2 and args[0].shape[-1] != args[2].shape[-1]:
+                return _filled_up(func, args, kwargs)
         return func(*args, **kwargs)
+
+
+def _filled_up(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Attention with zeros beside the values or beside queries and keys, so that all heads have one size."""
+    q, k, v, *rest = args
+    size, wanted = v.shape[-1], max(q.shape[-1], v.shape[-1])
+    kwargs.setdefault("scale", q.shape[-1] ** -0.5)
+    q, k, v = (t if t.shape[-1] == wanted else pad(t, (0, wanted - t.shape[-1])) for t in (q, k, v))
+    return func(q, k, v, *rest, **kwargs)[..., :size]
 
 
 _DROPOUT = 4

@@ -66,6 +66,8 @@ def describe_plan(plan: Plan) -> str:
         f"memory of {whose}: at most {bytes_text(plan.peak_bytes)} on the device"
         + (f", and {bytes_text(plan.fragmentation_bytes)} that its allocator holds" * (plan.fragmentation_bytes > 0)),
         *_table([(name, bytes_text(size)) for name, size in _sorted(plan.peak_parts)]),
+        *(["beside the tensors"] if any(plan.beside.values()) else []),
+        *_table([(_BESIDE[name], bytes_text(size)) for name, size in _sorted(plan.beside) if size]),
     ]
     lines += [f"  {tier}: {bytes_text(size)}" for tier, size in plan.peak.items() if tier != "device"]
     rows = [(f"{kind}, {tier}", bytes_text(n)) for kind, tiers in plan.bytes.items() for tier, n in tiers.items() if n]
@@ -244,6 +246,11 @@ def _shown(plan: Plan, key: str) -> str:
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
     return str(value)
+
+
+_BESIDE = {
+    "allocator": "fragmentation of the allocator", "communicators": "NCCL's communicators", "context": "CUDA's context",
+}  # fmt: skip
 
 
 def _sorted(parts: dict[str, int]) -> list[tuple[str, int]]:
