@@ -175,8 +175,10 @@ class Chart {
       el(this.svg, "line", { x1: M.left, x2: width - M.right, y1: y, y2: y, class: "grid" });
       el(this.svg, "text", { x: M.left - 8, y: y + 4, "text-anchor": "end" }, short(value));
     }
-    const count = Math.max(2, width / 110), time = state.axis === "time";
-    for (const v of time ? clockTicks(x1, count).filter(v => v >= x0) : ticks(x0, x1, count))
+    const time = state.axis === "time", marks = n => time ? clockTicks(x1, n).filter(v => v >= x0) : ticks(x0, x1, n);
+    let count = Math.max(2, width / 110);
+    while (marks(count).length < 2 && count < 16) count *= 2; // one number alone is no scale
+    for (const v of marks(count))
       el(this.svg, "text", { x: X(v), y: height - 24, "text-anchor": "middle" }, time ? clock(v) : short(v));
     const middle = { x: (M.left + width - M.right) / 2, y: height - 7, "text-anchor": "middle" };
     el(this.svg, "text", middle, time ? "time since the start, h:mm:ss" : "samples");
