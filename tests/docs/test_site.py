@@ -111,6 +111,15 @@ def test_public_names_and_their_page_agree(site, module):
     assert not missing
 
 
+def test_a_page_of_the_reference_begins_with_what_is_looked_for():
+    import hooks
+
+    names = re.findall(r"^::: dsx\.(\w+)$", hooks.api_pages()["reference/api/dsx.md"], re.M)
+    assert names[:2] == ["initialize", "Engine"]
+    errors = [name.endswith("Error") for name in names]
+    assert any(errors) and errors == sorted(errors)
+
+
 @pytest.fixture(scope="module")
 def served(site):
     class Quiet(http.server.SimpleHTTPRequestHandler):

@@ -88,7 +88,7 @@ def api_pages() -> dict[str, str]:
     """Text of each page of the API reference by its path in the site."""
     pages, rows = {}, []
     for module, file in sources().items():
-        names = sorted(public_names(file), key=lambda name: (name not in FIRST, name.endswith("Error"), name.lower()))
+        names = sorted(public_names(file), key=_place)
         if not names:
             continue
         own = [name for name in names if name in bound_names(file)]
@@ -100,6 +100,11 @@ def api_pages() -> dict[str, str]:
     head = "# Python API\n\nEvery public name, by module.\n\n| module | names | what it is |\n|---|---|---|\n"
     pages["reference/api/index.md"] = head + "\n".join(rows) + "\n"
     return pages
+
+
+def _place(name: str) -> tuple[int, bool, str]:
+    """Where a name stands on the page of its module: what is looked for first, then the rest, errors last."""
+    return FIRST.index(name) if name in FIRST else len(FIRST), name.endswith("Error"), name.lower()
 
 
 def package_pages() -> dict[str, str]:
