@@ -122,6 +122,41 @@ def compressed() -> str:
     return step_picture("Bytes of the weights of a model of two linear layers", bars, [])
 
 
+def fine_tuning() -> str:
+    """What a device holds at the peak of a step, when all weights of a Llama are tuned and with LoRA."""
+    import transformers
+    from dsx.planning import plan
+    from dsx_monitor.picture import Bar, step_picture
+    from torch import nn
+
+    class LoRA(nn.Module):
+        def __init__(self, frozen: nn.Linear, rank: int) -> None:
+            super().__init__()
+            self.frozen, self.down = frozen, nn.Linear(frozen.in_features, rank, bias=False)
+            self.up = nn.Linear(rank, frozen.out_features, bias=False)
+
+        def forward(self, x: Any) -> Any:
+            return self.frozen(x) + self.up(self.down(x))
+
+    def llama(rank: int = 0) -> nn.Module:
+        sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 8, "num_attention_heads": 16,
+                 "num_key_value_heads": 4, "vocab_size": 32768, "use_cache": False}  # fmt: skip
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, attn_implementation="sdpa"))
+        if rank:
+            model.requires_grad_(False)
+            for layer in model.model.layers:
+                layer.self_attn.q_proj = LoRA(layer.self_attn.q_proj, rank)
+                layer.self_attn.v_proj = LoRA(layer.self_attn.v_proj, rank)
+        return model
+
+    config = {**BASE, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
+    bars = []
+    for name, model in (("all weights", llama), ("LoRA of rank 8", lambda: llama(8))):
+        found = plan(model, config, world_size=2, machine="RTX-4090", sequence=512, changes=False)
+        bars.append(Bar(name, found.peak_parts))
+    return step_picture("Planned memory at the peak of a step: a Llama of 0.5 B parameters on two RTX 4090", bars, [])
+
+
 def learning_rates() -> str:
     """The learning rates that the schedules give over a hundred updates."""
     import torch
@@ -185,5 +220,5 @@ def shares_of_a_batch() -> str:
 PICTURES: dict[str, Callable[[], str]] = {
     "between-nodes.svg": zero_plus_plus, "one-bit.svg": one_bit, "matrices.svg": states_of_matrices,
     "compressed.svg": compressed, "learning-rates.svg": learning_rates, "data.svg": tokens_of_data,
-    "elastic-batch.svg": shares_of_a_batch,
+    "elastic-batch.svg": shares_of_a_batch, "fine-tune.svg": fine_tuning,
 }  # fmt: skip
