@@ -141,7 +141,8 @@ def fine_tuning() -> str:
     def llama(rank: int = 0) -> nn.Module:
         sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 8, "num_attention_heads": 16,
                  "num_key_value_heads": 4, "vocab_size": 32768, "use_cache": False}  # fmt: skip
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, attn_implementation="sdpa"))
+        settings: Any = {**sizes, "attn_implementation": "sdpa"}
+        model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
         if rank:
             model.requires_grad_(False)
             for layer in model.model.layers:
