@@ -5,6 +5,7 @@ const state = { axis: "step", smooth: 0, at: null };
 const charts = [];
 const NS = "http://www.w3.org/2000/svg";
 const M = { left: 62, right: 14, top: starts.length > 1 ? 26 : 10, bottom: 42 };
+const DASHES = ["7 4", "2 3", "10 3 2 3"]; // of later starts: where two curves are the same, both are seen
 const SPARSE = 40; // curves with fewer points get dots and no smoothing
 
 function el(parent, name, attributes, text) {
@@ -162,8 +163,8 @@ class Chart {
     this.axes(width, height, { low, high, log, x0, x1, X, Y });
     for (const { s, i, x, y, area } of shown) {
       if (area) { this.area(area, X, Y, i); continue; }
-      if (y !== s.y) this.path(x, s.y, X, Y, i, "curve faint");
-      this.path(x, y, X, Y, i, "curve");
+      if (y !== s.y) this.path(x, s.y, X, Y, i, s.start, "curve faint");
+      this.path(x, y, X, Y, i, s.start, "curve");
     }
     this.cursor = el(this.svg, "g", {});
     this.show(state.at);
@@ -200,7 +201,7 @@ class Chart {
     el(this.svg, "polygon", { points, class: "area", style: `fill:var(--c${i % 8});stroke:var(--c${i % 8})` });
   }
 
-  path(x, y, X, Y, i, cls) {
+  path(x, y, X, Y, i, start, cls) {
     let d = "", pen = "M";
     for (let k = 0; k < y.length; k++) {
       if (y[k] === null) { pen = "M"; continue; }
@@ -208,7 +209,8 @@ class Chart {
       d += `${pen}${X(x[k]).toFixed(1)},${Y(y[k]).toFixed(1)}`;
       pen = "L";
     }
-    el(this.svg, "path", { d, class: cls, style: `stroke:var(--c${i % 8})` });
+    const dash = start > 1 ? `;stroke-dasharray:${DASHES[start % DASHES.length]}` : "";
+    el(this.svg, "path", { d, class: cls, style: `stroke:var(--c${i % 8})${dash}` });
     const known = y.filter(v => v !== null).length;
     if (known <= SPARSE && cls === "curve")
       for (let k = 0; k < y.length; k++)
