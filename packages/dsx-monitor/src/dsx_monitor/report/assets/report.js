@@ -209,7 +209,7 @@ class Chart {
       d += `${pen}${X(x[k]).toFixed(1)},${Y(y[k]).toFixed(1)}`;
       pen = "L";
     }
-    const dash = start > 1 ? `;stroke-dasharray:${DASHES[start % DASHES.length]}` : "";
+    const dash = start > 1 ? `;stroke-dasharray:${DASHES[(start - 2) % DASHES.length]}` : "";
     el(this.svg, "path", { d, class: cls, style: `stroke:var(--c${i % 8})${dash}` });
     const known = y.filter(v => v !== null).length;
     if (known <= SPARSE && cls === "curve")
