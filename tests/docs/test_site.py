@@ -180,7 +180,7 @@ UNREADABLE = """(() => {
         const contrast = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
         if (contrast < 3) found.push([text.slice(0, 40), contrast.toFixed(2)]);
     }
-    return found.slice(0, 5);
+    return found.slice(0, 3);
 })()"""
 
 
@@ -288,7 +288,7 @@ def test_the_calculator_counts_as_the_engine_does(served, browser, stage, sixtee
     assert (away["host"] > 0) == (stage >= 1 and (master + states > 0 or stage >= 2))
 
 
-# - A reader: what somebody types into the search leads to the answer, within the first five pages
+# - A reader: what somebody types into the search leads to the answer, within the first three pages
 
 QUESTIONS = {
     "Can I resume on half the GPUs?": ("resume number of processes", r"another number of (ranks|processes)"),
@@ -316,7 +316,7 @@ SEARCH = """(async words => {
     const links = () => [...document.querySelectorAll('.md-search-result__item')]
         .map(item => item.querySelector('.md-search-result__link').href);
     for (let i = 0; i < 200 && !links().length; i++) await new Promise(done => setTimeout(done, 50));
-    return [...new Set(links().map(link => link.split(/[?#]/)[0]))].slice(0, 5);
+    return [...new Set(links().map(link => link.split(/[?#]/)[0]))].slice(0, 3);
 })"""
 
 
