@@ -215,6 +215,16 @@ def test_every_page_shows_on_a_narrow_screen_without_errors(site, served, browse
     assert bad == {}
 
 
+def test_code_goes_on_below_and_words_of_a_drawing_stay_readable_on_a_narrow_screen(served, browser):
+    browser.open(f"{served}/guides/learning-rates/", width=390)
+    code, drawing = "document.querySelector('article pre > code')", "document.querySelector('article p > img')"
+    assert browser.evaluate(f"{code}.scrollWidth <= {code}.clientWidth")
+    assert browser.evaluate(f"{drawing}.width") >= 600  # 13 px in a drawing of 880 are 9 px or more
+    box = f"{drawing}.parentElement"
+    assert browser.evaluate(f"{box}.clientWidth <= 390 && {box}.scrollWidth > {box}.clientWidth")
+    assert browser.evaluate("document.scrollingElement.scrollWidth") <= 390
+
+
 def test_pages_ask_nobody_else_for_anything(served, browser):
     """What the scripts of a page ask for counts as well."""
     browser.requests.clear()
