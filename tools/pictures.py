@@ -17,6 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import page_pictures
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 ASSETS = DOCS / "assets"
@@ -128,6 +130,7 @@ def memory_by_phase() -> str:
 
 PICTURES = {
     "step-stage3.svg": stage_3_step, "long-sequences.svg": long_sequences, "memory-by-phase.svg": memory_by_phase,
+    **page_pictures.PICTURES,
 }  # fmt: skip
 
 

@@ -111,6 +111,15 @@ def test_public_names_and_their_page_agree(site, module):
     assert not missing
 
 
+def test_a_page_of_the_reference_begins_with_what_is_looked_for():
+    import hooks
+
+    names = re.findall(r"^::: dsx\.(\w+)$", hooks.api_pages()["reference/api/dsx.md"], re.M)
+    assert names[:2] == ["initialize", "Engine"]
+    errors = [name.endswith("Error") for name in names]
+    assert any(errors) and errors == sorted(errors)
+
+
 @pytest.fixture(scope="module")
 def served(site):
     class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -171,7 +180,7 @@ UNREADABLE = """(() => {
         const contrast = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
         if (contrast < 3) found.push([text.slice(0, 40), contrast.toFixed(2)]);
     }
-    return found.slice(0, 5);
+    return found.slice(0, 3);
 })()"""
 
 
@@ -204,6 +213,16 @@ def test_every_page_shows_on_a_narrow_screen_without_errors(site, served, browse
         if found:
             bad[page] = found
     assert bad == {}
+
+
+def test_code_goes_on_below_and_words_of_a_drawing_stay_readable_on_a_narrow_screen(served, browser):
+    browser.open(f"{served}/guides/learning-rates/", width=390)
+    code, drawing = "document.querySelector('article pre > code')", "document.querySelector('article p > img')"
+    assert browser.evaluate(f"{code}.scrollWidth <= {code}.clientWidth")
+    assert browser.evaluate(f"{drawing}.width") >= 600  # 13 px in a drawing of 880 are 9 px or more
+    box = f"{drawing}.parentElement"
+    assert browser.evaluate(f"{box}.clientWidth <= 390 && {box}.scrollWidth > {box}.clientWidth")
+    assert browser.evaluate("document.scrollingElement.scrollWidth") <= 390
 
 
 def test_pages_ask_nobody_else_for_anything(served, browser):
@@ -279,7 +298,7 @@ def test_the_calculator_counts_as_the_engine_does(served, browser, stage, sixtee
     assert (away["host"] > 0) == (stage >= 1 and (master + states > 0 or stage >= 2))
 
 
-# - A reader: what somebody types into the search leads to the answer, within the first five pages
+# - A reader: what somebody types into the search leads to the answer, within the first three pages
 
 QUESTIONS = {
     "Can I resume on half the GPUs?": ("resume number of processes", r"another number of (ranks|processes)"),
@@ -307,7 +326,7 @@ SEARCH = """(async words => {
     const links = () => [...document.querySelectorAll('.md-search-result__item')]
         .map(item => item.querySelector('.md-search-result__link').href);
     for (let i = 0; i < 200 && !links().length; i++) await new Promise(done => setTimeout(done, 50));
-    return [...new Set(links().map(link => link.split(/[?#]/)[0]))].slice(0, 5);
+    return [...new Set(links().map(link => link.split(/[?#]/)[0]))].slice(0, 3);
 })"""
 
 

@@ -32,6 +32,7 @@ FIRST = ("initialize", "Engine")  # what a reader of dsx's page looks for; error
 RARELY_SOUGHT = re.compile(
     r"decisions/|log\.md|packages/.*-changes\.md|CONTRIBUTING|contributing/|architecture\.md|figures/"
 )
+OFTEN_SOUGHT = re.compile(r"(start|guides|end-to-end)/|config\.md")
 CODE = re.compile(r"^### (DSX\d{3})\n\n\*\*(.+?)\.?\*\*(?: \((`\w+`(?:, `\w+`)*)\)\.?)?$", re.M)
 PICTURE = re.compile(r"!\[([^\]]*)\]\(https://raw\.githubusercontent\.com/dsx-project/dsx/main/([^)\s]+)\)")
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
@@ -91,7 +92,7 @@ def api_pages() -> dict[str, str]:
     """Text of each page of the API reference by its path in the site."""
     pages, rows = {}, []
     for module, file in sources().items():
-        names = sorted(public_names(file), key=lambda name: (name not in FIRST, name.endswith("Error"), name.lower()))
+        names = sorted(public_names(file), key=_place)
         if not names:
             continue
         own = [name for name in names if name in bound_names(file)]
@@ -103,6 +104,11 @@ def api_pages() -> dict[str, str]:
     head = "# Python API\n\nEvery public name, by module.\n\n| module | names | what it is |\n|---|---|---|\n"
     pages["reference/api/index.md"] = head + "\n".join(rows) + "\n"
     return pages
+
+
+def _place(name: str) -> tuple[int, bool, str]:
+    """Where a name stands on the page of its module: what is looked for first, then the rest, errors last."""
+    return FIRST.index(name) if name in FIRST else len(FIRST), name.endswith("Error"), name.lower()
 
 
 def package_pages() -> dict[str, str]:
@@ -204,11 +210,13 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Say at the end of each page for which version it is, and take out links that leave the site.
 
-    Pages for people who work on dsx come after the others in what a search finds. On the page of codes the meaning
-    stands in the heading too, so that the list of contents says it; the anchor stays the code.
+    In what a search finds, guides come first, and pages for people who work on dsx last. On the page of codes the
+    meaning stands in the heading too, so that the list of contents says it; the anchor stays the code.
     """
     if RARELY_SOUGHT.match(page.file.src_uri):
         page.meta.setdefault("search", {"boost": 0.1})
+    elif OFTEN_SOUGHT.match(page.file.src_uri):
+        page.meta.setdefault("search", {"boost": 3})
     if page.file.src_uri == "reference/errors.md":
         markdown = CODE.sub(_heading_with_meaning, markdown)
     inside = {file.src_uri for file in files}

@@ -38,6 +38,16 @@ def test_the_readme_runs():
     assert found["steps"] == 16 and found["state"]["position"] == 64 and found["drop"].step == 16
 
 
+@pytest.mark.skipif(not (PACKAGE / "README.md").is_file(), reason="outside of the repository there is no README")
+def test_the_readme_s_schedules_grow_without_an_engine():
+    code = re.findall(r"```python\n(.*?)```", (PACKAGE / "README.md").read_text(), re.DOTALL)[1]
+    found = {}
+    exec(code, found)
+    assert found["seen"][0] == (8, 8) and found["seen"][-1] == (32, 32)
+    for before, after in zip(found["seen"], found["seen"][1:]):
+        assert before[0] <= after[0] and before[1] <= after[1]
+
+
 @pytest.mark.skipif(not (PACKAGE / "examples").is_dir(), reason="outside of the repository there are no examples")
 @pytest.mark.parametrize("model", ["gpt", "bert"])
 def test_the_example_trains_with_every_technique(model):

@@ -1,4 +1,4 @@
-"""The Python blocks of the README run unchanged on one rank, and the first one on two ranks too."""
+"""The Python blocks of the README run unchanged on one rank, and the first two on two ranks too."""
 
 import re
 import subprocess
@@ -9,14 +9,13 @@ import pytest
 
 README = Path(__file__).parents[1] / "README.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.S | re.M) if README.exists() else []
-PROGRAMS = [
-    (BLOCKS[0], [sys.executable]),
-    (BLOCKS[0], [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]),
-    (BLOCKS[1], [sys.executable]),
-]  # fmt: skip
+ALONE = [sys.executable]
+TWO = [*ALONE, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+PROGRAMS = [(BLOCKS[0], ALONE), (BLOCKS[0], TWO), (BLOCKS[1], ALONE), (BLOCKS[1], TWO), (BLOCKS[2], ALONE)]
+NAMES = ["alone", "two ranks", "ddp alone", "ddp on two ranks", "hugging face"]
 
 
-@pytest.mark.parametrize(("code", "command"), PROGRAMS, ids=["alone", "two ranks", "hugging face"])
+@pytest.mark.parametrize(("code", "command"), PROGRAMS, ids=NAMES)
 def test_a_block_runs(code, command, tmp_path):
     if "transformers" in code:
         pytest.importorskip("transformers")

@@ -33,6 +33,14 @@ def test_bars_share_a_scale_and_lanes_an_axis():
     assert step[1] - forward[1] == pytest.approx(3 * forward[2], rel=1e-2) and forward[3] == "forward, 1000.000 ms"
 
 
+def test_the_key_tells_messages_apart_where_one_lane_has_both_kinds():
+    gather, reduce = ("gather", "all_gather", 0.0, 1.0), ("reduce", "reduce_scatter", 1.0, 2.0)
+    mixed = step_picture("t", [], [Lane("messages", [gather, reduce])])
+    apart = step_picture("t", [], [Lane("all-gather", [gather]), Lane("reduce-scatter", [reduce])])
+    assert ">gather</text>" in mixed and ">reduce</text>" in mixed
+    assert ">gather</text>" not in apart and ">reduce</text>" not in apart
+
+
 def test_a_class_has_one_name_by_whatever_name_a_recorder_or_the_planner_calls_it():
     recorded = {"params": 1, "master": 2, "grads": 3, "optimizer": 4, "model buffers": 5}
     planned = {"parameters": 1, "masters": 2, "gradients": 3, "states": 4, "buffers": 5}

@@ -287,10 +287,24 @@ def test_memory_by_class_is_stacked_per_start_and_its_total_is_a_line(tmp_path, 
             for step in (1, 2):
                 events = [("params", 1), ("grads", 2), ("total", 3)]
                 monitor.write_events([(f"Train/Memory/{name}", size * 2**20, step) for name, size in events])
-    series = panels_by_title(write_report(tmp_path).read_text())["Memory by class"]["series"]
-    assert {(s["name"], s["start"], s.get("line", False)) for s in series} == {
-        (f"{name}, start {start}", start, name == "total") for name in ("params", "grads", "total") for start in (1, 2)
-    }
+    panels = panels_by_title(write_report(tmp_path).read_text())
+    for start in (1, 2):  # areas of two starts in one chart would hide each other
+        series = panels[f"Memory by class, start {start}"]["series"]
+        assert {(s["name"], s["start"], s.get("line", False)) for s in series} == {
+            (name, start, name == "total") for name in ("params", "grads", "total")
+        }
+    assert "Memory by class" not in panels
+
+
+def test_the_phases_of_a_step_are_stacked_and_none_is_counted_twice(tmp_path):
+    writers = {"jsonl": {"enabled": True, "output_path": str(tmp_path), "job_name": ""}}
+    times = {"forward": 3, "backward": 7, "backward_inner": 5, "backward_allreduce": 2, "step": 4}
+    with MonitorMaster(writers, rank=0) as monitor:
+        for step in (1, 2):
+            monitor.write_events([(f"Train/Samples/elapsed_time_ms_{name}", ms, step) for name, ms in times.items()])
+    panel = panels_by_title(write_report(tmp_path).read_text())["Time of a step"]
+    assert panel["stacked"] and sum(series["y"][0] for series in panel["series"]) == 3 + 7 + 4
+    assert "backward" not in [series["name"] for series in panel["series"]]
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="no node here")

@@ -52,6 +52,8 @@ _SAME = {"params": "parameters", "masters": "master", "grads": "gradients", "opt
          "model buffers": "buffers", "inputs": "buffers"}  # fmt: skip
 """The names that engines and the planner give to classes of this picture."""
 _PHASES = ("forward", "backward", "step")
+_MESSAGES = ("gather", "reduce")
+"""These are in the key where one lane has both."""
 _STYLE = """<style>
 text{{font:13px system-ui,sans-serif;fill:#222}} .axis{{stroke:#999}} .lane{{fill:#f1f3f5}}
 {light}
@@ -124,6 +126,7 @@ def _draw_lanes(body: list[str], lanes: Sequence[Lane], y: int) -> int:
     length = length - first or 1.0
     scale = (WIDTH - LEFT - RIGHT) / length
     used = [kind for kind in _PHASES if any(span[0] == kind for span in spans)]
+    used += [kind for kind in _MESSAGES if any({*_MESSAGES} <= {span[0] for span in lane.spans} for lane in lanes)]
     _key(body, [(kind, kind) for kind in used], y)
     y += 22 if used else 0
     for lane in lanes:

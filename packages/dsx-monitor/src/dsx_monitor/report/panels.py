@@ -1,7 +1,8 @@
 """Groups curves into charts, with titles, units and an order. The input and the result are plain data.
 
 A run directory may hold several runs. Where the steps of a curve go back because the run was started again, the rest is
-a curve of its own, named after its start.
+a curve of its own, named after its start. Areas of two starts would hide each other, so that a stack has a chart for
+each start.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ _GROUPS = (
 _SUMS = ("total",)
 """Curves of a stacked chart that are the sum of others."""
 _TIMES = "elapsed_time_ms_"
+_PARTS_OF_BACKWARD = {"backward_inner", "backward_allreduce"}
 _MOST_POINTS = 2000
 
 
@@ -71,11 +73,8 @@ def panels_of(data: RunData) -> list[Panel]:
     if any(panel.unit == "tokens/s" for panel in panels):
         panels = [panel for panel in panels if panel.unit != "samples/s"]  # the same curve in another unit
     panels += _memory(data)
-    panels += [panel for group in _GROUPS if (panel := _group(left, *group)) is not None]
-    timed = {label: left.pop(label) for label in list(left) if _last(label).startswith(_TIMES)}
-    if timed:
-        series = [one for label, runs in timed.items() for one in _series(runs, _last(label)[len(_TIMES) :])]
-        panels.append(Panel("Time of a step", "ms", series))
+    panels += [panel for group in _GROUPS for panel in _group(left, *group)]
+    panels += _times(left)
     panels += [Panel(label, "", _series(runs, _last(label)), main=False) for label, runs in sorted(left.items())]
     return panels
 
@@ -97,15 +96,36 @@ def _known(left: dict[str, Runs], title: str, unit: str, names: tuple[tuple[str,
     return Panel(title, unit, series, log=title == "Loss scale") if series else None
 
 
-def _group(left: dict[str, Runs], title: str, unit: str, start: str, scale: float, stacked: bool) -> Panel | None:
+def _group(left: dict[str, Runs], title: str, unit: str, start: str, scale: float, stacked: bool) -> list[Panel]:
     # The CSV writer's file names have "_" for "/".
-    labels = [label for label in left if label.startswith((start, start.replace("/", "_")))]
-    series = []
-    for label in labels:
-        name = label[len(start) :]
-        line = {"line": True} if stacked and name in _SUMS else {}
-        series += [{**one, **line} for one in _series(left.pop(label), name, scale)]
-    return Panel(title, unit, series, stacked=stacked) if series else None
+    named = {label[len(start) :]: label for label in left if label.startswith((start, start.replace("/", "_")))}
+    if stacked:
+        return _stacks(title, unit, {name: left.pop(label) for name, label in named.items()}, scale)
+    series = [one for name, label in named.items() for one in _series(left.pop(label), name, scale)]
+    return [Panel(title, unit, series)] if series else []
+
+
+def _times(left: dict[str, Runs]) -> list[Panel]:
+    """The phases of a step on each other. `backward` is left out where its two parts are there."""
+    timed = {_last(label)[len(_TIMES) :]: left.pop(label) for label in list(left) if _last(label).startswith(_TIMES)}
+    if timed.keys() >= _PARTS_OF_BACKWARD:
+        timed.pop("backward", None)
+    return _stacks("Time of a step", "ms", timed)
+
+
+def _stacks(title: str, unit: str, parts: dict[str, Runs], scale: float = 1.0) -> list[Panel]:
+    """A chart of parts of a sum for each start of the run that has any."""
+    panels = []
+    starts = sorted({start for runs in parts.values() for start, _ in runs})
+    for start in starts:
+        series = [
+            {**_piece(curve, name, start, scale), **({"line": True} if name in _SUMS else {})}
+            for name, runs in parts.items()
+            for number, curve in runs
+            if number == start
+        ]
+        panels.append(Panel(title if len(starts) == 1 else f"{title}, start {start}", unit, series, stacked=True))
+    return panels
 
 
 def _memory(data: RunData) -> list[Panel]:

@@ -107,7 +107,7 @@
     } else cell.append(make("span", { class: "leaf" }));
     const above = row.parent?.name ? `${row.parent.name}.` : "";
     cell.append(row.name ? (row.name.startsWith(above) ? row.name.slice(above.length) : row.name) : "(model)");
-    cell.title = row.name || row.kind;
+    cell.title = [row.name, row.kind].filter(Boolean).join(", ");
     return cell;
   };
   const cellOf = (column, row) => {
@@ -121,6 +121,7 @@
     return make("td", { class: "bar" }, bar, make("span", {}, column.show(value), percent));
   };
   const draw = () => {
+    document.getElementById("modules").dataset.view = state.view;
     const rows = { tree: treeRows, flat: flatRows, class: classRows }[state.view]();
     const body = document.querySelector("#modules tbody");
     const rowOf = (row) =>

@@ -5,6 +5,7 @@ const state = { axis: "step", smooth: 0, at: null };
 const charts = [];
 const NS = "http://www.w3.org/2000/svg";
 const M = { left: 62, right: 14, top: starts.length > 1 ? 26 : 10, bottom: 42 };
+const DASHES = ["7 4", "2 3", "10 3 2 3"]; // of later starts: where two curves are the same, both are seen
 const SPARSE = 40; // curves with fewer points get dots and no smoothing
 
 function el(parent, name, attributes, text) {
@@ -162,8 +163,8 @@ class Chart {
     this.axes(width, height, { low, high, log, x0, x1, X, Y });
     for (const { s, i, x, y, area } of shown) {
       if (area) { this.area(area, X, Y, i); continue; }
-      if (y !== s.y) this.path(x, s.y, X, Y, i, "curve faint");
-      this.path(x, y, X, Y, i, "curve");
+      if (y !== s.y) this.path(x, s.y, X, Y, i, s.start, "curve faint");
+      this.path(x, y, X, Y, i, s.start, "curve");
     }
     this.cursor = el(this.svg, "g", {});
     this.show(state.at);
@@ -175,8 +176,10 @@ class Chart {
       el(this.svg, "line", { x1: M.left, x2: width - M.right, y1: y, y2: y, class: "grid" });
       el(this.svg, "text", { x: M.left - 8, y: y + 4, "text-anchor": "end" }, short(value));
     }
-    const count = Math.max(2, width / 110), time = state.axis === "time";
-    for (const v of time ? clockTicks(x1, count).filter(v => v >= x0) : ticks(x0, x1, count))
+    const time = state.axis === "time", marks = n => time ? clockTicks(x1, n).filter(v => v >= x0) : ticks(x0, x1, n);
+    let count = Math.max(2, width / 110);
+    while (marks(count).length < 2 && count < 16) count *= 2; // one number alone is no scale
+    for (const v of marks(count))
       el(this.svg, "text", { x: X(v), y: height - 24, "text-anchor": "middle" }, time ? clock(v) : short(v));
     const middle = { x: (M.left + width - M.right) / 2, y: height - 7, "text-anchor": "middle" };
     el(this.svg, "text", middle, time ? "time since the start, h:mm:ss" : "samples");
@@ -198,7 +201,7 @@ class Chart {
     el(this.svg, "polygon", { points, class: "area", style: `fill:var(--c${i % 8});stroke:var(--c${i % 8})` });
   }
 
-  path(x, y, X, Y, i, cls) {
+  path(x, y, X, Y, i, start, cls) {
     let d = "", pen = "M";
     for (let k = 0; k < y.length; k++) {
       if (y[k] === null) { pen = "M"; continue; }
@@ -206,7 +209,8 @@ class Chart {
       d += `${pen}${X(x[k]).toFixed(1)},${Y(y[k]).toFixed(1)}`;
       pen = "L";
     }
-    el(this.svg, "path", { d, class: cls, style: `stroke:var(--c${i % 8})` });
+    const dash = start > 1 ? `;stroke-dasharray:${DASHES[(start - 2) % DASHES.length]}` : "";
+    el(this.svg, "path", { d, class: cls, style: `stroke:var(--c${i % 8})${dash}` });
     const known = y.filter(v => v !== null).length;
     if (known <= SPARSE && cls === "curve")
       for (let k = 0; k < y.length; k++)
