@@ -70,8 +70,9 @@ class Sleeps(torch.autograd.Function):
 
 
 def measure(chunks: int, seconds: float, shared: float) -> tuple[float, float]:
-    """Run forward and backward; return (seconds without the experts' own, seconds in which the link was busy). `shared`:
-    seconds of shared experts in a forward.
+    """Run forward and backward; return (seconds without the experts' own, seconds in which the link was busy).
+
+    `shared`: seconds of shared experts in a forward.
     """
     size = TOKENS * HIDDEN * 4
     link = PacedLink(bytes_per_second=2 * size / seconds)  # there and back in a forward take as long as the experts

@@ -1,5 +1,5 @@
-"""The order in which chunks of rows are sent and computed: the link is one chunk ahead of the experts, in forward and in
-backward. Orders are recorded on an exchange that sends to itself, so that nothing depends on a clock.
+"""The order in which chunks of rows are sent and computed: the link is one chunk ahead of the experts, in both passes.
+Orders are recorded on an exchange that sends to itself, so that nothing depends on a clock.
 """
 
 from collections import Counter

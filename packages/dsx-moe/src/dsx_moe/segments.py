@@ -6,9 +6,9 @@
 Segment i consists of the `counts[i]` rows after those of segment i - 1. Empty segments give no rows and zero matrices.
 The derivative of each product is made of the other one, so gradients of any order exist. On a CUDA device with bfloat16
 all segments are one kernel (`torch.nn.functional.grouped_mm`), if torch has it and it takes the sizes. Otherwise each
-segment is one GEMM that writes its part of the result, and adds the bias in the same pass: a repeated bias and a sum are
-two more tensors of the size of the result, whose pages the system clears each time. Left out: transposed outputs, and
-data types below 16 bits.
+segment is one GEMM that writes its part of the result and adds the bias: a repeated bias and a sum would be two more
+tensors of the size of the result, whose pages the system clears each time. Left out: transposed outputs, and data types
+below 16 bits.
 """
 
 from __future__ import annotations
