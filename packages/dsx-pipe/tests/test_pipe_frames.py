@@ -115,10 +115,11 @@ def test_large_tensors_are_sent_as_they_lie(monkeypatch):
 def test_channels_and_micro_batches_may_be_received_in_another_order(monkeypatch):
     pair = Pair(monkeypatch)
     keys = [Key(stage, backward, m) for m in range(3) for stage in (1, 3) for backward in (False, True)]
-    for number, key in enumerate(keys):
-        pair.send(key, torch.full((2 + key.stage,), float(number)))
-    for key in reversed(keys):
-        assert torch.equal(pair.receive(key).value, torch.full((2 + key.stage,), float(keys.index(key))))
+    values = [torch.full((2 + key.stage + 5 * key.backward,), float(number)) for number, key in enumerate(keys)]
+    for key, value in zip(keys, values):
+        pair.send(key, value)
+    for key, value in zip(reversed(keys), reversed(values)):
+        assert torch.equal(pair.receive(key).value, value)
 
 
 def test_a_structure_that_changes_is_sent_again(monkeypatch):
