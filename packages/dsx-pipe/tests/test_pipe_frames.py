@@ -115,7 +115,7 @@ def test_large_tensors_are_sent_as_they_lie(monkeypatch):
 def test_channels_and_micro_batches_may_be_received_in_another_order(monkeypatch):
     pair = Pair(monkeypatch)
     keys = [Key(stage, backward, m) for m in range(3) for stage in (1, 3) for backward in (False, True)]
-    values = [torch.full((2 + key.stage + 5 * key.backward,), float(number)) for number, key in enumerate(keys)]
+    values = [torch.full((2 + key.stage + 50 * key.backward,), float(number)) for number, key in enumerate(keys)]
     for key, value in zip(keys, values):
         pair.send(key, value)
     for key, value in zip(reversed(keys), reversed(values)):
