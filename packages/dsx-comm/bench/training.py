@@ -3,8 +3,8 @@ step in turn; in fp32, and in bf16 as people write it (autocast under DDP, a pol
 
     python packages/dsx-comm/bench/training.py --ranks 2 --steps 9 [--json FILE]
 
-Rows where gloo wins come first. Losses must be equal to the last bit where the arithmetic is (2 ranks: a sum of two has one order). Goals: never slower,
-FSDP2 >= 1.15x.
+Rows where gloo wins come first. Losses must be equal to the last bit where the arithmetic is (2 ranks: a sum of two has
+one order). Goals: never slower, FSDP2 >= 1.15x.
 """
 
 import argparse
