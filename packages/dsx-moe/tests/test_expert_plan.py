@@ -75,7 +75,13 @@ def test_segments_equal_a_loop_to_the_second_derivative(counts):
     )
     torch.testing.assert_close(segment_outer(rows, other, counts), torch.stack([x.t() @ y for x, y in parts]))
     torch.testing.assert_close(segment_sum(rows, counts), torch.stack([x.sum(0) for x, _ in parts]))
+    bias = made(3, 3)
+    torch.testing.assert_close(
+        segment_matmul(rows, weights, counts, bias),
+        torch.cat([x @ w + b for (x, _), w, b in zip(parts, weights, bias)]),
+    )
     for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
         assert check(lambda x, w: segment_matmul(x, w, counts), (rows, weights))
+        assert check(lambda x, w, b: segment_matmul(x, w, counts, b), (rows, weights, bias))
         assert check(lambda x, y: segment_outer(x, y, counts), (rows, other))
         assert check(lambda v: repeat_per_segment(v, counts).square(), (values,))

@@ -1,215 +1,258 @@
-"""Time of a step of an 8-layer GPT (19 M parameters): one process, dsx-pipe, torch's pipelining, DeepSpeed.
+"""Time of a whole training step of an 8-layer GPT (19 M parameters) in two pipeline stages, as users write it.
 
-    python packages/dsx-pipe/bench/gpt.py [--json FILE]                     # all of them, on 2 processes
-    python packages/dsx-pipe/bench/gpt.py --peers "one dsx-1f1b torch-1f1b" --steps 5
-    python packages/dsx-pipe/bench/gpt.py --deepspeed-path FOLDER           # where `import deepspeed` is found
+    python packages/dsx-pipe/bench/gpt.py [--rounds 3] [--steps 5] [--precision bf16] [--only 1F1B] [--json FILE]
 
-Each peer runs in new processes with one thread each. For dsx-pipe the ideal is printed too: the simulated length of the
-schedule with the stage times of the same step. Goals on a quiet machine: 1F1B and ZB-H1 take at most 1.03 of their
-ideals and are at least as fast as torch's same schedule; 1F1B is at least 1.2 times as fast as DeepSpeed.
+A step is forward and backward of 8 micro-batches, clipping to a norm of 1 over all stages, and AdamW. dsx trains by
+`dsx.initialize` and `train_batch`, torch by `torch.distributed.pipelining` with its own clipping and fused AdamW,
+DeepSpeed by its engine; all cut the layers at the same places. Each system runs in processes of its own with one thread
+each, started by torchrun; the rows "dsx launch" are started by dsx's launcher. Systems take turns in each round. There
+is a table for fp32 and one for bf16, in which rows that a peer beats come first.
+
+The ideal is that of the run: the step of one process, times (micro-batches + stages - 1) / micro-batches / stages. "Own
+ideal" is simulated with the stage times that dsx measured in its last step, forward and backward alone. Goals on a
+quiet machine: 1F1B is at least as fast as torch's, 1.05 times as fast as DeepSpeed's, and takes at most 1.05 of the
+ideal; ZB-H1 is faster than 1F1B.
 """
+
+from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import statistics
-import subprocess
-import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from dsx_testkit import benches
-from dsx_testkit.benches import Block
+from dsx_testkit.benches import PRECISIONS, Block, losers_first, report_and_leave, run_systems
 from dsx_testkit.results import Table, add_json_option
 from torch import nn
 
-WIDTH, HEADS, LAYERS, VOCAB, SEQUENCE, MICRO = 448, 7, 8, 256, 256, 8
-PEERS = ("one", "dsx-1f1b", "dsx-zb-h1", "dsx-zbv", "torch-1f1b", "torch-zbv", "deepspeed")
+WIDTH, HEADS, LAYERS, VOCAB, SEQUENCE, MICRO, STAGES = 448, 7, 8, 256, 256, 8, 2
+ADAM = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
+BOUNDS = {1: (0, 10), 2: (0, 5, 10), 4: (0, 3, 5, 7, 10)}
+"""Where the layers are cut into so many stages: by parameters, which is dsx's and DeepSpeed's default."""
 
 
 class Embed(nn.Module):
-    def __init__(self):
+    """Tokens and positions."""
+
+    def __init__(self) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(VOCAB, WIDTH), nn.Embedding(SEQUENCE, WIDTH)
 
-    def forward(self, ids):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids [batch, length] int64 -> [batch, length, width]."""
         return self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
 
 
-def head():
-    return nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB))
-
-
-def layers():
+def layers() -> list[nn.Module]:
+    """The same weights for every system."""
     torch.manual_seed(0)
-    return [Embed(), *(Block(WIDTH, HEADS) for _ in range(LAYERS)), head()]
+    head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB))
+    return [Embed(), *(Block(WIDTH, HEADS) for _ in range(LAYERS)), head]
 
 
-def loss_fn(logits, labels):
+def loss_fn(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy."""
     return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def batch(size):
-    ids = torch.randint(0, VOCAB, (MICRO * size, SEQUENCE + 1), generator=torch.Generator().manual_seed(1))
-    return ids[:, :-1], ids[:, 1:].contiguous()
+def batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and labels of all micro-batches, [MICRO * rows, SEQUENCE] int64."""
+    ids = torch.randint(0, VOCAB, (MICRO * rows, SEQUENCE + 1), generator=torch.Generator().manual_seed(1))
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
-def stages_of(bounds):
-    built = layers()
-    return [nn.Sequential(*built[a:b]) for a, b in itertools.pairwise(bounds)]
+@dataclass(frozen=True)
+class Training:
+    """A system that is ready: `step` does a whole step; `report` tells what the system itself says about the last."""
+
+    step: Callable[[], Any]
+    report: Callable[[], dict[str, float]] = dict
 
 
-# Each of the following functions returns (a function that runs one step, the parameters on this rank, a function that
-# returns what the peer reports about its last step).
-
-
-def one_process(arguments):
+def one_process(precision: str, rows: int) -> Training:
+    """No library: the same micro-batches one after the other."""
     model = nn.Sequential(*layers())
-    x, y = batch(arguments.rows)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAM)
+    x, y = batch(rows)
 
-    def step():
+    def step() -> None:
         for a, b in zip(x.chunk(MICRO), y.chunk(MICRO)):
-            (loss_fn(model(a), b) / MICRO).backward()
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+                loss = loss_fn(model(a), b)
+            (loss / MICRO).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
 
-    return step, model.parameters(), dict
-
-
-def dsx_pipeline(arguments, name):
-    import dsx_comm
-    import dsx_pipe
-
-    dsx_comm.init_distributed()
-    plan = dsx_pipe.build(name, dsx_comm.get_world_size(), MICRO)
-    stages = stages_of(dsx_pipe.partition_uniform(LAYERS + 2, plan.stages))
-    mine = [stages[s] for s in plan.stages_of(dsx_comm.get_rank())]
-    pipe = dsx_pipe.Pipeline(mine, plan, loss_fn=loss_fn)
-    x, y = batch(arguments.rows)
-
-    def step():
-        pipe.step(x, y)
-
-    def read_report():
-        report = pipe.report()
-        return {"ideal": 1e3 * report.ideal.length, "ratio": report.over_ideal}
-
-    return step, [p for s in mine for p in s.parameters()], read_report
+    return Training(step)
 
 
-def torch_pipelining(arguments, name):
+def engine_config(precision: str, rows: int) -> dict[str, Any]:
+    """What dsx and DeepSpeed are given."""
+    return {
+        "train_micro_batch_size_per_gpu": rows,
+        "gradient_accumulation_steps": MICRO,
+        "gradient_clipping": 1.0,
+        **({"bf16": {"enabled": True}} if precision == "bf16" else {}),
+        "optimizer": {"type": "AdamW", "params": {**ADAM, "betas": list(ADAM["betas"])}},
+    }
+
+
+def dsx_pipeline(precision: str, rows: int, schedule: str) -> Training:
+    """dsx's engine, as its pages show it."""
+    import dsx
+
+    module = dsx.pipe.PipelineModule(layers(), num_stages=STAGES, loss_fn=loss_fn, schedule=schedule)
+    config = engine_config(precision, rows)
+    engine: Any = dsx.initialize(model=module, model_parameters=list(module.parameters()), config=config)[0]
+    x, y = batch(rows)
+
+    def report() -> dict[str, float]:
+        found = engine.pipeline_report()
+        return {"own ideal": 1e3 * found.ideal.length, "over own ideal": found.over_ideal}
+
+    return Training(lambda: engine.train_batch(iter(list(zip(x.chunk(MICRO), y.chunk(MICRO))))), report)
+
+
+def torch_pipelining(precision: str, rows: int, schedule: str) -> Training:
+    """torch's own runtime, with the norm over all stages as its users write it."""
     import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleZBVZeroBubble
 
-    dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
-    count = 2 * world if name == "zbv" else world
-    bounds = [round(i * (LAYERS + 2) / count) for i in range(count + 1)]
-    modules, device = stages_of(bounds), torch.device("cpu")
-    mine = (rank, 2 * world - 1 - rank) if name == "zbv" else (rank,)
-    stages = [PipelineStage(modules[s], s, count, device) for s in mine]
-    if name == "zbv":
-        schedule = ScheduleZBVZeroBubble(stages, MICRO, loss_fn=loss_fn)
+    dist.init_process_group()
+    rank, count = dist.get_rank(), 2 * STAGES if schedule == "zbv" else STAGES
+    built = layers()
+    modules = [nn.Sequential(*built[a:b]) for a, b in itertools.pairwise(BOUNDS[count])]
+    mine = (rank, 2 * STAGES - 1 - rank) if schedule == "zbv" else (rank,)
+    stages: Any = [PipelineStage(modules[s], s, count, torch.device("cpu")) for s in mine]
+    if schedule == "zbv":
+        runtime: Any = ScheduleZBVZeroBubble(stages, MICRO, loss_fn=loss_fn)
     else:
-        schedule = Schedule1F1B(stages[0], MICRO, loss_fn=loss_fn)
-    x, y = batch(arguments.rows)
+        runtime = Schedule1F1B(stages[0], MICRO, loss_fn=loss_fn)
+    parameters = [p for s in mine for p in modules[s].parameters()]
+    optimizer = torch.optim.AdamW(parameters, fused=True, **ADAM)
+    x, y = batch(rows)
+    arguments, named = ((x,) if 0 in mine else ()), ({"target": y} if count - 1 in mine else {})
 
-    def step():
-        inputs = (x,) if rank == 0 else ()
-        last = count - 1 in mine
-        schedule.step(*inputs, **({"target": y} if last else {}))
-        dist.barrier()
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            runtime.step(*arguments, **named)
+        square = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]).square()
+        dist.all_reduce(square)
+        nn.utils.clip_grads_with_norm_(parameters, 1.0, square.sqrt())
+        optimizer.step()
+        optimizer.zero_grad()
 
-    return step, [p for s in mine for p in modules[s].parameters()], dict
+    return Training(step)
 
 
-def deepspeed_pipeline(arguments):
-    os.environ.setdefault("LOCAL_SIZE", "2")
-    if arguments.deepspeed_path:
-        sys.path.insert(0, arguments.deepspeed_path)
+def deepspeed_pipeline(precision: str, rows: int) -> Training:
+    """DeepSpeed's engine."""
+    os.environ.setdefault("LOCAL_SIZE", str(STAGES))
     deepspeed = benches.deepspeed()
-    from deepspeed.pipe import PipelineModule
+    from deepspeed.pipe import PipelineModule  # pyright: ignore[reportMissingImports]
 
     deepspeed.init_distributed("gloo")
-    module = PipelineModule(layers(), num_stages=2, loss_fn=loss_fn, partition_method="uniform")
-    config = {
-        "train_batch_size": MICRO * arguments.rows,
-        "train_micro_batch_size_per_gpu": arguments.rows,
-        "gradient_accumulation_steps": MICRO,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
-    }
-    engine, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)
-    x, y = batch(arguments.rows)
-
-    def step():
-        engine.train_batch(iter(list(zip(x.chunk(MICRO), y.chunk(MICRO)))))
-
-    return step, [], dict
+    module = PipelineModule(layers(), num_stages=STAGES, loss_fn=loss_fn)
+    config = engine_config(precision, rows)
+    config["optimizer"]["params"]["torch_adam"] = True  # its own needs a compile at run time
+    config["zero_force_ds_cpu_optimizer"] = False
+    engine, *_ = deepspeed.initialize(model=module, model_parameters=list(module.parameters()), config=config)
+    x, y = batch(rows)
+    return Training(lambda: engine.train_batch(iter(list(zip(x.chunk(MICRO), y.chunk(MICRO))))))
 
 
-def worker(arguments):
+SCHEDULES = {"1F1B": "1f1b", "ZB-H1": "zb-h1", "ZBV": "zbv"}
+SYSTEMS: dict[str, tuple[int, str, Callable[[str, int], Training]]] = {
+    "one process": (1, "torchrun", one_process),
+    **{f"dsx, {n}": (2, "torchrun", partial(dsx_pipeline, schedule=s)) for n, s in SCHEDULES.items()},
+    **{f"dsx, {n}, dsx launch": (2, "dsx", partial(dsx_pipeline, schedule=s)) for n, s in SCHEDULES.items()},
+    "torch, 1F1B": (2, "torchrun", partial(torch_pipelining, schedule="1f1b")),
+    "torch, ZBV": (2, "torchrun", partial(torch_pipelining, schedule="zbv")),
+    "DeepSpeed, 1F1B": (2, "torchrun", deepspeed_pipeline),
+}
+"""By name: processes, launcher, and what builds it from a precision and the rows of a micro-batch."""
+
+
+def worker(arguments: argparse.Namespace) -> NoReturn:
+    """One rank of one system."""
     torch.set_num_threads(1)
-    name = arguments.worker
-    if name == "one":
-        step, parameters, read_report = one_process(arguments)
-    elif name.startswith("dsx-"):
-        step, parameters, read_report = dsx_pipeline(arguments, name.removeprefix("dsx-"))
-    elif name.startswith("torch-"):
-        step, parameters, read_report = torch_pipelining(arguments, name.removeprefix("torch-"))
-    else:
-        step, parameters, read_report = deepspeed_pipeline(arguments)
-    parameters = list(parameters)
-    times, reported = [], {}
-    for _ in range(arguments.steps + 1):
-        start = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - start)
-        reported = read_report()
-        for p in parameters:
-            p.grad = None
-    if os.environ.get("RANK", "0") == "0":
-        sys.stderr.flush()
-        found = {"ms": 1e3 * statistics.median(times[1:]), "least": 1e3 * min(times[1:]), **reported}
-        print(f"RESULT {json.dumps(found)}", flush=True)
+    training = SYSTEMS[arguments.worker][2](arguments.precision, arguments.rows)
+    times = []
+    for _ in range(arguments.steps + 2):
+        began = time.perf_counter()
+        training.step()
+        times.append(1e3 * (time.perf_counter() - began))
+    report_and_leave(arguments.out, {"ms": statistics.median(times[2:]), **training.report()})
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--peers", default=" ".join(PEERS))
+def table(precision: str, results: dict[str, list[dict[str, Any]]]) -> Table:
+    """The figures of a precision and their goals."""
+    ms = {name: statistics.median(row["ms"] for row in rows) for name, rows in results.items() if rows}
+    ideal = ms["one process"] * (MICRO + STAGES - 1) / MICRO / STAGES if "one process" in ms else None
+    found = Table(
+        {"system": "", "transport": "", "ms per step": "{:.0f}", "of the ideal": "{:.3f}",
+         "vs torch, same schedule": "{:.2f}x", "vs DeepSpeed": "{:.2f}x", "over own ideal": "{:.3f}"},
+        "" if precision == "fp32" else precision,
+    )  # fmt: skip
+    rows = []
+    for name, took in ms.items():
+        ours = name.startswith("dsx")
+        peers = [ms.get(f"torch, {name.split(', ')[1]}"), ms.get("DeepSpeed, 1F1B")] if ours else [None, None]
+        over = took / ideal if ideal and "1F1B" in name else None  # the bubble of the others is smaller
+        ratios = [peer and peer / took for peer in peers]
+        last = results[name][-1]
+        rows.append((name, last["transport"], took, over, *ratios, last.get("over own ideal")))
+    for row in losers_first(rows, 4, 5):
+        found.add(*row)
+    main = "dsx, 1F1B"
+    for text, peer, least in (
+        ("1F1B at least 1.0x torch's", "torch, 1F1B", 1.0), ("1F1B at least 1.05x DeepSpeed's", "DeepSpeed, 1F1B", 1.05)
+    ):  # fmt: skip
+        if {main, peer} <= ms.keys():
+            found.goal(f"{precision}: {text}", f"{ms[peer] / ms[main]:.2f}x", met=ms[peer] / ms[main] >= least)
+    if ideal and main in ms:
+        ratio = ms[main] / ideal
+        text = f"{precision}: 1F1B at most 1.05 of the ideal of {ideal:.0f} ms"
+        found.goal(text, f"{ratio:.3f}", met=ratio <= 1.05)
+    if {main, "dsx, ZB-H1"} <= ms.keys():
+        ratio = ms["dsx, ZB-H1"] / ms[main]
+        found.goal(f"{precision}: ZB-H1 faster than 1F1B", f"{ratio:.3f} of its time", met=ratio < 1)
+    return found
+
+
+def main() -> None:
+    """Parse arguments and run the rounds."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rows", type=int, default=1, help="sequences per micro-batch")
-    parser.add_argument("--deepspeed-path")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--precision", choices=PRECISIONS, help="default: both")
+    parser.add_argument("--only", default="", help="systems whose name contains this text")
     add_json_option(parser)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--out", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        return worker(arguments)
-    print(f"{sum(p.numel() for x in layers() for p in x.parameters()) / 1e6:.1f} M parameters, {MICRO} micro-batches")
-    table = Table({"system": "", "ms per step": "{:.0f}", "least": "{:.0f}", "ideal of the last step, ms": "{:.0f}",
-                   "measured / ideal": "{:.3f}"})  # fmt: skip
-    by_peer = {}
-    for peer in arguments.peers.split():
-        command = [sys.executable]
-        if peer != "one":
-            command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        command += [__file__, "--worker", peer, "--steps", str(arguments.steps), "--rows", str(arguments.rows)]
-        if arguments.deepspeed_path:
-            command += ["--deepspeed-path", arguments.deepspeed_path]
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        found = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-        if not found:
-            print(f"{peer} failed: {done.stderr.strip()[-500:]}", flush=True)
-            continue
-        by_peer[peer] = row = json.loads(found[0])
-        table.add(peer, row["ms"], row["least"], row.get("ideal"), row.get("ratio"))
-    for name in ("dsx-1f1b", "dsx-zb-h1"):
-        if name in by_peer:
-            ratio = by_peer[name]["ratio"]
-            table.goal(f"{name} within 1.03 of its ideal", f"{ratio:.3f}", met=ratio <= 1.03)
-    for ours, peer, least in (("1f1b", "torch-1f1b", 1.0), ("zbv", "torch-zbv", 1.0), ("1f1b", "deepspeed", 1.2)):
-        if {f"dsx-{ours}", peer} <= by_peer.keys():
-            ratio = by_peer[peer]["ms"] / by_peer[f"dsx-{ours}"]["ms"]
-            table.goal(f"dsx-{ours} at least {least}x {peer}", f"{ratio:.2f}x", met=ratio >= least)
-    table.save(arguments.json)
+        worker(arguments)
+    results = run_systems(
+        {name: (processes, launcher) for name, (processes, launcher, _) in SYSTEMS.items() if arguments.only in name},
+        lambda name, precision: [
+            __file__, "--worker", name, "--precision", precision, "--steps", str(arguments.steps),
+            "--rows", str(arguments.rows),
+        ],
+        rounds=arguments.rounds,
+        precisions=[arguments.precision] if arguments.precision else PRECISIONS,
+    )  # fmt: skip
+    for precision, found in results.items():
+        table(precision, found).save(arguments.json)
 
 
 if __name__ == "__main__":

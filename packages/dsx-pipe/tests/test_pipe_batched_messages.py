@@ -9,7 +9,7 @@ import dsx_comm
 import pytest
 import torch
 from dsx_pipe import Pipeline, Schedule, StageError, build
-from dsx_pipe.runtime.messages import Groups
+from dsx_pipe.runtime.groups import Groups
 from dsx_pipe.schedule import BUILDERS
 from dsx_testkit import run_ranks
 from torch import nn

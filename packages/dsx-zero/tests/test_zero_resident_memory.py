@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 import pytest
-from dsx_zero.homes.freed_memory import keep_heap_small
+from dsx_zero.homes.freed_memory import keep_freed_blocks, keep_heap_small
 
 pytest.importorskip("dsx_nvme")
 LINUX = pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs the kernel's figures")
@@ -112,6 +112,14 @@ def test_resident_memory_is_bounded_with_everything_on_disk(low, tmp_path):
 def test_the_allocator_is_left_alone_where_the_user_says_so(name, value, monkeypatch):
     monkeypatch.setenv(name, value)
     assert not keep_heap_small.__wrapped__()
+    assert not keep_freed_blocks.__wrapped__()
+
+
+def test_what_returns_memory_has_precedence_over_what_keeps_it():
+    order = "keep_heap_small(), keep_freed_blocks()"
+    code = f"from dsx_zero.homes.freed_memory import keep_freed_blocks, keep_heap_small; print({order})"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() in (["True", "False"], ["False", "False"])  # the second: another C library
 
 
 FREED = """

@@ -12,26 +12,20 @@ wrong answer is not a result. Peers that are not installed are left out and said
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import socket
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
+from dsx_testkit.benches import PRECISIONS, losers_first, report_and_leave, run_systems  # noqa: E402
 from dsx_testkit.results import Table, add_json_option  # noqa: E402
 
-PRECISIONS = ("fp32", "bf16")
 
-
-def worker(name: str, precision: str, steps: int, out: str) -> None:
+def worker(name: str, precision: str, steps: int, out: str) -> NoReturn:
     """One rank of one system: builds it, warms up, times `steps` steps, rank 0 writes the result."""
     import torch
     import torch.distributed as dist
@@ -40,50 +34,15 @@ def worker(name: str, precision: str, steps: int, out: str) -> None:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    rank = int(os.environ.get("RANK", "0"))
     step = SYSTEMS[name].build(precision)
+    rank = dist.get_rank() if dist.is_initialized() else 0
     times, loss = [], torch.zeros(())
     for i in range(steps + 3):
         data = batch(i, rank)
         begin = time.perf_counter()
         loss = step(*data)
         times.append(time.perf_counter() - begin)
-    if rank == 0:
-        transport = dist.get_backend().replace("undefined", "gloo") if dist.is_initialized() else ""  # torch's default
-        found = {"ms": statistics.median(times[3:]) * 1e3, "loss": float(loss), "transport": transport}
-        Path(out).write_text(json.dumps(found))
-    if dist.is_initialized():
-        dist.barrier()  # a launcher ends the others when the first has ended
-    os._exit(0)  # peers leave threads and groups behind; their teardown is not what is measured
-
-
-def free_port() -> int:
-    """A port nobody listens on."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def run(name: str, precision: str, steps: int) -> dict[str, Any] | None:
-    """Run one system once; None when it fails (its last words are shown)."""
-    from _systems import SYSTEMS
-
-    system = SYSTEMS[name]
-    with tempfile.TemporaryDirectory() as folder:
-        out = f"{folder}/out.json"
-        program = [__file__, "--worker", name, "--precision", precision, "--steps", str(steps), "--out", out]
-        start = [sys.executable]
-        if system.launcher == "dsx":
-            start = [sys.executable, "-m", "dsx", "launch", "--no_local_rank", "--num_procs", str(system.processes)]
-        elif system.processes > 1:
-            start = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={system.processes}",
-                     f"--master-port={free_port()}"]  # fmt: skip
-        variables = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-        done = subprocess.run([*start, *program], env=variables, capture_output=True, text=True, timeout=600)
-        if done.returncode or not Path(out).exists():
-            print(f"  {name}: did not run: {(done.stdout + done.stderr)[-600:]}", flush=True)
-            return None
-        return json.loads(Path(out).read_text())
+    report_and_leave(out, {"ms": statistics.median(times[3:]) * 1e3, "loss": float(loss)})
 
 
 def table(precision: str, results: dict[str, list[dict[str, Any]]]) -> Table:
@@ -102,8 +61,7 @@ def table(precision: str, results: dict[str, list[dict[str, Any]]]) -> Table:
         fsdp = median.get("torch FSDP2") if ours else None
         last = results[name][-1]
         rows.append((name, last["transport"], ms, fsdp and fsdp / ms, peer and peer / ms, last["loss"]))
-    rows.sort(key=lambda row: not (row[0].startswith("dsx") and min(row[3] or 1.0, row[4] or 1.0) < 1.0))
-    for row in rows:
+    for row in losers_first(rows, 3, 4):
         found.add(*row)
     wanted = {"fp32": (1.0, 1.2), "bf16": (1.3, 1.4)}[precision]
     ours = [row for row in rows if row[0].startswith("dsx")]
@@ -136,16 +94,14 @@ def main() -> None:
         worker(args.worker, args.precision, args.steps, args.out)
     from _systems import SYSTEMS
 
-    precisions = [args.precision] if args.precision else list(PRECISIONS)
-    chosen = [n for n in SYSTEMS if args.only in n]
-    results: dict[str, dict[str, list[dict[str, Any]]]] = {p: {n: [] for n in chosen} for p in precisions}
-    for r in range(args.rounds):
-        for precision in precisions:
-            for name in chosen:
-                if done := run(name, precision, args.steps):
-                    results[precision][name].append(done)
-                    print(f"  round {r + 1}: {precision}, {name}: {done['ms']:.0f} ms", flush=True)
-    print(f"\nmedians of {args.rounds} rounds")
+    results = run_systems(
+        {name: (system.processes, system.launcher) for name, system in SYSTEMS.items() if args.only in name},
+        lambda name, precision: [
+            __file__, "--worker", name, "--precision", precision, "--steps", str(args.steps)
+        ],
+        rounds=args.rounds,
+        precisions=[args.precision] if args.precision else PRECISIONS,
+    )  # fmt: skip
     for precision, found in results.items():
         table(precision, found).save(args.json)
 

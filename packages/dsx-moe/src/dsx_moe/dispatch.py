@@ -118,14 +118,21 @@ def _pipeline(
     exchange: Exchange,
     during_transfer: Callable[[], object] | None,
 ) -> torch.Tensor:
-    """While the experts work on chunk c, chunk c + 1 is sent to the experts and chunk c - 1 is sent back."""
+    """While the experts work on chunk c, chunk c + 1 is sent to the experts and chunk c - 1 is sent back.
+
+    Chunk c - 1 is received once chunk c is on its way back, and not behind the loop. Autograd goes through these calls
+    from the last one to the first, so that a backward has the same order: one chunk of gradients is on the link ahead
+    of the one that the experts work on. Received behind the loop, all gradients would be sent at once, and the first
+    result of the experts' backward would wait on the link behind all of them.
+    """
     parts = rows.split(list(plan.sizes))
     to_experts = [Link(exchange, chunk.traffic) for chunk in plan.chunks]
     from_experts = [Link(exchange, chunk.traffic.t()) for chunk in plan.chunks]
     tickets = [send_rows(parts[0], to_experts[0])]
     if during_transfer is not None:
         during_transfer()
-    returning = []
+    returning: list[torch.Tensor] = []
+    finished: list[torch.Tensor] = []
     for c, chunk in enumerate(plan.chunks):
         if c + 1 < len(parts):
             tickets.append(send_rows(parts[c + 1], to_experts[c + 1]))
@@ -138,7 +145,9 @@ def _pipeline(
             by_expert = _permute(received, order)
             done = _unpermute(experts(by_expert, chunk.counts, chunk.first), order)
         returning.append(send_rows(done, from_experts[c]))
-    finished = [receive_rows(ticket, link) for ticket, link in zip(returning, from_experts)]
+        if c:
+            finished.append(receive_rows(returning[c - 1], from_experts[c - 1]))
+    finished.append(receive_rows(returning[-1], from_experts[-1]))
     return finished[0] if len(finished) == 1 else torch.cat(finished)
 
 

@@ -248,18 +248,16 @@ class PackedExperts(ExpertShard):
         rows, up, up_bias, down, down_bias = _autocast_operands(
             rows, self.up, self.up_bias, self.down_proj, self.down_bias, span=span
         )
-        inner = segment_matmul(rows, up.transpose(1, 2), counts)
-        if up_bias is not None:
-            inner = inner + repeat_per_segment(up_bias, counts)
+        inner = segment_matmul(rows, up.transpose(1, 2), counts, up_bias)
         act = ACTIVATIONS[self.activation]
         if self.gated:
             gate, value = inner.chunk(2, dim=-1)
             inner = act(gate) * value
         else:
             inner = act(inner)
-        out = segment_matmul(inner, down.transpose(1, 2), counts)
-        if self.tensor_group is not None:
-            out = sum_over_group(out, self.tensor_group)
+        if self.tensor_group is None:
+            return segment_matmul(inner, down.transpose(1, 2), counts, down_bias)
+        out = sum_over_group(segment_matmul(inner, down.transpose(1, 2), counts), self.tensor_group)
         return out if down_bias is None else out + repeat_per_segment(down_bias, counts)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:

@@ -1,12 +1,14 @@
 """Matrix products of segments (grouped GEMM). A segment is a range of consecutive rows with its own matrix.
 
-    segment_matmul(rows [R, n], weights [L, n, m], counts)   ->  [R, m]
+    segment_matmul(rows [R, n], weights [L, n, m], counts)   ->  [R, m]; with a bias [L, m], it is added
     segment_outer(left [R, n], right [R, m], counts)         ->  [L, n, m]
 
 Segment i consists of the `counts[i]` rows after those of segment i - 1. Empty segments give no rows and zero matrices.
 The derivative of each product is made of the other one, so gradients of any order exist. On a CUDA device with bfloat16
 all segments are one kernel (`torch.nn.functional.grouped_mm`), if torch has it and it takes the sizes. Otherwise each
-segment is one GEMM that writes its part of the result. Left out: transposed outputs, and data types below 16 bits.
+segment is one GEMM that writes its part of the result and adds the bias: a repeated bias and a sum would be two more
+tensors of the size of the result, whose pages the system clears each time. Left out: transposed outputs, and data types
+below 16 bits.
 """
 
 from __future__ import annotations
@@ -19,12 +21,14 @@ import torch
 import torch.nn.functional as F
 
 
-def segment_matmul(rows: torch.Tensor, weights: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """[R, m]: every segment of `rows` [R, n] times its matrix of `weights` [L, n, m].
+def segment_matmul(
+    rows: torch.Tensor, weights: torch.Tensor, counts: Sequence[int], bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[R, m]: every segment of `rows` [R, n] times its matrix of `weights` [L, n, m], plus its row of `bias` [L, m].
 
     Segment i has `counts[i]` rows, which may be 0. The counts add up to R.
     """
-    return _Matmul.apply(rows, weights, tuple(counts))  # type: ignore[no-any-return]
+    return _Matmul.apply(rows, weights, bias, tuple(counts))  # type: ignore[no-any-return]
 
 
 def segment_outer(left: torch.Tensor, right: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
@@ -44,22 +48,29 @@ def segment_sum(rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
 
 class _Matmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
+    def forward(
+        ctx: Any, rows: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None, counts: tuple[int, ...]
+    ) -> torch.Tensor:
         ctx.save_for_backward(rows, weights)
         ctx.counts = counts
         if _one_kernel(rows, weights.shape[1], weights.shape[2]):
-            return F.grouped_mm(rows.contiguous(), _unit_stride(weights), offs=_ends(counts, rows.device))
+            out = F.grouped_mm(rows.contiguous(), _unit_stride(weights), offs=_ends(counts, rows.device))
+            return out if bias is None else out.add_(repeat_per_segment(bias, counts))
         out = rows.new_empty(rows.shape[0], weights.shape[2])
         for i, (start, end) in enumerate(_bounds(counts)):
-            torch.mm(rows[start:end], weights[i], out=out[start:end])
+            if bias is None:
+                torch.mm(rows[start:end], weights[i], out=out[start:end])
+            else:
+                torch.addmm(bias[i], rows[start:end], weights[i], out=out[start:end])
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, Any, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, Any, Any, None]:  # type: ignore[override]
         rows, weights = ctx.saved_tensors
         to_rows = segment_matmul(grad, weights.transpose(1, 2), ctx.counts) if ctx.needs_input_grad[0] else None
         to_weights = segment_outer(rows, grad, ctx.counts) if ctx.needs_input_grad[1] else None
-        return to_rows, to_weights, None
+        to_bias = segment_sum(grad, ctx.counts) if ctx.needs_input_grad[2] else None
+        return to_rows, to_weights, to_bias, None
 
 
 class _Outer(torch.autograd.Function):

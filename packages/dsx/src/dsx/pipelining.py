@@ -18,6 +18,7 @@ import dsx_comm
 import dsx_zero
 import torch
 from dsx_comm import RankSets
+from dsx_zero.homes.freed_memory import keep_freed_blocks
 from torch import nn
 
 from .config import Config
@@ -307,6 +308,8 @@ def build(parts: EngineParts) -> Engine:
     data = parts.topology.data
     parts.shards.control.defer_failures()
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if device.type == "cpu":
+        keep_freed_blocks()  # activations are freed and allocated in every micro-batch
     # All ranks, of all pipelines: they end a failed update with one error.
     ranks = list(range(dsx_comm.get_world_size()))
     everyone = dsx_comm.get_world_group() if device.type == "cpu" else dsx_comm.new_group(ranks, backend="gloo")

@@ -1,19 +1,25 @@
-"""What benches share: the frame of a bench of several parts, one GPT with its data, and steps that take turns.
+"""What benches share: the frame of a bench of several parts, one GPT with its data, steps that take turns, and systems
+that are started as their users start them.
 
 Steps that are compared run in the same processes, one of each in turn, so that a disturbance of the machine meets all
-of them; their medians and paired ratios are what a machine that drifts still tells.
+of them; their medians and paired ratios are what a machine that drifts still tells. Whole systems, whose launchers and
+transports count too, run in processes of their own (`start_system`), and whole rounds take turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -23,7 +29,13 @@ from torch import nn
 
 from dsx_testkit.results import Table, add_json_option
 
-__all__ = ["GPT", "Block", "Turns", "batch", "deepspeed", "run_parts", "spawn_ranks", "take_turns"]
+__all__ = [
+    "GPT", "PRECISIONS", "Block", "Turns", "batch", "deepspeed", "losers_first", "report_and_leave", "run_parts",
+    "run_systems", "spawn_ranks", "start_system", "take_turns",
+]  # fmt: skip
+
+PRECISIONS = ("fp32", "bf16")
+"""What people train in; a bench with peers has a table for each."""
 
 
 def run_parts(parts: Mapping[str, Callable[[bool], Table]], description: str | None) -> None:
@@ -162,3 +174,78 @@ def _one_thread(rank: int, worker: Callable[..., Any], store: str, arguments: tu
     worker(rank, store, *arguments)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def start_system(program: Sequence[str], name: str, *, processes: int, launcher: str = "torchrun") -> dict[str, Any]:
+    """Run a program as users do, and return what its rank 0 gave to `report_and_leave`.
+
+    Each process has one thread, and nothing else is set.
+
+    Args:
+        program: the script and its arguments; "--out FILE" is added.
+        name: of the system, for the line that says why it did not run.
+        launcher: "torchrun", or "dsx": `dsx launch`. One process is started without either.
+
+    Returns:
+        What was reported; empty where the system did not run. Its last words are shown then.
+    """
+    start = [sys.executable]
+    if launcher == "dsx":
+        start += ["-m", "dsx", "launch", "--no_local_rank", "--num_procs", str(processes)]
+    elif processes > 1:
+        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.json"
+        command = [*start, *program, "--out", str(out)]
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=900)
+        if done.returncode or not out.exists():
+            sys.stdout.write(f"  {name}: did not run: {(done.stdout + done.stderr)[-600:]}\n")
+            return {}
+        return json.loads(out.read_text())
+
+
+def run_systems(
+    systems: Mapping[str, tuple[int, str]],
+    program: Callable[[str, str], Sequence[str]],
+    *,
+    rounds: int,
+    precisions: Sequence[str] = PRECISIONS,
+) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """What each system reported in each round, by precision and name. Within a round they take turns.
+
+    Args:
+        systems: by name its processes and launcher, as of `start_system`.
+        program: (name, precision) -> the script and its arguments. What it reports has "ms".
+    """
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {p: {name: [] for name in systems} for p in precisions}
+    for number in range(rounds):
+        for precision in precisions:
+            for name, (processes, launcher) in systems.items():
+                got = start_system(program(name, precision), name, processes=processes, launcher=launcher)
+                if got:
+                    found[precision][name].append(got)
+                    sys.stdout.write(f"  round {number + 1}: {precision}, {name}: {got['ms']:.0f} ms\n")
+                    sys.stdout.flush()
+    sys.stdout.write(f"\nmedians of {rounds} rounds\n")
+    return found
+
+
+def report_and_leave(out: str, found: Mapping[str, Any]) -> NoReturn:
+    """Give a system's figures, with the transport that it got, to `start_system`, and end this process. All ranks call
+    it. Peers leave threads and groups behind, whose end is not what is measured.
+    """
+    if os.environ.get("RANK", "0") == "0":
+        backend = dist.get_backend() if dist.is_initialized() and dist.get_world_size() > 1 else ""
+        transport = backend.replace("undefined", "gloo")  # torch's name for its default of several
+        Path(out).write_text(json.dumps({**found, "transport": transport}))
+    if dist.is_initialized():
+        dist.barrier()  # a launcher ends the others when the first has ended
+    os._exit(0)
+
+
+def losers_first(rows: Iterable[tuple[Any, ...]], *ratios: int) -> list[tuple[Any, ...]]:
+    """Rows of a table, those first that a peer beats: one of the cells at the places `ratios`, which say how many times
+    as long the peer took, is below 1.
+    """
+    return sorted(rows, key=lambda row: not any(row[i] is not None and row[i] < 1.0 for i in ratios))

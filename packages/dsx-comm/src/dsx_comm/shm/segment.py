@@ -87,7 +87,7 @@ class Member:
 
 MIN_SLICE = 4096
 CHUNK = 512 * 1024  # of one rank's data, and as much of the others', stay in its second cache
-MAILBOX = 256 * 1024
+MAILBOX = 260 * 1024  # of one slot of two: a message of 512 KiB with a header fits, so that its send ends at once
 
 
 def slice_bytes(size: int, options: ShmOptions) -> int:

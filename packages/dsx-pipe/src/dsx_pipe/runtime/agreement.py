@@ -14,7 +14,8 @@ import torch
 from ..errors import PipelineError, StageError
 from ..schedule import Schedule
 from .failure import Failure, first_of
-from .messages import LOST, Groups
+from .groups import Groups
+from .messages import LOST
 from .stage import Stage
 from .step import Step
 

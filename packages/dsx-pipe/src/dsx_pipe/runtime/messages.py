@@ -1,10 +1,11 @@
 """Messages between the ranks of a pipeline: values of any structure, or the failure of a stage.
 
-Between two ranks messages form one queue. Each begins with a header of eight whole numbers (the stage, the micro-batch,
-data or failure, sizes of the following parts), so a receiver always knows what comes next: it can recognise a message
-of another step, and a stage that failed sends its error instead of tensors. Shapes and structure are sent if they
-differ from the last message of the same kind; in an ordinary run that is once. Receivers take messages from the queue
-in the order they come and keep those that are needed later, so the ranks' orders may differ.
+What one rank sends to one stage of another, forward or backward, is a channel. Each message begins with a header of
+eight whole numbers (the stage, the micro-batch, data or failure, sizes of the following parts), so a receiver always
+knows what comes next: it can recognise a message of another step, and a stage that failed sends its error instead of
+tensors. Shapes and structure are sent if they differ from the last message of the channel; in an ordinary run that is
+once, and small tensors then travel behind the header in one frame (`frames.py`). Receivers take the messages of a
+channel in the order they come and keep those that are needed later, so the ranks' orders may differ.
 
 A send never waits. Its tensors are kept until it is done (`reap`, `wait_sent`).
 
@@ -14,14 +15,15 @@ each send before they receive would wait for each other. Therefore the messages 
 `schedule.with_communication`, which is free of deadlock even if every send waits (`schedule.check`). A batch has the
 tensors of one received message, or those of consecutive sends. A receive is not batched with other messages, because
 its header may come from a rank that waits for them. Headers are read on the host before a payload is issued, so a
-failure can be sent instead of a payload here too. (Tested with recorded batches; not run on more than one device yet.)
+failure can be sent instead of a payload here too. All channels between two ranks are then one queue, in the order of
+the payloads, and payloads do not travel in frames. (Tested with recorded batches; not run on more than one device yet.)
 """
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import dsx_comm
@@ -29,9 +31,12 @@ import dsx_comm.object_tree
 import torch
 
 from ..errors import PipelineError
+from .frames import Frame
+from .groups import Groups
 from .structure import Structure, TensorSpec, describe_parts, flatten, unflatten
 
-HEADER, BLOB, PAYLOAD = 11, 12, 13  # tags
+HEADER, BLOB, PAYLOAD = 11, 12, 13  # tags where all channels are one queue
+_FIRST_TAG = 16  # of the channels: three tags for each
 _MAGIC = 0x9155E
 DATA, FAILURE, LOST = 0, 1, 2
 
@@ -99,6 +104,20 @@ class Message:
     text: bytes = b""
 
 
+@dataclass(frozen=True)
+class _Known:
+    """What both ends of a channel know of its next message: the spec and the other values that need not be sent again,
+    and the layout of its frame.
+    """
+
+    spec: Spec | None = None
+    extra: bytes = b""
+    frame: Frame = field(default_factory=Frame)
+
+
+_NOTHING = _Known()
+
+
 class PeerLost(PipelineError):
     """Communication with a rank failed.
 
@@ -117,28 +136,6 @@ class WrongRun(PipelineError):
     """A message belongs to another step than the one this rank is in."""
 
 
-class Groups:
-    """The process groups of one pipeline, for headers and for payloads.
-
-    Args:
-        group: process group of the pipeline's ranks; None: all ranks.
-        device: device of the tensors.
-        batched: send payloads in batches; on a device they always are.
-    """
-
-    def __init__(self, group: Any, device: torch.device, *, batched: bool = False) -> None:
-        self.group, self.device = group, device
-        self.ranks = dsx_comm.get_all_ranks_from_group(group)
-        self.rank, self.size = dsx_comm.get_rank(group), dsx_comm.get_world_size(group)
-        self.world_rank = self.ranks[self.rank]
-        self.batched = batched or device.type != "cpu"
-        self.host = self.payload = group
-        if device.type != "cpu" and self.size > 1:
-            # Several pipelines make theirs at the same time, so only this pipeline's ranks meet.
-            self.host = dsx_comm.new_group(self.ranks, backend="gloo", description="pipeline headers", local=True)
-            self.payload = dsx_comm.new_group(self.ranks, description="pipeline tensors", local=True)
-
-
 class Mailbox:
     """All messages of one rank to and from the others.
 
@@ -152,8 +149,8 @@ class Mailbox:
     def __init__(self, groups: Groups, name_of: Callable[[int], str], slicing: tuple[Any, Any] = (None, None)) -> None:
         self.groups, self._name_of, self.slicing = groups, name_of, slicing
         self.run = 0
-        self._sent_specs: dict[tuple[int, int, bool], tuple[Spec, bytes]] = {}
-        self._received_specs: dict[tuple[int, int, bool], tuple[Spec, bytes]] = {}
+        self._sent: dict[tuple[int, int, bool], _Known] = {}
+        self._received: dict[tuple[int, int, bool], _Known] = {}
         self._arrived: dict[int, dict[Key, Message]] = {}
         self._in_flight: list[tuple[Any, Any]] = []
         self._to_flush: list[tuple[int, torch.Tensor]] = []  # (destination, tensor), until `flush`
@@ -166,36 +163,45 @@ class Mailbox:
 
     def forget_shapes(self) -> None:
         """Send structure and shapes again with the next messages. Senders and receivers must call it."""
-        self._sent_specs.clear()
-        self._received_specs.clear()
+        self._sent.clear()
+        self._received.clear()
 
     def send(self, destination: int, key: Key, parcel: Parcel) -> None:
         """Send a value to a rank of the pipeline. Returns at once."""
         spec, extra = parcel.spec, pickle.dumps(parcel.others) if parcel.others else b""
         channel = (destination, key.stage, key.backward)
-        before = self._sent_specs.get(channel)
-        blob_spec = pickle.dumps(spec) if before is None or before[0] != spec else b""
-        blob_extra = extra if before is None or before[1] != extra else b""
-        self._sent_specs[channel] = (spec, extra)
-        self._send_header(destination, key, DATA, len(blob_spec), len(blob_extra), int(bool(extra)))
+        before = self._sent.get(channel, _NOTHING)
+        blob_spec = pickle.dumps(spec) if before.spec != spec else b""
+        blob_extra = extra if before.spec is None or before.extra != extra else b""
+        frame = before.frame
+        packs = frame.places is not None and not blob_spec
+        tensors = [tensor.detach() for tensor in parcel.tensors]
+        numbers = self._numbers(key, DATA, len(blob_spec), len(blob_extra), int(bool(extra)))
+        whole = frame.write(numbers, tensors if packs else ())
+        self._sent[channel] = self._known(spec, extra, key.backward)
+        self._send_tensor(whole, destination, self.groups.host, self._tag(key, HEADER))
         if blob_spec or blob_extra:
-            self._send_tensor(_bytes_tensor(blob_spec + blob_extra), destination, self.groups.host, BLOB)
-        for tensor in parcel.tensors:
+            blob = _bytes_tensor(blob_spec + blob_extra)
+            self._send_tensor(blob, destination, self.groups.host, self._tag(key, BLOB))
+        for tensor in () if packs else tensors:
             if tensor.numel():
-                piece = self._piece_to_send(tensor.detach().contiguous(), key.backward)
+                piece = self._piece_to_send(tensor.contiguous(), key.backward)
                 if self.groups.batched:
                     self._to_flush.append((destination, piece))
                 else:
-                    self._send_tensor(piece, destination, self.groups.payload, PAYLOAD)
+                    self._send_tensor(piece, destination, self.groups.payload, self._tag(key, PAYLOAD))
 
     def last_sent(self, destination: int, stage: int, backward: bool) -> tuple[Spec, bytes] | None:
         """(spec, pickled other values) of the last value sent to a stage of a rank; None before the first one."""
-        return self._sent_specs.get((destination, stage, backward))
+        found = self._sent.get((destination, stage, backward))
+        return None if found is None or found.spec is None else (found.spec, found.extra)
 
     def send_failure(self, destination: int, key: Key, status: int, text: bytes) -> None:
         """Send a packed failure instead of a value."""
-        self._send_header(destination, key, status, len(text), 0, 0)
-        self._send_tensor(_bytes_tensor(text), destination, self.groups.host, BLOB)
+        frame = self._sent.get((destination, key.stage, key.backward), _NOTHING).frame
+        whole = frame.write(self._numbers(key, status, len(text), 0, 0), ())
+        self._send_tensor(whole, destination, self.groups.host, self._tag(key, HEADER))
+        self._send_tensor(_bytes_tensor(text), destination, self.groups.host, self._tag(key, BLOB))
 
     def receive(self, source: int, key: Key) -> Message:
         """Wait for the message `key` of a rank. Other messages that arrive before it are kept.
@@ -207,7 +213,7 @@ class Mailbox:
         self.flush()
         waiting = self._arrived.setdefault(source, {})
         while key not in waiting:
-            found, message = self._receive_next(source)
+            found, message = self._receive_next(source, key)
             waiting[found] = message
         self.reap()
         return waiting.pop(key)
@@ -254,10 +260,12 @@ class Mailbox:
 
     # - the queue
 
-    def _receive_next(self, source: int) -> tuple[Key, Message]:
-        header = torch.zeros(8, dtype=torch.int64, device="cpu")
-        self._receive_tensor(header, source, self.groups.host, HEADER)
-        magic, run, stage, flags, micro_batch, status, first, second = header.tolist()
+    def _receive_next(self, source: int, wanted: Key) -> tuple[Key, Message]:
+        """The next message of the channel of `wanted`; of any channel where all are one queue."""
+        frame = self._received.get((source, wanted.stage, wanted.backward), _NOTHING).frame
+        whole = frame.empty()
+        self._receive_tensor(whole, source, self.groups.host, self._tag(wanted, HEADER))
+        magic, run, stage, flags, micro_batch, status, first, second = frame.numbers(whole)
         has_others, backward = divmod(flags, 2)
         if magic != _MAGIC:
             raise WrongRun(f"{self._name_of(source)} sent something that is no message of a pipeline: different code?")
@@ -265,12 +273,13 @@ class Mailbox:
         blob = b""
         if first + second:
             raw = torch.empty(first + second, dtype=torch.uint8, device="cpu")
-            self._receive_tensor(raw, source, self.groups.host, BLOB)
+            self._receive_tensor(raw, source, self.groups.host, self._tag(wanted, BLOB))
             blob = dsx_comm.object_tree.host_bytes(raw)
         if status != DATA:
             message = Message(status, text=blob)
         else:
-            message = Message(DATA, self._receive_value(source, key, blob[:first], blob[first:], bool(has_others)))
+            value = self._receive_value(source, key, blob[:first], blob[first:], bool(has_others), whole)
+            message = Message(DATA, value)
         if run != self.run:
             raise WrongRun(
                 f"{self._name_of(source)} is in step {run}, this rank in step {self.run}: every rank of a pipeline "
@@ -278,29 +287,52 @@ class Mailbox:
             )
         return key, message
 
-    def _receive_value(self, source: int, key: Key, blob_spec: bytes, blob_extra: bytes, has_values: bool) -> Any:
+    def _receive_value(
+        self, source: int, key: Key, blob_spec: bytes, blob_extra: bytes, has_values: bool, whole: torch.Tensor
+    ) -> Any:
         channel = (source, key.stage, key.backward)
-        known = self._received_specs.get(channel)
-        if known is None and not blob_spec:
+        known = self._received.get(channel, _NOTHING)
+        spec = pickle.loads(blob_spec) if blob_spec else known.spec
+        if spec is None:
             raise WrongRun(f"{self._name_of(source)} sent tensors without saying their shapes: different code?")
-        spec = pickle.loads(blob_spec) if blob_spec else known[0]  # type: ignore[index]
-        extra = blob_extra if blob_extra else (known[1] if known and has_values else b"")
-        self._received_specs[channel] = (spec, extra)
-        tensors = [torch.empty(one.shape, dtype=one.dtype, device=self.groups.device) for one in spec.tensors]
-        pieces = [(tensor, self._piece_to_send(tensor, key.backward)) for tensor in tensors if tensor.numel()]
-        self._receive_payload(source, [piece for _, piece in pieces])
-        for tensor, piece in pieces:
-            if piece is not tensor:
-                dsx_comm.all_gather_into_tensor(tensor.view(-1), piece, group=self.slicing[key.backward])
+        extra = blob_extra if blob_extra else (known.extra if has_values else b"")
+        self._received[channel] = self._known(spec, extra, key.backward)
+        if known.frame.places is not None and not blob_spec:
+            tensors = known.frame.read(whole, spec.tensors)
+        else:
+            tensors = self._receive_apart(source, key, spec)
         for tensor, one in zip(tensors, spec.tensors):
             tensor.requires_grad_(one.requires_grad)
         return unflatten(spec.structure, tensors, pickle.loads(extra) if extra else [])
 
-    def _receive_payload(self, source: int, pieces: list[torch.Tensor]) -> None:
+    def _receive_apart(self, source: int, key: Key, spec: Spec) -> list[torch.Tensor]:
+        """The tensors of a message that do not travel in its frame."""
+        tensors = [torch.empty(one.shape, dtype=one.dtype, device=self.groups.device) for one in spec.tensors]
+        pieces = [(tensor, self._piece_to_send(tensor, key.backward)) for tensor in tensors if tensor.numel()]
+        self._receive_payload(source, key, [piece for _, piece in pieces])
+        for tensor, piece in pieces:
+            if piece is not tensor:
+                dsx_comm.all_gather_into_tensor(tensor.view(-1), piece, group=self.slicing[key.backward])
+        return tensors
+
+    def _known(self, spec: Spec, extra: bytes, backward: bool) -> _Known:
+        """What the two ends of a channel know of it behind a message. Ranks that slice a stage send pieces apart."""
+        frames = self.groups.frames and self.slicing[backward] is None
+        return _Known(spec, extra, Frame.of(spec.tensors) if frames else Frame())
+
+    def _tag(self, key: Key, part: int) -> int:
+        """The tag of a part of a message. Channels have tags of their own, unless payloads go in batches, which are in
+        the order of all messages.
+        """
+        if self.groups.batched or not self.groups.frames:
+            return part
+        return _FIRST_TAG + 3 * (2 * key.stage + int(key.backward)) + part - HEADER
+
+    def _receive_payload(self, source: int, key: Key, pieces: list[torch.Tensor]) -> None:
         """Receive the payload of one message. On a device the current stream waits for it, and the host does not."""
         if not self.groups.batched:
             for piece in pieces:
-                self._receive_tensor(piece, source, self.groups.payload, PAYLOAD)
+                self._receive_tensor(piece, source, self.groups.payload, self._tag(key, PAYLOAD))
         elif pieces:
             try:
                 for handle in self._issue(dsx_comm.irecv, [(source, piece) for piece in pieces]):
@@ -316,10 +348,10 @@ class Mailbox:
             return tensor
         return tensor.view(-1).chunk(size)[dsx_comm.get_rank(group)]
 
-    def _send_header(self, destination: int, key: Key, status: int, first: int, second: int, has_others: int) -> None:
+    def _numbers(self, key: Key, status: int, first: int, second: int, has_others: int) -> list[int]:
+        """The header of a message."""
         flags = 2 * has_others + int(key.backward)
-        numbers = [_MAGIC, self.run, key.stage, flags, key.micro_batch, status, first, second]
-        self._send_tensor(torch.tensor(numbers, dtype=torch.int64, device="cpu"), destination, self.groups.host, HEADER)
+        return [_MAGIC, self.run, key.stage, flags, key.micro_batch, status, first, second]
 
     def _send_tensor(self, tensor: torch.Tensor, destination: int, group: Any, tag: int) -> None:
         try:

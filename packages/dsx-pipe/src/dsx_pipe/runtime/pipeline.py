@@ -27,7 +27,8 @@ from ..ties import Ties
 from .agreement import EVAL, TRAIN, Agreement
 from .clock import Clock
 from .data import MicroBatches, split_batch
-from .messages import Groups, Mailbox, Spec
+from .groups import Groups
+from .messages import Mailbox, Spec
 from .report import StepReport, gather_report
 from .stage import Stage, StageCallbacks
 from .step import Mode, Step
