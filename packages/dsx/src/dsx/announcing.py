@@ -43,7 +43,9 @@ def announce(engine: Engine, config: Config, choice: OptimizerChoice | None) -> 
 
 
 def _transport(device: torch.device) -> str | None:
-    """How ranks on CPUs reach each other, and why it is not shared memory; None: on another device, or alone."""
+    """The way ranks on CPUs reach each other, with the reason where it is not shared memory. None on another device, or
+    for one rank.
+    """
     if device.type != "cpu" or not dsx_comm.is_initialized() or dsx_comm.get_world_size() == 1:
         return None
     if (backend := dsx_comm.get_backend()) != "gloo":

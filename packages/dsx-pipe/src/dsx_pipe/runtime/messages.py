@@ -106,8 +106,8 @@ class Message:
 
 @dataclass(frozen=True)
 class _Known:
-    """What both ends of a channel know of its next message: the spec and the other values that need not be sent again,
-    and the layout of its frame.
+    """The knowledge that both ends of a channel have of its next message: the spec and the other values that need not
+    be sent again, and the layout of its frame.
     """
 
     spec: Spec | None = None
@@ -316,7 +316,7 @@ class Mailbox:
         return tensors
 
     def _known(self, spec: Spec, extra: bytes, backward: bool) -> _Known:
-        """What the two ends of a channel know of it behind a message. Ranks that slice a stage send pieces apart."""
+        """The knowledge of the two ends of a channel behind a message. Ranks that slice a stage send pieces apart."""
         frames = self.groups.frames and self.slicing[backward] is None
         return _Known(spec, extra, Frame.of(spec.tensors) if frames else Frame())
 

@@ -1,5 +1,5 @@
-"""What becomes of freed host memory: the operating system gets it in processes whose state is offloaded, and the next
-blocks get it in pipelines on a CPU.
+"""Freed host memory: the operating system gets it in processes whose state is offloaded, and the next blocks get it in
+pipelines on a CPU.
 
 glibc asks the kernel for memory for large blocks and returns it when they are freed. But it raises the size from which
 on a block is large (`M_MMAP_THRESHOLD`) up to 32 MiB when such blocks are freed. Blocks of a few MiB, which offload
