@@ -122,7 +122,7 @@ def test_links_of_a_readme_work_outside_the_repository(package):
 
 
 LOWER = ("comm", "zero", "ops", "nvme", "sparse-attn", "monitor", "pipe", "moe", "data", "compress")
-MOST_PUBLIC_NAMES = 372  # of the lower packages together: each is documented, tested and promised
+MOST_PUBLIC_NAMES = 373  # of the lower packages together: each is documented, tested and promised
 
 
 def test_the_lower_packages_promise_few_names():

@@ -19,7 +19,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from .apply import init_compression
+    from .apply import init_compression, is_compressed
     from .cleaning import redundancy_clean
     from .conversion import convert_conv1d_to_linear, get_module_name
     from .distillation import DistillationLoss, Teacher
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .torchao import export_torchao, load_torchao, to_torchao
 
 _NAMES_OF_MODULES = {
-    "apply": ("init_compression",),
+    "apply": ("init_compression", "is_compressed"),
     "cleaning": ("redundancy_clean",),
     "conversion": ("convert_conv1d_to_linear", "get_module_name"),
     "distillation": ("DistillationLoss", "Teacher"),
@@ -63,6 +63,7 @@ __all__ = [
     "export_torchao",
     "get_module_name",
     "init_compression",
+    "is_compressed",
     "load_exported",
     "load_quantized",
     "load_torchao",

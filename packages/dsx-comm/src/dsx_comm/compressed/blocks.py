@@ -122,7 +122,7 @@ def sum_rows(messages: torch.Tensor, numel: int, form: BlockFormat) -> torch.Ten
             total.add_(_dequantize(row[None], numbers[None], numel, form)[0])
         return total
     q = _quantized(ops, codes, scales)
-    return ops.reduce_dequantize(
+    return ops.codes.exchange.reduce_dequantize(
         q, ranks=messages.shape[0], numel=numel, bits=form.bits, group_size=form.block, out=total
     )
 
@@ -135,7 +135,7 @@ def _kernels(device: torch.device, form: BlockFormat) -> Any:
 def _quantized(ops: Any, codes: torch.Tensor, scales: torch.Tensor) -> Any:
     """Codes and scales of several messages as dsx_ops takes them: one after the other, without what lies between."""
     dense = (t if t.is_contiguous() else t.clone(memory_format=torch.contiguous_format) for t in (codes, scales))
-    return ops.Quantized(*(t.view(-1) for t in dense), scales.new_empty(0))
+    return ops.codes.quantize.Quantized(*(t.view(-1) for t in dense), scales.new_empty(0))
 
 
 def _whole_blocks(rows: torch.Tensor, form: BlockFormat) -> torch.Tensor:

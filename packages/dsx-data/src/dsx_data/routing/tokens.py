@@ -41,7 +41,7 @@ def scatter_tokens(full: Tensor, part: Tensor, indices: Tensor, batch_first: boo
     """A copy of `full` with the rows at `indices` replaced by those of `part`."""
     ops = _ops()
     if ops is not None:
-        return ops.token_scatter(full, part, indices, batch_first)
+        return ops.tokens.token_scatter(full, part, indices, batch_first)
     places, axis = _places(full, indices, batch_first)
     return torch.scatter(full, axis, places, part)
 
