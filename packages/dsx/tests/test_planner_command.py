@@ -224,7 +224,7 @@ def test_measure_is_the_search_by_trials(tmp_path, capsys):
     assert main(["plan", "--measure", *script]) == 0
     measured = capsys.readouterr().out
     assert main(["launch", "--autotuning", "tune", *script]) == 0
-    assert measured == capsys.readouterr().out and "micro" in measured
+    assert measured == capsys.readouterr().out and measured.strip()
 
 
 def test_the_page_stacks_all_that_the_device_holds(files, capsys):

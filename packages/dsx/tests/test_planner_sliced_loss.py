@@ -48,7 +48,7 @@ def test_stages_too(folder):
     config = {**CONFIG, "pipeline": {"stages": 2}, "gradient_accumulation_steps": 2}
     whole, sliced = (planned(folder, sliced, config=config, world=4) for sliced in (False, True))
     last = [one.pipeline.ranks[-1].peak_bytes for one in (whole, sliced)]
-    assert last[1] < 0.75 * last[0]
+    assert last[0] - last[1] > 2 * 63 * TINY["vocab_size"] * 2 * 0.9, "half of the logits of 63 tokens in fp32"
     assert whole.pipeline.ranks[0].peak_bytes == sliced.pipeline.ranks[0].peak_bytes, "the first stage has no logits"
 
 

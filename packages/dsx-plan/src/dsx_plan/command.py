@@ -82,6 +82,10 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--fp8", action="store_true", help="products of blocks multiply FP8, as with torchao")
     parser.add_argument(
+        "--alike", action="store_true", help="the blocks of the model (a folder) are alike: few are replayed and stand"
+        " for all, so that ten thousand take seconds",
+    )  # fmt: skip
+    parser.add_argument(
         "--sliced-loss", action="store_true", help="ranks that slice the layers keep their slice of the logits, and"
         " compute the loss on them, as torchtitan and Megatron-LM do",
     )  # fmt: skip

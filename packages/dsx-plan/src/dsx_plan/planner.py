@@ -98,8 +98,8 @@ def plan(
     asked = Asked(model, *given)
     make_plan = asked.plan
     if alike:
-        shallow = deep(model)
-        make_plan = Repeated(lambda blocks: Asked(shallow(blocks), *given, name=asked.name).plan, depth_of(model)).plan
+        whole, shallow = depth_of(model), deep(model)
+        make_plan = Repeated(lambda blocks: Asked(shallow(blocks), *given, name=asked.name).plan, whole).plan
     if sliced_loss and not asked.slices(config):
         raise PlanError("sliced_loss: got it without tensor_parallel.autotp_size, expected ranks that slice the layers")
     answer = make_plan(config, recompute)
