@@ -17,11 +17,16 @@ def lines(rank, world):
         def emit(self, record):
             seen.append(record.getMessage())
 
-    log = logging.getLogger("dsx")
-    log.addHandler(Keep())
+    log, keep = logging.getLogger("dsx"), Keep()
+    level = log.level
+    log.addHandler(keep)
     log.setLevel(logging.INFO)
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
-    dsx.initialize(model=torch.nn.Linear(2, 2), config=config)
+    try:
+        dsx.initialize(model=torch.nn.Linear(2, 2), config=config)
+    finally:
+        log.removeHandler(keep)  # one rank is the process of all tests
+        log.setLevel(level)
     return [line for line in seen if line.startswith("transport")]
 
 

@@ -107,7 +107,8 @@ print(seen)
 
 
 def test_importing_loads_and_does_nothing():
-    done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=120, check=False)
+    command = [sys.executable, "-B", "-c", PROBE]  # no compiled files: the first import of a module writes one
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
 

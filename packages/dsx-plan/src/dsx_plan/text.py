@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 
@@ -220,11 +221,14 @@ _MOST_REASONS = 12
 
 
 def describe_skipped(points: Sequence[tuple[Mapping[str, object], str]]) -> str:
-    """The reasons why points have no plan: a line for each, with the number of points and one of them."""
-    by_reason: dict[str, list[Mapping[str, object]]] = {}
+    """The reasons why points have no plan: a line for each, with the number of points and one of them. Reasons that
+    differ in numbers only (of ranks, of a stage) share the line of the first.
+    """
+    by_reason: dict[str, tuple[str, list[Mapping[str, object]]]] = {}
     for values, reason in points:
-        by_reason.setdefault(" ".join(reason.split()), []).append(values)
-    ordered = sorted(by_reason.items(), key=lambda item: -len(item[1]))
+        text = " ".join(reason.split())
+        by_reason.setdefault(re.sub(r"\d+", "", text), (text, []))[1].append(values)
+    ordered = sorted(by_reason.values(), key=lambda item: -len(item[1]))
     lines = [
         f"left out {len(found)}: {reason if len(reason) <= 240 else reason[:237] + '...'}"
         f" ({', '.join(f'{key}={value}' for key, value in found[0].items())})"
