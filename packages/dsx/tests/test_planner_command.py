@@ -242,3 +242,17 @@ def test_the_page_stacks_all_that_the_device_holds(files, capsys):
     assert [float(w) for w, _ in drawn] == pytest.approx([1000 * n / room for n in found.held.values()], abs=0.01)
     assert main(words(files, "-n", "1", "-m", "here", "--json", f"{files}/here.json")) == 0
     assert Plan.from_json((files / "here.json").read_text()).beside == {}
+
+
+def test_without_a_configuration_the_usual_one_is_planned_and_shown(files, capsys):
+    question = ["plan", f"{files}/model.py:make", "-b", f"{files}/model.py:batch", "-n", "8", "-m", "H100-SXM"]
+    stage, least = ["--set", "zero_optimization.stage=2"], ["--set", "train_micro_batch_size_per_gpu=4"]
+    assert main([*question, *stage, *least, "--json"]) == 0
+    usual = capsys.readouterr()
+    assert usual.err.startswith("--config: got none; planned with {") and '"stage": 2' in usual.err
+    shown = json.loads(usual.err[usual.err.index("{") : usual.err.rindex("}") + 1])
+    (files / "shown.json").write_text(json.dumps(shown))
+    assert main([*question, "-c", f"{files}/shown.json", "--json"]) == 0
+    given = capsys.readouterr()
+    assert given.out == usual.out and "got none" not in given.err
+    assert Plan.from_json(given.out).config["zero_optimization"] == {"stage": 2}

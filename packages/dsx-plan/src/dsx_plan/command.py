@@ -1,5 +1,6 @@
 """``dsx plan``: memory, messages and time of a job before it runs.
 
+dsx plan MODEL --gpus 64 --machine H100-SXM
 dsx plan MODEL --config dsx.json --gpus 64 --machine H100-SXM
 dsx plan MODEL --config dsx.json --gpus 64 --search
 dsx plan calibrate -o machine.json
@@ -22,6 +23,9 @@ from dsx_core.progress import Progress
 from ._version import __version__
 
 __all__ = ["main"]
+
+_USUAL = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+"""The configuration of a question without one, such as "does this model fit on eight of these?"."""
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "dsx-plan") -> int:
@@ -61,7 +65,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "model", help="file.py:function, package.module:function, a folder with a config.json, or hf://NAME: a folder"
         " or a model of the Hugging Face Hub",
     )  # fmt: skip
-    parser.add_argument("-c", "--config", required=True, metavar="FILE", help="the configuration of dsx.initialize")
+    parser.add_argument(
+        "-c", "--config", metavar="FILE", help=f"the configuration of dsx.initialize (default: {json.dumps(_USUAL)})"
+    )
     parser.add_argument("-n", "--gpus", type=int, required=True, metavar="N", help="number of ranks")
     parser.add_argument("--per-host", type=int, metavar="N", help="ranks of a host (default: the machine's)")
     parser.add_argument(
@@ -300,7 +306,11 @@ def _changed(args: argparse.Namespace) -> Any:
             raise PlanError(f"--set: got {given!r}, expected PATH=JSON as zero_optimization.stage=3") from error
         if not sign or not path:
             raise PlanError(f"--set: got {given!r}, expected PATH=JSON as zero_optimization.stage=3")
-    return with_values(engine_to_plan().read(args.config), changes) if changes else args.config
+    config = args.config
+    if config is None:
+        config = _USUAL
+        sys.stderr.write(f"--config: got none; planned with {json.dumps(with_values(config, changes))}\n")
+    return with_values(engine_to_plan().read(config), changes) if changes else config
 
 
 def _space(args: argparse.Namespace, config: Any, machine: Any) -> dict[str, list[Any]]:
