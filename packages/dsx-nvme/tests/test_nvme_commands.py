@@ -205,7 +205,7 @@ def test_explain(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        ([], 2, "required: command"),
+        ([], 2, "are required: {tune,bench,explain}"),
         (["--help"], 0, "measure reads and writes"),
         (["--version"], 0, f"dsx-nvme {dsx_nvme.__version__}"),
         (["tuna"], 2, "did you mean tune?"),

@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "dsx-nvme") -> int:
     """Run a command; returns its exit code. An unknown command ends the program with 2."""
     words = list(sys.argv[1:] if argv is None else argv)
     parser = CommandParser(prog=prog, version=f"dsx-nvme {__version__}", description=__doc__)
-    commands = parser.add_subparsers(title="commands", metavar="command", required=True)
+    commands = parser.add_subparsers(required=True)
     for name, (_, summary) in COMMANDS.items():
         commands.add_parser(name, help=summary, add_help=False)
     if not words or words[0] not in COMMANDS:
