@@ -33,7 +33,15 @@ def sampled():
         if world not in found:
             races = [f"race:{name}" for name, race in RACES.items() if race.sample and race.world == world]
             alone = [f"alone:{name}" for name in ONE_AT_A_TIME_SAMPLE[world]]
-            found[world] = start([*SAMPLE[world], *alone, *races], world, limit_s=1500)
+            names = [*SAMPLE[world], *alone, *races]
+            results, output = start(names, world, limit_s=1500)
+            # A planted race may read a label that is not there yet, and end the process as a device would. Those behind
+            # it run again: the mode of each case is in its name or its place, so only races are started here.
+            behind = [name for name in races if len(results.get((name, "slow-side"), ())) < world]
+            if behind:
+                again, said = start(behind, world, limit_s=1500)
+                results, output = {**results, **again}, output + said
+            found[world] = results, output
         return found[world]
 
     return give
