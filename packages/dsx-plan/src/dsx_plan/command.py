@@ -58,8 +58,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         description="Memory, messages and time of a training job, before it runs. No device is needed.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="commands:\n  calibrate  measure this machine\n  machines   print the table of devices\n"
-        "  --measure  [options of dsx launch, as --num_procs 2] SCRIPT ...: search by plans and trials of the script, as"
-        " dsx launch --autotuning tune\n",
+        "  --measure  [options of dsx launch, as --num_procs 2] SCRIPT ...: search by plans and trials of the script,"
+        " as dsx launch --autotuning tune\n",
     )
     parser.add_argument(
         "model", help="file.py:function, package.module:function, a folder with a config.json, or hf://NAME: a folder"
