@@ -17,6 +17,7 @@ from dsx_comm.lanes import Lane
 from dsx_core import with_code
 from torch import nn
 
+from .building import NOTHING_KEPT, Builder, Kept
 from .errors import HAS_NO_EFFECT
 from .grads.unused import UnusedParameters
 from .homes.chosen import (
@@ -33,15 +34,11 @@ from .homes.chosen import (
 from .homes.tiers import UnitPlacement
 from .order.channel import AskingChannel, OneRank
 from .params.flat import Unit
+from .recipe import Planned, Recipe
 from .runtime import Runtime
 from .step.host_thread import new_values_wait
 from .step.inner import StepGroups, may_be_cut, why_at_once
-from .step.masters import (
-    Master,
-    Masters,
-    make_masters,
-    place_masters,
-)
+from .step.masters import Master, Masters, make_masters, place_masters
 from .step.matrices import MatrixStep
 from .step.plan import Pipeline, StepPlan
 from .step.runner import plan_step
@@ -50,8 +47,6 @@ from .step.states import OptimizerStates
 if TYPE_CHECKING:
     from .config import ZeroConfig
 
-from .building import NOTHING_KEPT, Builder, Kept
-from .recipe import Planned, Recipe
 
 __all__ = ["StepParts", "assemble"]
 

@@ -31,11 +31,9 @@ from .params.kept import KeptGroups
 from .params.memory import Memory, OrdinaryMemory, memory_of
 from .plan.rank_sets import ranks_of_buffers
 from .plan.units import GroupPlan
+from .recipe import Planned, Recipe
 from .runtime import Publisher, Runtime
-from .step.masters import (
-    Masters,
-    replace_parameters,
-)
+from .step.masters import Masters, replace_parameters
 from .step.norm import groups_of_norm
 from .step.states import OptimizerStates
 from .transports.plain import Cast, RowsAllReduce
@@ -46,7 +44,6 @@ if TYPE_CHECKING:
     from .gather.hooks import UnitHooks
     from .params.partitioned_unit import PartitionedUnit
 
-from .recipe import Planned, Recipe
 
 __all__ = ["NOTHING_KEPT", "Builder", "Kept"]
 

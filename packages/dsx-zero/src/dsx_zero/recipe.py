@@ -18,18 +18,12 @@ from .alike import hash_of
 from .grads.averaging import ByOptimizer, averaging_of
 from .grads.reduction import Reduction
 from .groups import AuxiliaryGroups
-from .homes.chosen import (
-    check_room,
-    place_units,
-)
+from .homes.chosen import check_room, place_units
 from .homes.tiers import Placement, UnitPlacement
 from .plan.rank_sets import check_rank_sets, is_plain
 from .plan.units import ParameterInfo, Persistence, RanksOf, UnitPlan, plan_units
 from .precision import Precision
-from .step.masters import (
-    check_whole_tensors,
-    needs_whole_tensors,
-)
+from .step.masters import check_whole_tensors, needs_whole_tensors
 from .transports.chosen import Transports
 
 if TYPE_CHECKING:
