@@ -1,5 +1,6 @@
 """Programs of the command line: a reader that ends first, words that were meant, progress."""
 
+import io
 import os
 import subprocess
 import sys
@@ -66,22 +67,13 @@ def test_the_parser_of_the_subcommand_names_what_was_meant(capsys):
         assert end.value.code == 2 and said in capsys.readouterr().err
 
 
-class Screen:
-    def __init__(self):
-        self.text = ""
-
+class Screen(io.StringIO):
     def isatty(self):
         return True
-
-    def write(self, text):
-        self.text += text
-
-    def flush(self):
-        pass
 
 
 def test_progress_of_bytes_is_shown_in_gigabytes():
     screen = Screen()
     with Progress(0, "verify", unit="bytes", stream=screen) as bar:
         bar.reach(1_500_000_000, 3_000_000_000)
-    assert "verify [############............]  50% 1.50/3.00 GB" in screen.text
+    assert "verify [############............]  50% 1.50/3.00 GB" in screen.getvalue()

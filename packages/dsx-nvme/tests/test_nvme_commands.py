@@ -1,5 +1,6 @@
 """`dsx-nvme tune`, `bench`, `explain`: what they print, write and refuse; the search on a made-up disk."""
 
+import io
 import json
 import multiprocessing
 import os
@@ -232,20 +233,12 @@ def test_sizes_pictures_and_bars():
             parse_size(wrong)
     assert "&lt;x&gt;" in svg_bars("<x>", [("a", [("read", 1.0)])], "GB/s")
 
-    class Terminal:
-        text = ""
-
+    class Terminal(io.StringIO):
         def isatty(self):
             return True
-
-        def write(self, text):
-            self.text += text
-
-        def flush(self):
-            pass
 
     terminal = Terminal()
     bar = Progress("tuning", terminal)
     bar.update(0.5, "half")
     bar.finish()
-    assert "[##############..............]  50%" in terminal.text and terminal.text.endswith("\n")
+    assert "[##############..............]  50%" in terminal.getvalue() and terminal.getvalue().endswith("\n")
